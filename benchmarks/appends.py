@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lowering.attention.append import Append, append_in_place
 from lowering.attention.store import Codec, Pages, Store
-from lowering.passes.hold_divisions import hold_divisions
+from lowering.passes.guard_divisions import guard_divisions
 from lowering.target import resolve
 
 from .timing import interleaved, timed
@@ -60,7 +60,7 @@ def _record(store: Store) -> Append:
 def _append(append: Append, batch: int) -> tuple[Callable[[], None], int]:
     target = resolve("cpu")[0].tvm
     function = append_in_place(append).with_attr("global_symbol", "append")
-    kernel = tvm.compile(hold_divisions(tvm.IRModule({"append": function})), target=target)["append"]
+    kernel = tvm.compile(guard_divisions(tvm.IRModule({"append": function})), target=target)["append"]
     layers = [_arguments(append, batch) for _ in range(LAYERS)]
     read = sum(x.nbytes for name, x in layers[0].items() if name.startswith("new"))
     written = sum(x.nbytes for name, x in layers[0].items() if name in append.caches()) // CAPACITY

@@ -128,7 +128,7 @@ def stages() -> Any:
 
 _STAGES = {
     "legalize": "a kernel each",
-    "eliminate_absorbed": "masks in attention",
+    "eliminate_folded": "masks in attention",
     "eliminate_dead_functions": "fused",
     "group_matmuls": "matmuls together",
 }

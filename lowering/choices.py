@@ -10,7 +10,7 @@ Scheme: TypeAlias = Literal["int8", "int4", "f16"]
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16", "fast", "tf32", "3xtf32"]
 """How matmuls of floats are computed (graph/precision.py); float32 also what a model quantizes while it runs
 (graph/float_activations.py). TF32 is no type of tensors: models stay as they are, and so
-it is a matter of kernels (passes/mark_matmuls.py)."""
+it is a matter of kernels (passes/mark_tf32_matmuls.py)."""
 
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -43,7 +43,7 @@ PROLOGUE_MATMUL = "prologue_matmul"
 EPILOGUE_MATMUL = "epilogue_matmul"
 """The name of the rule that takes matmuls with epilogues (reading/epilogues.py), where a target has one."""
 
-_JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
+_ACCEPTS_SIBLINGS = {"llvm": cpu.accepts_siblings, "cuda": cuda.accepts_siblings}
 
 
 class Known(Protocol):
@@ -83,10 +83,10 @@ def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Seque
     return None
 
 
-def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
+def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     """Whether a function that holds matmuls is one of the target's rule for these, and others may join it: False where
     it is full, None where the rule does not take it."""
-    return _JOINS[target.kind.name](func, target)
+    return _ACCEPTS_SIBLINGS[target.kind.name](func, target)
 
 
 def _scheduled(

@@ -20,7 +20,7 @@ from placed_arrays import borrow, guarded
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Offset, Window
 from lowering.attention.reference import Dense, by_batch, dense, reference, scores
-from lowering.passes.hold_divisions import hold_divisions
+from lowering.passes.guard_divisions import guard_divisions
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Results: TypeAlias = dict[str, np.ndarray]
@@ -250,7 +250,7 @@ def run(case: Case, inputs: dict[str, Any], make: Callable[[AttentionProblem], t
 
 @functools.lru_cache(maxsize=64)
 def _compiled(problem: AttentionProblem, make: Callable[[AttentionProblem], tvm.IRModule]) -> tvm.runtime.Module:
-    return tvm.compile(hold_divisions(make(problem)), target=TARGET)
+    return tvm.compile(guard_divisions(make(problem)), target=TARGET)
 
 
 def at_end(case: Case) -> bool:

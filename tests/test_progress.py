@@ -127,7 +127,7 @@ def test_an_interrupt_in_the_middle_of_a_pass_stays_one(monkeypatch: pytest.Monk
         time.sleep(0.1)
         return mod
 
-    monkeypatch.setattr(pipeline, "one_shape", tvm.transform.module_pass(interrupted, opt_level=0))
+    monkeypatch.setattr(pipeline, "unify_shape_symbols", tvm.transform.module_pass(interrupted, opt_level=0))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell ignore it
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from lowering.passes.sizes_first import sizes_first
+from lowering.passes.hoist_shape_bindings import hoist_shape_bindings
 
 
 def _module(order: tuple[int, ...]) -> tvm.IRModule:
@@ -34,6 +34,6 @@ def _module(order: tuple[int, ...]) -> tvm.IRModule:
 
 @pytest.mark.parametrize("order", itertools.permutations(range(5)))
 def test_definition_comes_first(order: tuple[int, ...]) -> None:
-    ordered = sizes_first(_module(order))
+    ordered = hoist_shape_bindings(_module(order))
     names = [binding.var.name for binding in ordered["main"].body.blocks[0].bindings]
     assert names == ["shape", "known", "rows", "unknown", "checked"]

@@ -1,6 +1,6 @@
 """Scores that a model makes of those of an attention, as a tensor, which the attention reads in place of its own.
 
-`changed` marks the tensor until passes/absorb_scores.py has read it: it says which tensor holds the attention's scores
+`changed` marks the tensor until passes/fold_scores.py has read it: it says which tensor holds the attention's scores
 as they were, so that elements of the changed ones can be written as expressions of them.
 """
 

@@ -25,37 +25,37 @@ from ..errors import CompilerError, LoweringError
 from ..importing.imported import Imported
 from ..importing.origins import Origins, after_fusion
 from ..manifest import CallSpec, KernelSpec
-from ..passes.absorb_heads import absorb_heads
-from ..passes.absorb_masks import absorb_masks
-from ..passes.absorb_scores import absorb_scores
-from ..passes.absorb_transposes import absorb_transposes
 from ..passes.alignment import assume_alignment
 from ..passes.convolutions import lower_convolutions
 from ..passes.donation import donate
 from ..passes.equal_functions import merge_equal_functions
 from ..passes.fold_constants import fold_constants
+from ..passes.fold_heads import fold_heads
+from ..passes.fold_masks import fold_masks
+from ..passes.fold_scores import fold_scores
+from ..passes.fold_transposes import fold_transposes
+from ..passes.fuse_cache_writes import fuse_cache_writes
 from ..passes.fuse_epilogues import fuse_epilogues
+from ..passes.fuse_launches import fuse_launches
 from ..passes.fuse_norm_prologues import fuse_norm_prologues
+from ..passes.fuse_row_blocks import fuse_row_blocks
 from ..passes.group_matmuls import group_matmuls
-from ..passes.hold_divisions import hold_divisions
-from ..passes.hold_floats import WITH_ZEROS, hold_floats
-from ..passes.join_launches import join_launches
-from ..passes.join_rows import join_rows
+from ..passes.guard_divisions import guard_divisions
+from ..passes.guard_float_arithmetic import WITH_ZEROS, guard_float_arithmetic
+from ..passes.hoist_shape_bindings import hoist_shape_bindings
 from ..passes.kernels import Scheduled
 from ..passes.kernels import schedule as schedule_kernels
-from ..passes.mark_matmuls import mark_matmuls
-from ..passes.mark_matmuls import note as note_of_matmuls
-from ..passes.one_shape import one_shape
+from ..passes.mark_tf32_matmuls import mark_tf32_matmuls
+from ..passes.mark_tf32_matmuls import note as note_of_matmuls
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
 from ..passes.prove_indices import prove_indices
 from ..passes.release import add_release
 from ..passes.replay import add_replay
-from ..passes.results_apart import results_apart
-from ..passes.rows_into_caches import rows_into_caches
 from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
-from ..passes.sizes_first import sizes_first
+from ..passes.split_tuple_results import split_tuple_results
+from ..passes.unify_shape_symbols import unify_shape_symbols
 from ..target import Target
 from . import progress
 
@@ -165,8 +165,8 @@ def lower(
         ("eliminate_dead_code", t.DeadCodeElimination()),
         ("pack_weights", pack),
         ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
-        ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm, on_tensor_cores)),
-        ("absorb_heads", traced(absorb_heads)),
+        ("fold_transposes", lambda mod: fold_transposes(mod, target.tvm, on_tensor_cores)),
+        ("fold_heads", traced(fold_heads)),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call, **WITH_ZEROS})),
@@ -174,21 +174,24 @@ def lower(
         ("skip_assertions", for_gpu(tvm.tirx.transform.SkipAssert())),
         # These read kernels, and must see those of indices, masks and changes of scores one by one.
         ("prove_indices", lambda mod: prove_indices(mod, on_gpu=bool(target.architecture))),
-        ("absorb_masks", absorb_masks),
-        ("absorb_scores", absorb_scores),
-        ("eliminate_absorbed", t.DeadCodeElimination()),
+        ("fold_masks", fold_masks),
+        ("fold_scores", fold_scores),
+        ("eliminate_folded", t.DeadCodeElimination()),
         ("annotate_patterns", t.AnnotateTIROpPattern()),
         ("fold_constants", fold_constants),
         ("fuse_ops", fuse),
-        ("one_shape", one_shape),
-        ("sizes_first", sizes_first),
+        ("unify_shape_symbols", unify_shape_symbols),
+        ("hoist_shape_bindings", hoist_shape_bindings),
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("merge_equal_functions", merge_equal_functions),
-        ("mark_matmuls", lambda mod: mark_matmuls(mod, matmuls)),
+        ("mark_tf32_matmuls", lambda mod: mark_tf32_matmuls(mod, matmuls)),
         ("group_matmuls", traced(lambda mod, of: group_matmuls(mod, target.tvm, of))),
         # GPUs have no kernel for what it makes.
-        ("join_rows", traced(lambda mod, of: join_rows(mod, target.tvm, of) if not target.architecture else (mod, of))),
+        (
+            "fuse_row_blocks",
+            traced(lambda mod, of: fuse_row_blocks(mod, target.tvm, of) if not target.architecture else (mod, of)),
+        ),
         ("fuse_norm_prologues", for_gpu(traced(lambda mod, of: fuse_norm_prologues(mod, target.tvm, of)))),
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),
@@ -197,17 +200,17 @@ def lower(
         ("fuse_epilogues", for_gpu(traced(lambda mod, of: fuse_epilogues(mod, target.tvm, of)))),
         # How it runs
         ("schedule", schedule),
-        ("rows_into_caches", on_gpu(of_calls(rows_into_caches))),
-        ("join_launches", on_gpu(of_calls(join_launches))),
-        ("hold_divisions", hold_divisions),
-        ("hold_floats", hold_floats),
+        ("fuse_cache_writes", on_gpu(of_calls(fuse_cache_writes))),
+        ("fuse_launches", on_gpu(of_calls(fuse_launches))),
+        ("guard_divisions", guard_divisions),
+        ("guard_float_arithmetic", guard_float_arithmetic),
         # Virtual machine
         ("add_release", add_release),
         ("add_replay", on_gpu(add_replay)),
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
         ("remove_purity_checking", t.RemovePurityChecking()),
         ("lower_call_tir", t.CallTIRRewrite()),
-        ("results_apart", on_gpu(results_apart)),
+        ("split_tuple_results", on_gpu(split_tuple_results)),
         ("plan_memory", plan_memory),
         ("lower_allocations", t.LowerAllocTensor()),
         ("size_classes", size_classes),

@@ -44,7 +44,7 @@ class FuseAttentionPass(NodePass):
     4. Soft cap: c Tanh(x / c), with any scale before it, and no mask.
     5. Additive masks after the cap, one or several, on either side of the Add, also multiplied by a later scale.
     6. Where masks, both ways round: a fill of -inf becomes a bool mask. A finite one becomes the additive mask
-       Where(condition, 0, fill) if the fill is so low that it absorbs every score; -10000 is not.
+       Where(condition, 0, fill) if the fill is so low that it dominates every score; -10000 is not.
     7. Max(scores + mask, lowest number): the mask is clamped instead.
     8. NaN guard: Where(IsNaN(p), 0, p). Dropout and Identity are gone by now.
     9. Three dimensions: Reshape of the scores to [B, H, S, T] and back gives B and H; without it, N is the batch of one

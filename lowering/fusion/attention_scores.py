@@ -84,14 +84,14 @@ def _where(node: ir.Node, so_far: Scores) -> Scores | None:
         if fill is None or len(dims(scores)) != len(dims(node.outputs[0])) or scores.dtype is None:
             continue
         fill *= so_far.scale
-        if fill != -math.inf and not _absorbs(fill, scores.dtype):
+        if fill != -math.inf and not _dominates(fill, scores.dtype):
             continue
         mask = Mask(condition, len(dims(scores)), fill=fill, kept=kept, dtype=scores.dtype)
         return _read(scores, replace(so_far, masks=so_far.masks.added(mask)))
     return None
 
 
-def _absorbs(fill: float, dtype: ir.DataType) -> bool:
+def _dominates(fill: float, dtype: ir.DataType) -> bool:
     """Whether x + fill is fill for every score x: at least half of the lowest number, or a number beside which a score
     of 16 is less than rounding."""
     rounding = {ir.DataType.FLOAT16: 2**-11, ir.DataType.BFLOAT16: 2**-8, ir.DataType.DOUBLE: 2**-53}.get(dtype, 2**-24)

@@ -2,7 +2,7 @@
 run.
 
 Every index that comes from data goes through `inside`, every size that does through `sizes_of` (run_time.py binds it to
-a symbol). What is known to hold costs nothing: constants, sizes, and, once masks are absorbed, whatever the bounds of
+a symbol). What is known to hold costs nothing: constants, sizes, and, once masks are folded, whatever the bounds of
 its parts prove (passes/prove_indices.py).
 """
 

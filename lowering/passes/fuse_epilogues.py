@@ -28,7 +28,7 @@ from schedules.reading.stages import Axis, Stage
 from ..importing.checks import checked, checked_instead
 from ..importing.origins import Origins, bindings
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
-from .calls_of_kernels import Memory, is_view, kernel_of, places_in
+from .kernel_calls import Memory, is_view, kernel_of, places_in
 from .main_function import BlockMutator, rewritten
 from .stage_calls import Asked, StageCall, StageCalls, variables
 
@@ -37,8 +37,8 @@ _FEWEST = 2  # epilogues: of one alone there may be no launch less
 
 def fuse_epilogues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
     """The module, without dataflow blocks, and where its calls come from."""
-    joiner = _Joiner(mod, target, origins)
-    return rewritten(mod, joiner), joiner.calls.origins
+    fuser = _Fuser(mod, target, origins)
+    return rewritten(mod, fuser), fuser.calls.origins
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _FusedEpilogue:
 
 
 @mutator
-class _Joiner(BlockMutator):
+class _Fuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.mod, self.calls = mod, StageCalls(mod, origins)

@@ -23,12 +23,12 @@ from .stage_calls import Asked, StageCall, StageCalls, variables
 
 def fuse_norm_prologues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
     """The module, and where its calls come from."""
-    joiner = _Joiner(mod, target, origins)
-    return rewritten(mod, joiner), joiner.calls.origins
+    fuser = _Fuser(mod, target, origins)
+    return rewritten(mod, fuser), fuser.calls.origins
 
 
 @mutator
-class _Joiner(BlockMutator):
+class _Fuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.calls = StageCalls(mod, origins)

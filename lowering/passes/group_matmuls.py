@@ -1,7 +1,7 @@
 """Which functions matmuls are computed in: what the matrix kernel takes is in a function of its own, and whole.
 
 Fusion puts operators together by the order in which they stand. What the target's matrix kernel takes is another
-question, which this pass asks it (schedules.joins), after fusion:
+question, which this pass asks it (schedules.accepts_siblings), after fusion:
 
 1. A function that holds a matmul and is not taken as it is, is cut: matmuls stand alone, with the element-wise stages
    around them that the kernel takes.
@@ -48,7 +48,7 @@ class _Grouper(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.calls = StageCalls(mod, origins)
-        self.asked = Asked(lambda function: schedules.joins(function, target))
+        self.asked = Asked(lambda function: schedules.accepts_siblings(function, target))
         self.readers: Counter[relax.Var] = Counter()  # how often a variable is read
         body = mod["main"].body
         for expr in (body.body, *(binding.value for binding in bindings(body))):
@@ -74,24 +74,26 @@ class _Grouper(BlockMutator):
             for binding in (self.calls.bound(item, kind, self.builder_) if isinstance(item, StageCall) else [item])
         ]
 
-    def joins(self, call: StageCall) -> bool | None:
-        """What the rule says of the call's function (schedules.joins)."""
+    def accepts_siblings(self, call: StageCall) -> bool | None:
+        """What the rule says of the call's function (schedules.accepts_siblings)."""
         return self.asked(call.function()[0])
 
     # -- what belongs together ----------------------------------------------------------------------------------------
 
     def cut(self, call: StageCall, kind: type[relax.Var]) -> list[StageCall]:
         """The call, or calls of its parts where the kernel takes a matmul in it, but not with all that is there."""
-        if self.joins(call) is not None:
+        if self.accepts_siblings(call) is not None:
             return [call]
-        taken = [bool(stage.reduce) and self.joins(_part(call, [stage])) is not None for stage in call.stages]
+        taken = [
+            bool(stage.reduce) and self.accepts_siblings(_part(call, [stage])) is not None for stage in call.stages
+        ]
         if not any(taken):
             return [call]
         parts: list[list[Stage]] = []
         holds = False  # a matmul that the kernel takes is in the last part
         for stage, is_taken in zip(call.stages, taken):
             wider = [*parts[-1], stage] if parts else [stage]
-            if not (holds or is_taken) or self.joins(_part(call, wider)) is not None:
+            if not (holds or is_taken) or self.accepts_siblings(_part(call, wider)) is not None:
                 parts[-1:], holds = [wider], holds or is_taken
             else:
                 parts.append([stage])
@@ -128,7 +130,7 @@ class _Grouper(BlockMutator):
 
     def factor(self, call: StageCall) -> tirx.Buffer | None:
         """The tensor that all matmuls of a call multiply by constant matrices."""
-        if not self.joins(call):
+        if not self.accepts_siblings(call):
             return None
         sources = {p.a.source for p in map(read_matmul, call.stages) if p is not None}
         return sources.pop() if len(sources) == 1 else None
@@ -145,7 +147,7 @@ class _Grouper(BlockMutator):
         outputs = [buffer for buffer in (*a.outputs, *b.outputs) if buffer not in inside]
         nodes = tuple(dict.fromkeys((*a.nodes, *b.nodes)))
         call = StageCall(f"{a.name}_{b.name}", [*a.stages, *b.stages], outputs, nodes, a.multiplied)
-        return call if self.joins(call) is not None else None
+        return call if self.accepts_siblings(call) is not None else None
 
 
 def _part(call: StageCall, stages: list[Stage], name: str = "") -> StageCall:

@@ -3,7 +3,7 @@
 
 x W with a constant W [K, N] becomes a matmul with its columns, one behind the other, stored while compiling: where W
 is of a type that tensor cores multiply, or integers with scales, which stay so and are expanded on the way there. What
-a model transposes itself is read where it is (absorb_transposes.py), but for what is compressed.
+a model transposes itself is read where it is (fold_transposes.py), but for what is compressed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _MOST = 1500  # lines of a listing
 
 
 def kernel_code(files: Files, manifest: Manifest, dump: Dump | None) -> Iterator[Node]:
-    before, after = (None, None) if dump is None else (dump.script("donate"), dump.script("join_launches"))
+    before, after = (None, None) if dump is None else (dump.script("donate"), dump.script("fuse_launches"))
     name = list(manifest.code().values())[-1]
     host: dict[str, str] = {}
     device: dict[str, str] = {}

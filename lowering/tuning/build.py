@@ -12,7 +12,7 @@ import schedules
 from ..compiling.build import build
 from ..compiling.objects import Kernels
 from ..passes.alignment import assume_alignment
-from ..passes.hold_divisions import hold_divisions
+from ..passes.guard_divisions import guard_divisions
 from ..target import Target
 from .choices import annotated
 from .loop_space import code
@@ -49,5 +49,5 @@ def compiled(func: tirx.PrimFunc, target: Target) -> bytes:
     """The bytes of a library."""
     module = tvm.IRModule({MAIN: func.with_attr("global_symbol", MAIN)})
     with target.tvm:
-        module = assume_alignment(hold_divisions(module), 16 if target.architecture else 1)
+        module = assume_alignment(guard_divisions(module), 16 if target.architecture else 1)
     return build(module, target, Kernels(target, kept=False))  # few candidates come again

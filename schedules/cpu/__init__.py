@@ -8,7 +8,7 @@ from .concat import concat
 from .elementwise import elementwise
 from .gradient import gradient
 from .linear import linear
-from .matmul import joins as joins
+from .matmul import accepts_siblings as accepts_siblings
 from .matmul import matmul
 from .recurrence import recurrence
 from .reduction import reduction

@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
-from ..reading.concat import Joined, read_joined
+from ..reading.concat import Concatenation, read_concatenation
 from ..reading.values import flat_view
 from ..tiles import Space
 from ..variant import Variant
@@ -47,7 +47,7 @@ class ConcatTiles(LoopTiles):
 
 def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Vector copies among threads for a concatenation; None for anything else."""
-    joined = read_joined(func)
+    joined = read_concatenation(func)
     if joined is None:
         return None
     cpu = machine(target)
@@ -55,7 +55,7 @@ def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     return [Variant("copies", joined, cpu, tiles, lambda tiles: _emit(func, joined, cpu, tiles["copies"]))]
 
 
-def _emit(func: tirx.PrimFunc, joined: Joined, cpu: Machine, tiles: ConcatTiles) -> tirx.PrimFunc:
+def _emit(func: tirx.PrimFunc, joined: Concatenation, cpu: Machine, tiles: ConcatTiles) -> tirx.PrimFunc:
     lanes = cpu.vector_bytes // max(DataType(joined.output.dtype).itemsize, 1)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}

@@ -106,7 +106,7 @@ def plan_stages(
     return None if _may_be_gemv(first) and is_gemv(first.operands) else kernels
 
 
-def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
+def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     """Whether matmuls by other stored matrices may join a function that `matmul` takes; None where it does not."""
     kernels = plan(func, target)
     return None if kernels is None else all(b.b_in_place and not b.matmul.batch for b in _every(kernels))

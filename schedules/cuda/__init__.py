@@ -11,7 +11,7 @@ from .epilogue_matmul import epilogue_matmul
 from .expert_sort import expert_sort
 from .gradient import gradient
 from .linear import linear
-from .matmul import joins as joins
+from .matmul import accepts_siblings as accepts_siblings
 from .matmul import matmul
 from .ordinary import one_number, ordinary
 from .prologue_matmul import prologue_matmul

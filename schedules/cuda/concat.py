@@ -17,7 +17,7 @@ from tvm.sym import Analyzer
 from lowering.tensorir.blocks import FORM
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..reading.concat import Joined, read_joined
+from ..reading.concat import Concatenation, read_concatenation
 from ..reading.values import flat_view
 from ..variant import Variant
 from .chunks import load, store_words
@@ -29,14 +29,14 @@ from .threads import ThreadTiles, each
 
 def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Copies for a concatenation; None for anything else."""
-    joined = read_joined(func)
+    joined = read_concatenation(func)
     if joined is None:
         return None
     tiles = {"copies": ThreadTiles()}
     return [Variant("copies", None, device(target), tiles, lambda tiles: _kernels(func, joined, tiles["copies"]))]
 
 
-def _kernels(func: tirx.PrimFunc, joined: Joined, tiles: ThreadTiles) -> tirx.PrimFunc:
+def _kernels(func: tirx.PrimFunc, joined: Concatenation, tiles: ThreadTiles) -> tirx.PrimFunc:
     size = DataType(joined.output.dtype).itemsize
     piece = CHUNK_BYTES // size if size in (1, 2, 4, 8) else 1
     places = [joined.row, *(place for _, *rest in joined.parts for place in rest)]
@@ -62,7 +62,7 @@ def _kernels(func: tirx.PrimFunc, joined: Joined, tiles: ThreadTiles) -> tirx.Pr
 
 
 def _copy(
-    joined: Joined,
+    joined: Concatenation,
     part: tuple[tirx.Buffer, Expr, Expr],
     memory: dict[tirx.Buffer, tirx.Buffer],
     count: int,

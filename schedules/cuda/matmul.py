@@ -130,7 +130,7 @@ def runs_of(found: list[Group]) -> list[Group]:
     return planned(matmuls_of_runs(found[0][0].func) or ()) or []
 
 
-def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
+def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     """Whether one more matmul by another matrix may join a function that `matmul` takes; None where it does not."""
     found = plan(func)
     if found is None:

@@ -20,7 +20,7 @@ _ONE = tirx.const(1, "int64")
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concatenation:
     """The output's rows, elements of a row, and of each tensor where in a row it begins and how many it has there."""
 
     output: tirx.Buffer
@@ -29,7 +29,7 @@ class Joined:
     parts: tuple[tuple[tirx.Buffer, Expr, Expr], ...]
 
 
-def read_joined(func: tirx.PrimFunc) -> Joined | None:
+def read_concatenation(func: tirx.PrimFunc) -> Concatenation | None:
     """The concatenation that a function is, or None."""
     root = func.body
     if not isinstance(root, s_tir.SBlockRealize) or root.block.match_buffers or root.block.alloc_buffers:
@@ -49,7 +49,7 @@ def read_joined(func: tirx.PrimFunc) -> Joined | None:
         return None
     behind = math.prod(output.shape[axis + 1 :], start=_ONE)
     parts = tuple((source, starts[axis] * behind, source.shape[axis] * behind) for source, starts in copies)
-    return Joined(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
+    return Concatenation(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
 
 
 def _copied(block: Block | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:

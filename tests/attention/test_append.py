@@ -10,7 +10,7 @@ from attention_cases import TARGET
 from placed_arrays import borrow, guarded
 
 from lowering.attention.append import append_in_place, copy_and_append
-from lowering.passes.hold_divisions import hold_divisions
+from lowering.passes.guard_divisions import guard_divisions
 
 CALLS = 6
 
@@ -20,7 +20,7 @@ def check(seed: int) -> None:
     record = cases[0].append
     functions = {"in_place": append_in_place(record), "copying": copy_and_append(record)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
-    built = tvm.compile(hold_divisions(module), TARGET)
+    built = tvm.compile(guard_divisions(module), TARGET)
     for number, case in enumerate(cases):
         given = arrays(case)
         want = expected(case, given)

@@ -16,14 +16,14 @@ from lowering.attention.problem import AttentionProblem
 from lowering.attention.reference import dense, scores
 from lowering.attention.scores import HIDDEN
 from lowering.attention.store import Pages
-from lowering.passes.hold_divisions import hold_divisions
+from lowering.passes.guard_divisions import guard_divisions
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(4))
 def test_counts(calls: list[Case]) -> None:
     function = count_pairs(calls[0].problem).with_attr("global_symbol", "count_pairs")
-    module = tvm.compile(hold_divisions(tvm.IRModule({"count_pairs": function})), target=TARGET)
+    module = tvm.compile(guard_divisions(tvm.IRModule({"count_pairs": function})), target=TARGET)
     for case in calls:
         case = dataclasses.replace(case, poisoned=False)
         p, inputs = case.problem, arrays(case)

@@ -17,7 +17,7 @@ from prefill_cases import TURNS
 from thinned import thinned
 from tvm import te, tirx, topi
 
-from schedules.cuda.matmul import joins, matmul
+from schedules.cuda.matmul import accepts_siblings, matmul
 from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from schedules.reading.matmul import MATMULS
 from schedules.variant import Variant
@@ -240,7 +240,7 @@ def test_queries_keys_and_values_are_one_function(arch: str) -> None:
     widths, depth = (72, 24, 40), 264
     func = three_matmuls(tirx.Var("m", "int64"), depth, widths)
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
-    assert joins(func, target) is False  # it is full
+    assert accepts_siblings(func, target) is False  # it is full
     (variant, *_) = matmul(func, target) or []
     module = emulated.module({"main": variant.make()}, arch=arch)
     rng = np.random.default_rng(7)

@@ -81,7 +81,7 @@ class Found:
         if name == "fused":
             operators = Counter(node.op_type for node in module.graph.all_nodes())
             self.attentions, self.unfused = operators["Attention"], operators["Softmax"]
-        elif name == "eliminate_absorbed":
+        elif name == "eliminate_folded":
             for block in module["main"].body.blocks:
                 for binding in block.bindings:
                     self.count(module, binding.value)

@@ -16,7 +16,7 @@ from tvm import relax, tirx
 import lowering
 import schedules
 from lowering.importing.quantized import Quantized
-from lowering.passes.absorb_transposes import absorb_transposes
+from lowering.passes.fold_transposes import fold_transposes
 from lowering.passes.pack_weights import pack_weights
 from schedules.cpu.matmul import matmul
 
@@ -47,7 +47,7 @@ def compile_main(
         builder.emit_func_output(result)
     t = relax.transform
     mod, arrays = pack_weights(builder.finalize(), dict(weights), target)
-    mod = absorb_transposes(mod, target)
+    mod = fold_transposes(mod, target)
     assert not any(
         isinstance(b.value, relax.Call) and b.value.op == tvm.ir.Op.get("relax.permute_dims")
         for block in mod["main"].body.blocks

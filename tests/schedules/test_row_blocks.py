@@ -83,7 +83,7 @@ def joined(model: lowering.Model) -> bool:
 def apart(model: onnx.ModelProto, target: str, monkeypatch: pytest.MonkeyPatch) -> lowering.Model:
     """The model by kernels that are not joined."""
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "join_rows", lambda mod, target, origins: (mod, origins))
+        patched.setattr(pipeline, "fuse_row_blocks", lambda mod, target, origins: (mod, origins))
         made = lowering.compile(model, target)
     assert not joined(made)
     return made

@@ -13,7 +13,7 @@ from tvm import te, tirx, topi
 import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.passes.hold_divisions import hold_divisions
+from lowering.passes.guard_divisions import guard_divisions
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update
 from schedules.reading.row_parts import PARTS
 from schedules.tiles import Tiles
@@ -176,5 +176,5 @@ def _arguments(function: tirx.PrimFunc) -> list[np.ndarray]:
 
 def _run(module: tvm.IRModule, arrays: list[np.ndarray]) -> np.ndarray:
     tensors = [tvm.runtime.tensor(x) for x in arrays]
-    tvm.compile(hold_divisions(module), target=CPU)["main"](*tensors)
+    tvm.compile(guard_divisions(module), target=CPU)["main"](*tensors)
     return tensors[-1].numpy()

@@ -6,7 +6,7 @@ Arithmetic is in float32, or in float64 where an operand or the softmax is, and 
 -inf has probabilities of 0, where the standard's reference gives NaN.
 
 score_mod is lowered as it is written, as a graph over the tensor of all scores, which the attention reads in place of
-its own. passes/absorb_scores.py makes an expression of it where each score depends on no other one; then no tensor of
+its own. passes/fold_scores.py makes an expression of it where each score depends on no other one; then no tensor of
 them is left. With prob_mod probabilities are a tensor.
 """
 

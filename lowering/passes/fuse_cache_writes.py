@@ -16,21 +16,21 @@ from tvm import ir, relax, tirx
 
 import schedules
 from schedules.cuda.computed_rows import into_cache
-from schedules.cuda.joined import read_launch
+from schedules.cuda.fused_launches import read_launch
 from schedules.cuda.threads import ThreadTiles
 
 from ..importing.checks import checked, checked_instead
 from ..importing.origins import bindings
 from ..manifest import CallSpec
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
-from .calls_of_kernels import CallRewriter, Memory, is_view, places_in
 from .costs import kernel_spec
+from .kernel_calls import CallRewriter, Memory, is_view, places_in
 from .kernels import Scheduled
 
 _UPDATE = "cache_update"  # the rule
 
 
-def rows_into_caches(scheduled: Scheduled) -> Scheduled:
+def fuse_cache_writes(scheduled: Scheduled) -> Scheduled:
     """The module, without dataflow blocks, whose updates in place compute their rows."""
     return _Storer(scheduled).result()
 

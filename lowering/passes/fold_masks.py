@@ -14,48 +14,48 @@ from tvm.ir import Expr
 from ..attention.formula import Formula
 from ..attention.problem import Mask
 from ..tensorir.expressions import is_int, walk
-from .absorber import Absorber, Attention, Bindings, replaced, without_half
 from .elements import NoExpression
+from .folding import Attention, Bindings, OperandFolder, replaced, without_half
 
 
-def absorb_masks(mod: tvm.IRModule) -> tvm.IRModule:
+def fold_masks(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with a formula in place of the mask wherever the mask can be written as one."""
 
     def instead(
         builder: relax.BlockBuilder, bindings: Bindings, attention: Attention
     ) -> tuple[list[relax.Binding], relax.Call] | None:
         record = attention.problem.mask
-        return _absorbed(mod, builder, bindings, attention, record) if isinstance(record, Mask) else None
+        return _folded(mod, builder, bindings, attention, record) if isinstance(record, Mask) else None
 
     return replaced(mod, instead)
 
 
-def _absorbed(
+def _folded(
     mod: tvm.IRModule, builder: relax.BlockBuilder, bindings: Bindings, attention: Attention, record: Mask
 ) -> tuple[list[relax.Binding], relax.Call] | None:
     """The attention with a formula, behind what that needs; None where the mask is none."""
     mask, total = attention.arguments["mask"], attention.sizes[-1]
-    absorber = Absorber(mod, builder, bindings, attention, mask.ty.shape.values[3] if record.pad else total)
+    folding = OperandFolder(mod, builder, bindings, attention, mask.ty.shape.values[3] if record.pad else total)
     try:
-        value = absorber.tabulated(without_half(absorber.elements.at(mask, _place(mask, record, absorber.indices))))
+        value = folding.tabulated(without_half(folding.elements.at(mask, _place(mask, record, folding.indices))))
     except NoExpression:
         return None
-    if any(absorber.over_both(node) for node in walk(value) if isinstance(node, ir.TensorLoad)):
+    if any(folding.over_both(node) for node in walk(value) if isinstance(node, ir.TensorLoad)):
         return None
     tables: dict[relax.Expr, tirx.Buffer] = {}
-    value = absorber.flattened(value, tables)
+    value = folding.flattened(value, tables)
     if any(is_int(size, 0) for buffer in tables.values() for size in buffer.shape):
         return None
-    short = record.pad and not absorber.elements.analyzer.can_prove_equal(absorber.keys, total)
-    sizes = absorber.sizes_in(value, tables)
+    short = record.pad and not folding.elements.analyzer.can_prove_equal(folding.keys, total)
+    sizes = folding.sizes_in(value, tables)
     try:
-        formula, read = Formula.of(value, absorber.indices, sizes, list(tables.values()), short)
+        formula, read = Formula.of(value, folding.indices, sizes, list(tables.values()), short)
     except ValueError:
         return None
     problem = dataclasses.replace(attention.problem, mask=formula)
-    given = {**attention.arguments, "mask_keys": absorber.keys, **absorber.arguments(read, tables)}
-    given["q"] = absorber.with_conditions(given["q"])
-    return absorber.tables, attention.solving(builder, problem, given)
+    given = {**attention.arguments, "mask_keys": folding.keys, **folding.arguments(read, tables)}
+    given["q"] = folding.with_conditions(given["q"])
+    return folding.tables, attention.solving(builder, problem, given)
 
 
 def _place(mask: relax.Expr, record: Mask, indices: list[Expr]) -> list[Expr]:

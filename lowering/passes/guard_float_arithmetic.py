@@ -20,7 +20,7 @@ from tvm.ir import prim
 _COMPARED = (prim.LT, prim.LE, prim.GT, prim.GE, prim.EQ, prim.NE)
 
 
-def hold_floats(mod: tvm.IRModule) -> tvm.IRModule:
+def guard_float_arithmetic(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module with float expressions in a form that the simplifier leaves alone."""
     mod = mod.clone()
     for name, func in mod.functions_items():

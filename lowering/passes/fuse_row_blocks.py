@@ -23,14 +23,14 @@ from .main_function import BlockMutator, rewritten
 from .stage_calls import StageCall, StageCalls, callee, variables
 
 
-def join_rows(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+def fuse_row_blocks(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
     """The module, and where its calls come from."""
-    joiner = _Joiner(mod, target, origins)
-    return rewritten(mod, joiner), joiner.calls.origins
+    fuser = _Fuser(mod, target, origins)
+    return rewritten(mod, fuser), fuser.calls.origins
 
 
 @mutator
-class _Joiner(BlockMutator):
+class _Fuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.target, self.calls = target, StageCalls(mod, origins)

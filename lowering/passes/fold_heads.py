@@ -14,22 +14,22 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..importing.origins import Origins
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate, copy_and_update
-from .absorber import Attention
+from .folding import Attention
 from .main_function import rewritten
 
 _TURNED = [0, 2, 1, 3]  # its own inverse
 _PERMUTE, _CALL_TIR, _CALL_PACKED = map(ir.Op.get, ("relax.permute_dims", "relax.call_tir", "relax.call_pure_packed"))
 
 
-def absorb_heads(mod: tvm.IRModule, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+def fold_heads(mod: tvm.IRModule, origins: Origins) -> tuple[tvm.IRModule, Origins]:
     """The module, and where its calls come from; transpositions that nobody reads any more are left to the elimination
     of dead code."""
-    absorber = _Absorber(mod, origins)
-    return rewritten(mod, absorber), absorber.origins
+    folding = _Folder(mod, origins)
+    return rewritten(mod, folding), folding.origins
 
 
 @mutator
-class _Absorber(PyExprMutator):
+class _Folder(PyExprMutator):
     def __init__(self, mod: tvm.IRModule, origins: Origins) -> None:
         super().__init__(mod)
         self.mod, self.origins, self.result = mod, dict(origins), ""

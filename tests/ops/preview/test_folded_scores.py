@@ -172,9 +172,7 @@ def test_equals_the_scores_it_replaces(name: str) -> None:
     case, modules = CASES[name], {}
     module = compiled(case, dump=modules.__setitem__)
     found = [
-        f.attrs[ATTRIBUTE]
-        for _, f in modules["eliminate_absorbed"].functions_items()
-        if f.attrs and ATTRIBUTE in f.attrs
+        f.attrs[ATTRIBUTE] for _, f in modules["eliminate_folded"].functions_items() if f.attrs and ATTRIBUTE in f.attrs
     ]
     (record,) = map(AttentionProblem.from_json, found)
     (kernel,) = (k for k in module.manifest.kernels if k.kind == "attention")

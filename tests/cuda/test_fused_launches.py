@@ -15,7 +15,7 @@ from steps import work
 
 import lowering
 from lowering.manifest import CallSpec
-from lowering.passes import join_launches
+from lowering.passes import fuse_launches
 
 TARGET = "cuda:sm_90a"
 
@@ -120,7 +120,7 @@ def test_launches(name: str) -> None:
 
 
 def joined_all_the_same(name: str) -> str:
-    with mock.patch.object(join_launches._Group, "meets", lambda *_: False):
+    with mock.patch.object(fuse_launches._Group, "meets", lambda *_: False):
         try:
             measured(name, "cuda:sm_80")  # whose kernels say by restricted pointers what they take for apart
         except lowering.InputError as error:
@@ -172,7 +172,7 @@ def decoding(is_joined: bool) -> tuple[list[CallSpec], int, dict[str, np.ndarray
     """Of what a layer of a decoder does between its matmuls, for one token of two sequences each: the calls of
     kernels, how many launches they are, and what comes out."""
     with ExitStack() as apart:
-        for name in () if is_joined else ("join_launches", "rows_into_caches"):
+        for name in () if is_joined else ("fuse_launches", "fuse_cache_writes"):
             apart.enter_context(mock.patch(f"lowering.compiling.pipeline.{name}", lambda given: given))
         model = lowering.compile(onnx.parser.parse_model(LAYER), TARGET, donate=["k", "v"])
     rng, sizes = np.random.default_rng(0), {"B": 2, "C": 600}

@@ -20,7 +20,7 @@ from .main_function import rewritten
 _SUMMED_IN = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat16"}}
 
 
-def absorb_transposes(
+def fold_transposes(
     mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
 ) -> tvm.IRModule:
     """The module with matmuls of floating-point numbers in `main` that transpose by themselves.
@@ -29,11 +29,11 @@ def absorb_transposes(
     float32.
     """
     taken = set(on_tensor_cores) if target.kind.name != "llvm" else set().union(*_SUMMED_IN.values())
-    return rewritten(mod, _Absorber(mod, taken))
+    return rewritten(mod, _Folder(mod, taken))
 
 
 @mutator
-class _Absorber(PyExprMutator):
+class _Folder(PyExprMutator):
     def __init__(self, mod: tvm.IRModule, taken: set[str]) -> None:
         super().__init__(mod)
         self.taken = taken

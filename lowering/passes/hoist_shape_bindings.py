@@ -18,7 +18,7 @@ from tvm import relax
 from ..importing.checks import REQUESTS, called
 
 
-def sizes_first(mod: tvm.IRModule) -> tvm.IRModule:
+def hoist_shape_bindings(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with every Relax function's bindings in an order in which symbols are defined before they are used."""
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):

@@ -17,7 +17,7 @@ from tvm.ir import prim
 _Division: TypeAlias = prim.FloorDiv | prim.FloorMod
 
 
-def hold_divisions(mod: tvm.IRModule) -> tvm.IRModule:
+def guard_divisions(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with `| 0`, which costs nothing and hides a sum, around dividends that take something away."""
     mod = mod.clone()
     for name, func in mod.functions_items():

@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.ir import PrimType
 
 
-def one_shape(mod: tvm.IRModule) -> tvm.IRModule:
+def unify_shape_symbols(mod: tvm.IRModule) -> tvm.IRModule:
     """The module, whose fused functions with numbers and a shape among their parameters have a larger shape instead."""
     mixed = {}
     for variable, function in mod.functions_items():

@@ -41,7 +41,7 @@ class Case:
     body: str
     expected: Callable[..., np.ndarray]
     inputs: dict[str, tuple[str, str]] = field(default_factory=dict)
-    absorbed: bool = True
+    folded: bool = True
     atol: float = 3e-6
 
     def model(self) -> onnx.ModelProto:
@@ -190,7 +190,7 @@ def test_equals_the_mask_it_replaces(name: str) -> None:
     case = CASES[name]
     modules: dict[str, tvm.IRModule] = {}
     model = lowering.compile(case.model(), dump=modules.__setitem__)
-    assert is_absorbed(modules["eliminate_absorbed"]) == case.absorbed
+    assert is_absorbed(modules["eliminate_folded"]) == case.folded
     rng = np.random.default_rng(0)
     for b, s, t in [(1, 1, 1), (2, 7, 7), (3, 1, 70), (2, 70, 70), (1, 5, 200), (2, 150, 260)]:
         feeds: dict[str, Any] = {

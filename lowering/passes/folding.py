@@ -3,7 +3,7 @@ them.
 
 The chain of kernels behind such a tensor is written out over (b, h, i, j) (lowering/passes/elements.py). What depends
 on i or on j alone, and what costs more than comparisons, stays a tensor, of at most S + T elements per head: it is
-computed before and becomes a table of the expression. The passes absorb_masks and absorb_scores say which tensors, and
+computed before and becomes a table of the expression. The passes fold_masks and fold_scores say which tensors, and
 what becomes of the expressions.
 """
 
@@ -99,7 +99,7 @@ def replaced(
     return mod
 
 
-class Absorber:
+class OperandFolder:
     """One attention, and expressions over the indices (b, h, i, j) of its queries and of so many keys; and over
     `score`, if there is one, a number that only the kernel knows.
 

@@ -22,11 +22,11 @@ from ..attention.formula import CHANGE, Formula
 from ..attention.given_scores import TABLE, change_of
 from ..attention.split import split
 from ..tensorir.expressions import is_int, rewrite
-from .absorber import Absorber, Attention, Bindings, replaced, without_half
 from .elements import NoExpression
+from .folding import Attention, Bindings, OperandFolder, replaced, without_half
 
 
-def absorb_scores(mod: tvm.IRModule) -> tvm.IRModule:
+def fold_scores(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with an expression in place of changed scores wherever they can be written as one. No mark of
     `given_scores.changed` is left."""
 
@@ -36,13 +36,13 @@ def absorb_scores(mod: tvm.IRModule) -> tvm.IRModule:
         change = change_of(bindings.get(attention.arguments.get(TABLE)))
         if change is None:
             return None
-        absorbed = _absorbed(mod, builder, bindings, attention, *change)
-        return absorbed or ([], attention.solving(builder, attention.problem, attention.arguments | {TABLE: change[1]}))
+        folded = _folded(mod, builder, bindings, attention, *change)
+        return folded or ([], attention.solving(builder, attention.problem, attention.arguments | {TABLE: change[1]}))
 
     return replaced(mod, instead)
 
 
-def _absorbed(
+def _folded(
     mod: tvm.IRModule,
     builder: relax.BlockBuilder,
     bindings: Bindings,
@@ -55,21 +55,21 @@ def _absorbed(
         scores = bindings[scores]
     s = tirx.Var("s", attention.problem.acc_dtype)
     others = {var: value for var, value in bindings.items() if var != scores}  # what the scores are made of is not read
-    absorber = Absorber(mod, builder, others, attention, attention.sizes[-1], s)
+    folding = OperandFolder(mod, builder, others, attention, attention.sizes[-1], s)
     try:
-        value = _of_score(absorber, absorber.elements.at(new, absorber.indices), scores, s)
-        value = absorber.tabulated(without_half(value))
+        value = _of_score(folding, folding.elements.at(new, folding.indices), scores, s)
+        value = folding.tabulated(without_half(value))
     except NoExpression:
         return None
-    if _depend(bindings, [leaf for leaf in absorber.elements.leaves if leaf != scores], scores):
+    if _depend(bindings, [leaf for leaf in folding.elements.leaves if leaf != scores], scores):
         return None
     tables: dict[relax.Expr, tirx.Buffer] = {}
-    value = absorber.flattened(value, tables)
+    value = folding.flattened(value, tables)
     if any(is_int(size, 0) for buffer in tables.values() for size in buffer.shape):
         return None
-    sizes = absorber.sizes_in(value, tables)
+    sizes = folding.sizes_in(value, tables)
     try:
-        parts = split(read(value, [*absorber.indices, s], sizes, list(tables.values())))
+        parts = split(read(value, [*folding.indices, s], sizes, list(tables.values())))
     except ValueError:
         return None
     known = {f"size_{k}": size for k, size in enumerate(sizes)}
@@ -80,21 +80,21 @@ def _absorbed(
         if part is not None:
             expr, names = renamed(part, prefix)
             fields[field] = Formula(expr)
-            given |= absorber.arguments({new: known[old] for new, old in names.items()}, tables)
-    given["q"] = absorber.with_conditions(given["q"])
+            given |= folding.arguments({new: known[old] for new, old in names.items()}, tables)
+    given["q"] = folding.with_conditions(given["q"])
     problem = dataclasses.replace(attention.problem, **fields)
-    return absorber.tables, attention.solving(builder, problem, given)
+    return folding.tables, attention.solving(builder, problem, given)
 
 
-def _of_score(absorber: Absorber, value: Expr, scores: relax.Expr, s: tirx.Var) -> Expr:
+def _of_score(folding: OperandFolder, value: Expr, scores: relax.Expr, s: tirx.Var) -> Expr:
     """value with s in place of the score at (b, h, i, j). Raises NoExpression where it reads another score."""
-    buffer = absorber.elements.leaves.get(scores)
+    buffer = folding.elements.leaves.get(scores)
 
     def replace(node: Expr) -> Expr | None:
         if not isinstance(node, ir.TensorLoad) or buffer is None or not node.source.same_as(buffer):
             return None
-        prove = absorber.elements.analyzer.can_prove_equal
-        if not all(prove(at, index) for at, index in zip(node.indices, absorber.indices)):
+        prove = folding.elements.analyzer.can_prove_equal
+        if not all(prove(at, index) for at, index in zip(node.indices, folding.indices)):
             raise NoExpression
         return s if str(node.ty) == str(s.ty) else prim.Cast(node.ty, s)
 

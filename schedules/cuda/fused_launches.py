@@ -62,7 +62,7 @@ def _launches(stmt: tirx.Stmt) -> bool:
     return _LAUNCH in found
 
 
-def joined(launches: Sequence[Launch]) -> tirx.Stmt:
+def fuse(launches: Sequence[Launch]) -> tirx.Stmt:
     """The body of a function that does what all of them do.
 
     They have blocks of one size, and no variables in common.

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 
 
-def results_apart(mod: tvm.IRModule) -> tvm.IRModule:
+def split_tuple_results(mod: tvm.IRModule) -> tvm.IRModule:
     """The module, whose `main` reads no fields of tuples that it made itself."""
     main = mod["main"]
     bindings = [binding for block in main.body.blocks for binding in block.bindings]

@@ -1,4 +1,4 @@
-"""Small kernels that do not depend on each other are one launch (schedules/cuda/joined.py), on GPUs.
+"""Small kernels that do not depend on each other are one launch (schedules/cuda/fused_launches.py), on GPUs.
 
 In a decode step most kernels take less time than their launch: rotary embeddings of Q and K, updates of the caches of
 both, what is computed of masks and positions. A group is put together along the order of execution: a small kernel
@@ -18,11 +18,11 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 import schedules
-from schedules.cuda.joined import Launch, joined, read_launch
+from schedules.cuda.fused_launches import Launch, fuse, read_launch
 
 from ..manifest import CallSpec
-from .calls_of_kernels import CallRewriter, Memory, is_view, kernel_of, places_in
 from .costs import kernel_spec
+from .kernel_calls import CallRewriter, Memory, is_view, kernel_of, places_in
 from .kernels import Scheduled
 
 RULE = "several"
@@ -33,9 +33,9 @@ _SMALL = ("elementwise", "cache_update", "concat", "reduction", "one_number")
 _MOST = 8  # kernels of a launch, which takes the parameters of all
 
 
-def join_launches(scheduled: Scheduled) -> Scheduled:
+def fuse_launches(scheduled: Scheduled) -> Scheduled:
     """The module, without dataflow blocks, in fewer launches."""
-    return _Joiner(scheduled).result()
+    return _Fuser(scheduled).result()
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Group:
         return bool((read | written) & self.written or written & self.read)
 
 
-class _Joiner(CallRewriter):
+class _Fuser(CallRewriter):
     def __init__(self, scheduled: Scheduled) -> None:
         super().__init__(scheduled)
         self.memory = Memory()
@@ -141,7 +141,7 @@ class _Joiner(CallRewriter):
             functions = [_renamed(self.mod[part]) for part in parts]
             launches = [launch for launch in map(read_launch, functions) if launch is not None]
             attributes = {"tirx.noalias": True, "op_pattern": 8, schedules.ATTRIBUTE: RULE}
-            func = tirx.PrimFunc(_parameters(functions, made), joined(launches)).with_attr(attributes)
+            func = tirx.PrimFunc(_parameters(functions, made), fuse(launches)).with_attr(attributes)
             self.made[key] = self.builder.add_func(func, "_and_".join(names))
             plain = [_renamed(self.unscheduled[name]) for name in names]
             body = tirx.stmt_seq(*(each.body for each in plain))

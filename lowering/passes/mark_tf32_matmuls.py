@@ -16,7 +16,7 @@ from schedules.reading.stages import read_stages
 NAMES = {"tf32": "TF32", "3xtf32": "TF32, in two parts for each operand"}
 
 
-def mark_matmuls(mod: tvm.IRModule, matmuls: str | None) -> tvm.IRModule:
+def mark_tf32_matmuls(mod: tvm.IRModule, matmuls: str | None) -> tvm.IRModule:
     """The module, whose functions with matmuls of float32 are marked; matmuls is "tf32", "3xtf32", or None."""
     if matmuls is None:
         return mod
