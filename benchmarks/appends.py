@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowering.attention.append import Append, append_in_place
-from lowering.attention.store import Codec, Pages, Store
+from lowering.attention.cache_layout import CacheLayout, Codec, Pages
 from lowering.passes.guard_divisions import guard_divisions
 from lowering.target import resolve
 
@@ -21,11 +21,11 @@ from .timing import interleaved, timed
 
 HEADS, DIM, PAGE, CAPACITY, LAYERS = 32, 128, 16, 64, 4
 STORES = {
-    "float32": Store(),
-    "float32 in pages": Store("phtd", Pages(PAGE)),
-    "int8, a scale, in pages": Store("phtd", Pages(PAGE), codec=Codec("int8", 0)),
-    "int8, scales of 8, in pages": Store("phtd", Pages(PAGE), codec=Codec("int8", 8)),
-    "int8, a scale a token, in pages": Store("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
+    "float32": CacheLayout(),
+    "float32 in pages": CacheLayout("phtd", Pages(PAGE)),
+    "int8, a scale, in pages": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", 0)),
+    "int8, scales of 8, in pages": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", 8)),
+    "int8, a scale a token, in pages": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
 }
 BATCHES = (1, 8, 64)
 """Requests, each of which has one new token."""
@@ -37,7 +37,7 @@ def run(threads: int, turns: int, seconds: float) -> None:
     table = Table("requests", "contender", "us", "spread", "GB/s", title=title)
     for batch in BATCHES:
         made = {"NumPy's copy of the rows": _copy(batch)}
-        made |= {name: _append(_record(store), batch) for name, store in STORES.items()}
+        made |= {name: _append(_record(layout), batch) for name, layout in STORES.items()}
         timings = interleaved({name: partial(timed, call) for name, (call, _) in made.items()}, turns, seconds)
         for name, t in timings.items():
             spread = f"{t.low * 1e6:.2f} to {t.high * 1e6:.2f}"
@@ -53,8 +53,8 @@ def _copy(batch: int) -> tuple[Callable[[], None], int]:
     return lambda: np.copyto(next(places), rows), 2 * rows.nbytes
 
 
-def _record(store: Store) -> Append:
-    return Append(None, HEADS, DIM, DIM, "float32", store)
+def _record(layout: CacheLayout) -> Append:
+    return Append(None, HEADS, DIM, DIM, "float32", layout)
 
 
 def _append(append: Append, batch: int) -> tuple[Callable[[], None], int]:
@@ -70,12 +70,12 @@ def _append(append: Append, batch: int) -> tuple[Callable[[], None], int]:
 
 def _arguments(append: Append, batch: int) -> dict[str, np.ndarray]:
     """By name, in order. Pages lie in no order, and requests are of different lengths."""
-    rng, store = np.random.default_rng(0), append.store
+    rng, layout = np.random.default_rng(0), append.layout
     each = CAPACITY // PAGE
     sizes = {"b": batch, "h": HEADS, "t": CAPACITY, "d": DIM}
-    if isinstance(store.slots, Pages):
+    if isinstance(layout.slots, Pages):
         sizes |= {"p": batch * each, "t": PAGE}
-    shape = [sizes[axis] for axis in store.axes]
+    shape = [sizes[axis] for axis in layout.axes]
     found = {
         "pages": rng.permutation(batch * each).reshape(batch, each),
         "factor": np.full(2, 30, np.float32),
@@ -83,9 +83,9 @@ def _arguments(append: Append, batch: int) -> dict[str, np.ndarray]:
         "row_counts": np.ones(batch, np.int64),
         "starts": rng.integers(0, CAPACITY, batch),
     }
-    group = DIM if store.codec is None else store.codec.group or DIM
+    group = DIM if layout.codec is None else layout.codec.group or DIM
     for name in "kv":
-        found[name] = np.ones(shape, "float32" if store.codec is None else store.codec.dtype)
+        found[name] = np.ones(shape, "float32" if layout.codec is None else layout.codec.dtype)
         found[f"{name}_scale"] = np.ones([*shape[:-1], DIM // group], np.float32)
         found[f"new_{name}"] = rng.standard_normal((batch, HEADS, DIM), np.float32)
     return {name: found[name] for name in append.inputs()}

@@ -1,4 +1,4 @@
-"""What the store of keys and values costs our own kernels: pages, offsets and codes beside a dense cache.
+"""What the cache of keys and values costs our own kernels: pages, offsets and codes beside a dense cache.
 
 No model is compiled: kernels are those that the CPU rule gives for a record, called with arrays of their own. Every
 answer is compared with float64 before it is timed.
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 import schedules
+from lowering.attention.cache_layout import CacheLayout, Codec, Offset, Pages
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
-from lowering.attention.store import Codec, Offset, Pages, Store
 from lowering.errors import LoweringError
 from lowering.target import resolve
 
@@ -59,25 +59,25 @@ def comparisons() -> list[Comparison]:
     found = []
     for kv_heads, keys in ((32, 1024), (32, 4096), (8, 1024), (8, 4096), (8, 16384)):
         stores = {
-            "dense": Store(),
-            "offsets": Store("thd", Offset()),
-            f"pages of {PAGE}": Store("phtd", Pages(PAGE)),
-            "pages of 128": Store("phtd", Pages(128)),
-            "int8, a scale": Store("bhtd", codec=Codec("int8", 0)),
-            "int8, scales of 8": Store("bhtd", codec=Codec("int8", 8)),
-            "int8, a scale a token": Store("bhtd", codec=Codec("int8", DIM)),
-            f"the same in pages of {PAGE}": Store("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
-            "float8, a scale": Store("bhtd", codec=Codec("float8_e4m3fn", 0)),
+            "dense": CacheLayout(),
+            "offsets": CacheLayout("thd", Offset()),
+            f"pages of {PAGE}": CacheLayout("phtd", Pages(PAGE)),
+            "pages of 128": CacheLayout("phtd", Pages(128)),
+            "int8, a scale": CacheLayout("bhtd", codec=Codec("int8", 0)),
+            "int8, scales of 8": CacheLayout("bhtd", codec=Codec("int8", 8)),
+            "int8, a scale a token": CacheLayout("bhtd", codec=Codec("int8", DIM)),
+            f"the same in pages of {PAGE}": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
+            "float8, a scale": CacheLayout("bhtd", codec=Codec("float8_e4m3fn", 0)),
         }
-        calls = {name: (Call(problem(kv_heads, store), (1,), (keys,)),) for name, store in stores.items()}
+        calls = {name: (Call(problem(kv_heads, layout), (1,), (keys,)),) for name, layout in stores.items()}
         bars = {"offsets": 0.95, f"pages of {PAGE}": 0.95, "pages of 128": 0.95}
         if keys == 4096:
-            bars |= {name: 2.5 for name, store in stores.items() if store.codec is not None}
+            bars |= {name: 2.5 for name, layout in stores.items() if layout.codec is not None}
             bars["float8, a scale"] = 1.5
         found.append(Comparison(f"decode, {HEADS} heads on {kv_heads}, {keys} keys", calls, bars))
     rows = (300, 1, 77, 512, 1, 1, 130, 1)
     keys = tuple(n + past for n, past in zip(rows, (0, 900, 0, 0, 333, 2047, 64, 15)))
-    packed = dataclasses.replace(problem(8, Store()), row_axes="te", window=CAUSAL)
+    packed = dataclasses.replace(problem(8, CacheLayout()), row_axes="te", window=CAUSAL)
     alone = dataclasses.replace(packed, row_axes="bte")
     contenders = {
         "one by one": tuple(Call(alone, (n,), (m,)) for n, m in zip(rows, keys)),
@@ -86,10 +86,10 @@ def comparisons() -> list[Comparison]:
     return [*found, Comparison("a ragged batch of 8", contenders, {"packed": 0.95})]
 
 
-def problem(kv_heads: int, store: Store) -> AttentionProblem:
+def problem(kv_heads: int, layout: CacheLayout) -> AttentionProblem:
     heads: dict[str, Any] = {"q_heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "v_head_dim": DIM}
     types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
-    return AttentionProblem(None, None, None, **heads, **types, scale=DIM**-0.5, store=store, lengths=True)
+    return AttentionProblem(None, None, None, **heads, **types, scale=DIM**-0.5, layout=layout, lengths=True)
 
 
 def run(threads: int, turns: int, seconds: float) -> None:
@@ -153,17 +153,17 @@ def _inputs(call: Call) -> dict[str, Any]:
     batch, most = len(call.rows), max(call.keys)
     found: dict[str, Any] = {"lengths": np.array(call.keys), "most_keys": most, "most_rows": max(call.rows)}
     sizes = {"b": batch, "h": p.kv_heads, "t": most, "d": DIM}
-    if isinstance(p.store.slots, Pages):
-        each = -(-most // p.store.slots.size)
-        sizes |= {"p": batch * each, "t": p.store.slots.size}
+    if isinstance(p.layout.slots, Pages):
+        each = -(-most // p.layout.slots.size)
+        sizes |= {"p": batch * each, "t": p.layout.slots.size}
         found["pages"] = rng.permutation(batch * each).reshape(batch, each)
-    elif isinstance(p.store.slots, Offset):
+    elif isinstance(p.layout.slots, Offset):
         sizes["t"], found["slot_starts"] = batch * most, np.arange(batch) * most
-    shape = [sizes[axis] for axis in p.store.axes]
+    shape = [sizes[axis] for axis in p.layout.axes]
     for name in "kv":
-        found[name] = _codes(rng, shape, p.store.codec)
-        if p.store.codec is not None:
-            group = p.store.codec.group
+        found[name] = _codes(rng, shape, p.layout.codec)
+        if p.layout.codec is not None:
+            group = p.layout.codec.group
             found[f"{name}_scale"] = np.full([*shape[:-1], DIM // group] if group else [1], 0.02, np.float32)
     rows = sum(call.rows) if p.packed else max(call.rows)
     found["row_starts"] = np.concatenate([[0], np.cumsum(call.rows)])

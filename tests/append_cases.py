@@ -7,13 +7,13 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import cache_layout_cases
 import ml_dtypes
 import numpy as np
-import store_cases
 
 from lowering.attention.append import Append, Columns, Rotary
+from lowering.attention.cache_layout import GivenRing, Offset, Pages
 from lowering.attention.problem import AttentionProblem
-from lowering.attention.store import GivenRing, Offset, Pages
 
 Arrays = dict[str, np.ndarray]
 
@@ -31,12 +31,12 @@ class Case:
 def made(seed: int, calls: int) -> list[Case]:
     """One append and so many calls of it, which follow from the seed."""
     rng = random.Random(seed)
-    store = store_cases.given(rng, store_cases.store(rng))
-    if store.codec is not None and store.codec.group:
-        store = dataclasses.replace(store, codec=dataclasses.replace(store.codec, dtype="int8"))
+    layout = cache_layout_cases.given(rng, cache_layout_cases.layout(rng))
+    if layout.codec is not None and layout.codec.group:
+        layout = dataclasses.replace(layout, codec=dataclasses.replace(layout.codec, dtype="int8"))
     heads, dim = rng.randint(1, 3), rng.choice([8, 16, 24, 64])
-    v_dim = dim if store.joint else rng.choice([0, 8, 16, 40])
-    if store.codec is not None and store.codec.channels:
+    v_dim = dim if layout.joint else rng.choice([0, 8, 16, 40])
+    if layout.codec is not None and layout.codec.channels:
         v_dim = min(v_dim, dim)
     dtype = rng.choice(["float32", "float16", "bfloat16"])
     columns, rotary = None, None
@@ -46,7 +46,9 @@ def made(seed: int, calls: int) -> list[Case]:
     if rng.random() < 0.5:
         rotary = Rotary(rng.choice([dim, dim // 2]), rng.random() < 0.5)
     batch = rng.choice([None, None, 1, 3])
-    append = Append(batch, heads, dim, v_dim, dtype, store, columns, columns is not None and rng.random() < 0.5, rotary)
+    append = Append(
+        batch, heads, dim, v_dim, dtype, layout, columns, columns is not None and rng.random() < 0.5, rotary
+    )
     sizes = [batch if batch is not None else rng.choice([0, 1, 2, 5]) for _ in range(calls)]
     return [Case(append, size, rng.getrandbits(32), rng.random() < 0.3) for size in sizes]
 
@@ -75,7 +77,7 @@ def arrays(case: Case) -> Arrays:
     if a.rotary is not None:
         angle = rng.uniform(-9, 9, (tokens, a.rotary.dim // 2))
         found["angles"] = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
-    channels = (a.heads, a.head_dim) if a.store.codec is not None and a.store.codec.channels else ()
+    channels = (a.heads, a.head_dim) if a.layout.codec is not None and a.layout.codec.channels else ()
     found["factor"] = rng.uniform(0.5, 60, (2, *channels)).astype(np.float32)
     found |= {"row_starts": firsts, "row_counts": counts, "starts": starts}
     if case.hostile:
@@ -92,9 +94,9 @@ def _store(case: Case, keys: int, rng: np.random.Generator) -> dict[str, Any]:
     problem = AttentionProblem(
         batch=None, q_len=None, kv_len=None, q_heads=a.heads, kv_heads=a.heads, head_dim=a.head_dim,
         v_head_dim=a.v_head_dim, dtype=a.dtype, v_dtype=a.dtype, acc_dtype="float32", scale=1.0, row_axes="thd",
-        store=dataclasses.replace(a.store, beams=None), lengths=True,
+        layout=dataclasses.replace(a.layout, beams=None), lengths=True,
     )  # fmt: skip
-    found = store_cases.arrays(problem, case.batch, keys, rng)
+    found = cache_layout_cases.arrays(problem, case.batch, keys, rng)
     for name in a.caches():
         bits = rng.integers(0, 256, (*found[name].shape, found[name].itemsize), np.uint8)
         found[name] = (
@@ -125,7 +127,7 @@ def _wrapped(x: int) -> int:
 
 
 def _ring(a: Append, given: Arrays) -> tuple[int, int, int] | None:
-    ring = a.store.ring
+    ring = a.layout.ring
     if ring is None:
         return None
     sinks, first, capacity = (
@@ -142,21 +144,21 @@ def _stays(a: Append, given: Arrays, start: int, i: int, count: int) -> bool:
 def _slot(case: Case, given: Arrays, b: int, t: int, part: int) -> dict[str, int] | None:
     """Indices by axis, or None where the slot is not in the cache."""
     a = case.append
-    store, ring = a.store, _ring(a, given)
-    name = a.caches()[0] if store.joint else a.caches()[part]
-    size = dict(zip(store.axes, given[name].shape))
+    layout, ring = a.layout, _ring(a, given)
+    name = a.caches()[0] if layout.joint else a.caches()[part]
+    size = dict(zip(layout.axes, given[name].shape))
     if ring is not None and t >= ring[0]:
         t = _wrapped(max(_wrapped(t - ring[0]), 0) % ring[2] + ring[1])
-    where = {"b": b, "t": t, "l": store.layer, "c": part}
-    if isinstance(store.slots, Offset):
+    where = {"b": b, "t": t, "l": layout.layer, "c": part}
+    if isinstance(layout.slots, Offset):
         where["t"] = _wrapped(int(given["slot_starts"][b]) + t)
-    elif isinstance(store.slots, Pages):
-        pages = given["pages"][b, part] if store.slots.apart else given["pages"][b]
-        column, rest = divmod(t, store.slots.size) if store.slots.size is not None else (0, t)
+    elif isinstance(layout.slots, Pages):
+        pages = given["pages"][b, part] if layout.slots.apart else given["pages"][b]
+        column, rest = divmod(t, layout.slots.size) if layout.slots.size is not None else (0, t)
         if not 0 <= column < len(pages):
             return None
         where |= {"p": int(pages[column]), "t": rest}
-        if store.slots.entries == "slot":
+        if layout.slots.entries == "slot":
             where["t"] = _wrapped(where.pop("p") + rest)
     places = {axis: at for axis, at in where.items() if axis in size}
     return places if all(0 <= at < size[axis] for axis, at in places.items()) else None
@@ -181,8 +183,8 @@ def _row(a: Append, given: Arrays, n: int, part: int, dim: int) -> np.ndarray:
 
 
 def _put(a: Append, made: Arrays, slot: dict[str, int], part: int, x: np.ndarray, factor: np.ndarray | None) -> None:
-    name = "kv" if a.store.joint else "kv"[part]
-    codec, dim = a.store.codec, x.shape[1]
+    name = "kv" if a.layout.joint else "kv"[part]
+    codec, dim = a.layout.codec, x.shape[1]
     if codec is None:
         _assign(a, made[name], slot, x)
     elif codec.group:
@@ -206,8 +208,8 @@ def _put(a: Append, made: Arrays, slot: dict[str, int], part: int, x: np.ndarray
 
 def _assign(a: Append, cache: np.ndarray, slot: dict[str, int], x: np.ndarray) -> None:
     """cache at that slot := x [heads, elements]."""
-    index = tuple(slot.get(axis, slice(None)) for axis in a.store.axes)
-    axes = [axis for axis in a.store.axes if axis not in slot]
+    index = tuple(slot.get(axis, slice(None)) for axis in a.layout.axes)
+    axes = [axis for axis in a.layout.axes if axis not in slot]
     if "e" in axes:
         cache[index] = x.reshape(-1)
     else:
@@ -220,7 +222,7 @@ def same(case: Case, found: np.ndarray, want: np.ndarray) -> bool:
         return True
     if case.append.rotary is None and not case.append.bias:
         return False
-    codec = case.append.store.codec
+    codec = case.append.layout.codec
     if codec is not None and codec.dtype == "int4":
         found, want = (np.stack([x & 15, x >> 4]).astype(np.int8) for x in (found, want))
     with np.errstate(all="ignore"):

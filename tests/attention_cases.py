@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import cache_layout_cases
 import formula_cases
 import ml_dtypes
 import numpy as np
-import store_cases
 import tvm
 from hypothesis import strategies as st
 from placed_arrays import borrow, guarded
@@ -72,7 +72,7 @@ def _given(rng: random.Random, p: AttentionProblem) -> AttentionProblem:
         told |= {"offset": "behind"} if p.lengths and rng.random() < 0.5 else {}
         window = dataclasses.replace(window, **told)
     splits = rng.choice([1, 2, 3, 7]) if rng.random() < 0.2 else None
-    return dataclasses.replace(p, window=window, store=store_cases.given(rng, p.store), splits=splits)
+    return dataclasses.replace(p, window=window, store=cache_layout_cases.given(rng, p.layout), splits=splits)
 
 
 def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
@@ -81,11 +81,11 @@ def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
         dtype, dims = rng.choice(["float16", "bfloat16"]), (rng.choice([8, 16, 40, 64]), rng.choice([8, 32, 64]))
         if p.qk_mode is None and "float64" not in (p.mask.dtype if p.mask else ""):
             types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
-            if p.store.codec is not None:  # codes and their groups are whole chunks
+            if p.layout.codec is not None:  # codes and their groups are whole chunks
                 dims = rng.choice([16, 64]), rng.choice([16, 32, 64])
-                codec = dataclasses.replace(p.store.codec, group=8 if p.store.codec.group else 0)
-                types["store"] = dataclasses.replace(p.store, codec=codec)
-            head_dim, v_head_dim = dims if not p.store.joint else dims[:1] * 2
+                codec = dataclasses.replace(p.layout.codec, group=8 if p.layout.codec.group else 0)
+                types["layout"] = dataclasses.replace(p.layout, codec=codec)
+            head_dim, v_head_dim = dims if not p.layout.joint else dims[:1] * 2
             score = formula_cases.change(rng, "float32") if p.score is not None else None
             return dataclasses.replace(p, **types, score=score, head_dim=head_dim, v_head_dim=v_head_dim)
 
@@ -97,17 +97,17 @@ def _problem(rng: random.Random) -> AttentionProblem:
     batch, q_len, kv_len = (rng.choice([None, rng.choice(sizes)]) for sizes in (BATCHES, Q_LENGTHS, KV_LENGTHS))
     kv_heads = rng.randint(1, 3)
     q_heads = kv_heads * rng.randint(1, 3)
-    store = store_cases.store(rng)
+    layout = cache_layout_cases.layout(rng)
     rows = rng.choice(["bhtd", "bhtd", "bte", "thd", "te", "htd"])
     packed = "b" not in rows
-    q_len, kv_len = None if packed and not q_len else q_len, None if store.mapped and not kv_len else kv_len
-    lengths = rng.choice([False, True]) or (packed and store.looked_up)
+    q_len, kv_len = None if packed and not q_len else q_len, None if layout.mapped and not kv_len else kv_len
+    lengths = rng.choice([False, True]) or (packed and layout.looked_up)
     full = (1 if packed else batch, q_heads, None if packed else q_len, kv_len)  # of a mask
     mask = rng.choice([None, _mask(rng, full, dtype), formula_cases.formula(rng)])
     if isinstance(mask, Mask) and mask.pad and mask.dims[0] == 1 and mask.dims[3] is None and rng.random() < 0.3:
         mask = dataclasses.replace(mask, starts=True)
     dims = [1, 2, 5, 7, 8, 9, 16, 17, 32, 40, 64]
-    whole = store.codec is not None and (store.codec.group or store.packing > 1)
+    whole = layout.codec is not None and (layout.codec.group or layout.packing > 1)
     head_dim = rng.choice([16, 40, 64] if whole else dims)
     v_head_dim = rng.choice([head_dim, rng.choice([8, 32, 64] if whole else dims)])
     sides = [None, None, 0, 1, 2, 5, 100]
@@ -124,14 +124,14 @@ def _problem(rng: random.Random) -> AttentionProblem:
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        v_head_dim=head_dim if store.joint else v_head_dim,
+        v_head_dim=head_dim if layout.joint else v_head_dim,
         dtype=dtype,
-        v_dtype=dtype if store.joint else v_dtype,
+        v_dtype=dtype if layout.joint else v_dtype,
         acc_dtype=acc_dtype,
         scale=rng.choice([head_dim**-0.5, 0.0, 0.3, 2.0, None]),
         score=formula_cases.change(rng, acc_dtype) if rng.random() < 0.2 else None,
         row_axes=rows,
-        store=store,
+        layout=layout,
         softcap=rng.choice([0.0, 0.0, 0.5, 30.0, 1e4]),
         window=window,
         lengths=lengths,
@@ -174,13 +174,13 @@ def arrays(case: Case) -> dict[str, Any]:
     result: dict[str, Any] = {}
     tokens = case.q_len
     if p.packed:
-        result["row_starts"] = starts = store_cases.row_starts(rng, case.batch, case.q_len)
+        result["row_starts"] = starts = cache_layout_cases.row_starts(rng, case.batch, case.q_len)
         tokens = int(starts[-1]) + int(rng.integers(0, 3))
         if p.q_len is None:
             result["most_rows"] = case.q_len
     sizes = {"b": case.batch, "h": p.q_heads, "t": tokens, "d": p.head_dim, "e": p.q_heads * p.head_dim}
     result["q"] = rng.standard_normal([sizes[axis] for axis in p.row_axes]).astype(p.dtype)
-    result |= store_cases.arrays(p, case.batch, case.kv_len, rng)
+    result |= cache_layout_cases.arrays(p, case.batch, case.kv_len, rng)
     if isinstance(p.mask, Formula):
         result |= formula_cases.parameters(p.mask, case.kv_len, rng)
     elif p.mask is not None:
@@ -272,7 +272,7 @@ def check(case: Case, inputs: dict[str, Any], results: Results, rounding: float 
     with np.errstate(all="ignore"):
         clean = ~_sees_poison(case, inputs, given)
         epsilon = max(float(np.finfo(dtype).eps) for dtype in (p.acc_dtype, *_computed(p)))
-        codec = p.store.codec
+        codec = p.layout.codec
         scaled = codec is not None and (codec.channels or codec.group > 0)
         by_row = epsilon * 32 + (epsilon * 8 + (rounding if scaled else 0)) * size.max(-1, initial=0)
         v_size = np.nanmax(np.where(np.isfinite(given.v), abs(given.v), 0), initial=0)

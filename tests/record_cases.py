@@ -11,9 +11,9 @@ from pathlib import Path
 
 from attention_cases import TARGET, Case, made
 
+from lowering.attention.cache_layout import GivenRing, Offset, Pages, Whole
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask
-from lowering.attention.store import GivenRing, Offset, Pages, Whole
 from schedules.cpu.attention_tiles import DecodeTiles
 from schedules.cpu.vector import machine
 from schedules.cuda.prefill_mma import takes
@@ -31,26 +31,26 @@ Field = Callable[[AttentionProblem], bool]
 FIELDS: dict[str, Field] = {
     "dense rows": lambda p: not p.packed,
     "packed rows": lambda p: p.packed,
-    "slots: the buffer's own": lambda p: isinstance(p.store.slots, Whole),
-    "slots: offsets": lambda p: isinstance(p.store.slots, Offset),
-    "slots: pages by number": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.entries == "page",
-    "slots: pages by first slot": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.entries == "slot",
-    "slots: a page for each batch": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.size is None,
-    "slots: pages of K and V apart": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.apart,
-    "ring": lambda p: p.store.ring is not None,
-    "ring with sinks": lambda p: getattr(p.store.ring, "sinks", 0) > 0,
-    "ring of the call's numbers": lambda p: isinstance(p.store.ring, GivenRing),
-    "beams": lambda p: p.store.beams is not None,
-    "K and V in one buffer": lambda p: p.store.joint,
-    "layers in one buffer": lambda p: "l" in p.store.axes,
-    "int8": lambda p: p.store.codec is not None and p.store.codec.dtype == "int8",
-    "float8_e4m3fn": lambda p: p.store.codec is not None and p.store.codec.dtype == "float8_e4m3fn",
-    "int4": lambda p: p.store.codec is not None and p.store.codec.dtype == "int4",
+    "slots: the buffer's own": lambda p: isinstance(p.layout.slots, Whole),
+    "slots: offsets": lambda p: isinstance(p.layout.slots, Offset),
+    "slots: pages by number": lambda p: isinstance(p.layout.slots, Pages) and p.layout.slots.entries == "page",
+    "slots: pages by first slot": lambda p: isinstance(p.layout.slots, Pages) and p.layout.slots.entries == "slot",
+    "slots: a page for each batch": lambda p: isinstance(p.layout.slots, Pages) and p.layout.slots.size is None,
+    "slots: pages of K and V apart": lambda p: isinstance(p.layout.slots, Pages) and p.layout.slots.apart,
+    "ring": lambda p: p.layout.ring is not None,
+    "ring with sinks": lambda p: getattr(p.layout.ring, "sinks", 0) > 0,
+    "ring of the call's numbers": lambda p: isinstance(p.layout.ring, GivenRing),
+    "beams": lambda p: p.layout.beams is not None,
+    "K and V in one buffer": lambda p: p.layout.joint,
+    "layers in one buffer": lambda p: "l" in p.layout.axes,
+    "int8": lambda p: p.layout.codec is not None and p.layout.codec.dtype == "int8",
+    "float8_e4m3fn": lambda p: p.layout.codec is not None and p.layout.codec.dtype == "float8_e4m3fn",
+    "int4": lambda p: p.layout.codec is not None and p.layout.codec.dtype == "int4",
     "a scale for the tensor": lambda p: (
-        p.store.codec is not None and not (p.store.codec.group or p.store.codec.channels)
+        p.layout.codec is not None and not (p.layout.codec.group or p.layout.codec.channels)
     ),
-    "a scale for each channel": lambda p: p.store.codec is not None and p.store.codec.channels,
-    "a scale for a group": lambda p: p.store.codec is not None and bool(p.store.codec.group),
+    "a scale for each channel": lambda p: p.layout.codec is not None and p.layout.codec.channels,
+    "a scale for a group": lambda p: p.layout.codec is not None and bool(p.layout.codec.group),
     "window": lambda p: p.window is not None,
     "window with sinks": lambda p: p.window is not None and p.window.left is not None and bool(p.window.sinks),
     "window of the call's numbers": lambda p: p.window is not None and "given" in (p.window.left, p.window.sinks),

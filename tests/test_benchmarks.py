@@ -23,10 +23,10 @@ from benchmarks.measure import prepare
 from benchmarks.records import Outcome, Record, Results, here, read
 from benchmarks.report import peer_cell, rows
 from benchmarks.timing import Timing
-from lowering.attention.store import Codec, Pages, Store
+from lowering.attention.cache_layout import CacheLayout, Codec, Pages
 from lowering.errors import LoweringError
 
-PACKED = replace(stores.problem(2, Store()), row_axes="te")
+PACKED = replace(stores.problem(2, CacheLayout()), row_axes="te")
 ROOT = Path(__file__).parents[1]
 
 TINY = AttentionCase(name="P1 full", group="attention", S=3, T=5, D=8)
@@ -157,8 +157,8 @@ def test_pages_quote_the_results() -> None:
 
 def test_stores_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     few = {"one by one": (stores.Call(PACKED, (3,), (9,)),) * 2, "packed": (stores.Call(PACKED, (3, 1), (9, 40)),)}
-    kinds = [Store("phtd", Pages(16)), Store(codec=Codec("int8", 8))]
-    contenders = {f"{store}": (stores.Call(stores.problem(2, store), (1,), (33,)),) for store in kinds}
+    kinds = [CacheLayout("phtd", Pages(16)), CacheLayout(codec=Codec("int8", 8))]
+    contenders = {f"{layout}": (stores.Call(stores.problem(2, layout), (1,), (33,)),) for layout in kinds}
     found = [stores.Comparison("rows", few, {}), stores.Comparison("stores", contenders, {})]
     monkeypatch.setattr(stores, "comparisons", lambda: found)
     stores.run(threads=1, turns=1, seconds=0.001)
@@ -186,7 +186,7 @@ def test_appends_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(appends, "BATCHES", (3,))
     appends.run(threads=1, turns=1, seconds=0.001)
     shown = capsys.readouterr().out
-    assert all(store.split()[0] in shown for store in ("NumPy's", *appends.STORES))
+    assert all(layout.split()[0] in shown for layout in ("NumPy's", *appends.STORES))
     call, moved = appends._append(appends._record(appends.STORES["float32 in pages"]), 3)
     assert moved == 2 * 3 * 2 * appends.HEADS * appends.DIM * 4
     call()

@@ -1,4 +1,4 @@
-"""Append: new rows of keys and values go into a store, with bias, rotary embedding and quantization on their way.
+"""Append: new rows of keys and values go into a cache, with bias, rotary embedding and quantization on their way.
 
     for each batch b, new row i < row_counts[b] and head h:       t = starts[b] + i, n = row_starts[b] + i
         x = the D elements of row n, + bias                        float32
@@ -7,7 +7,7 @@
         slot of key t := x, or its code and scale
 
 Rows of all batches lie in one buffer, in any order, with gaps that are never read. Only slots of new rows are written:
-a row whose slot is not in the store is dropped, and of rows that a ring puts into one slot the last one stays.
+a row whose slot is not in the cache is dropped, and of rows that a ring puts into one slot the last one stays.
 
 Codes with a scale for a group are symmetric: the scale is max |x| / 127, at least 1e-5, computed in `dtype`, and codes
 are at most 127 in size (OpenPPL's KeyValueCache). Codes with a scale for the tensor are x * factor, rounded to even and
@@ -32,10 +32,10 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import whole
+from .cache_layout import CacheLayout, Codec
 from .expr.emit import cast, widened
 from .parameters import Sizes, Tensor, matched, store_tables, store_tensors
 from .slots import Slots
-from .store import Codec, Store
 
 ATTRIBUTE = "lowering.append"
 
@@ -82,33 +82,33 @@ class Append:
     head_dim: int
     v_head_dim: int
     dtype: str
-    store: Store
+    layout: CacheLayout
     columns: Columns | None = None
     bias: bool = False
     rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
-        if self.store.joint and self.head_dim != self.v_head_dim:
+        if self.layout.joint and self.head_dim != self.v_head_dim:
             raise ValueError("keys and values in one buffer have one size")
-        codec = self.store.codec
+        codec = self.layout.codec
         if codec is not None and codec.group and codec.dtype != "int8":
             raise ValueError("scales of groups are made for int8")
         if codec is not None and codec.channels and self.v_head_dim > self.head_dim:
             raise ValueError("factors of channels are as many as a key has elements")
-        if self.head_dim % self.store.packing or self.v_head_dim % self.store.packing:
+        if self.head_dim % self.layout.packing or self.v_head_dim % self.layout.packing:
             raise ValueError("codes that share bytes come in pairs")
         if self.bias and self.columns is None:
             raise ValueError("a bias is that of columns")
 
     def caches(self) -> tuple[str, ...]:
         """Names of the buffers that are written."""
-        codec, buffers = self.store.codec, ("kv",) if self.store.joint else ("k", "v")[: len(self.dims())]
+        codec, buffers = self.layout.codec, ("kv",) if self.layout.joint else ("k", "v")[: len(self.dims())]
         grouped = codec is not None and codec.group > 0
         return (*buffers, *(f"{name}_scale" for name in buffers if grouped))
 
     def inputs(self) -> tuple[str, ...]:
         """Names of the parameters in front of the written ones of the copying form: the caches come first."""
-        codec = self.store.codec
+        codec = self.layout.codec
         present = {
             "new": self.columns is not None,
             "new_k": self.columns is None,
@@ -119,14 +119,14 @@ class Append:
         }
         given = (*(name for name, there in present.items() if there), "row_starts", "row_counts", "starts")
         beams = ("prompts", "beam_of")  # say where to read
-        return (*self.caches(), *given, *(name for name in self.store.tables() if name not in beams))
+        return (*self.caches(), *given, *(name for name in self.layout.tables() if name not in beams))
 
     def dims(self) -> tuple[int, ...]:
         """Elements of a row of a head of the keys, and of the values if there are any."""
         return (self.head_dim, self.v_head_dim) if self.v_head_dim else (self.head_dim,)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self) | {"store": self.store.to_data()})
+        return json.dumps(dataclasses.asdict(self) | {"layout": self.layout.to_data()})
 
     @staticmethod
     def from_json(text: str) -> Append:
@@ -134,7 +134,7 @@ class Append:
         for name, kind in (("columns", Columns), ("rotary", Rotary)):
             if data[name] is not None:
                 data[name] = kind(**data[name])
-        return Append(**{**data, "store": Store.from_data(data["store"])})
+        return Append(**{**data, "layout": CacheLayout.from_data(data["layout"])})
 
 
 class BoundAppend:
@@ -142,7 +142,7 @@ class BoundAppend:
     the inputs, and with copy the written caches once more."""
 
     def __init__(self, append: Append, copy: bool) -> None:
-        self.append, self.store = append, append.store
+        self.append, self.layout = append, append.layout
         T.func_name("append")
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: append.to_json()})
         written = {name: f"{name}_present" if copy else name for name in append.caches()}
@@ -154,7 +154,7 @@ class BoundAppend:
         shapes |= {new: shapes[old] for old, new in written.items()}
         self.buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
         self.written = {name: self.buffers[new] for name, new in written.items()}
-        self.slots = Slots(self.store, self.buffers, self.B)
+        self.slots = Slots(self.layout, self.buffers, self.B)
 
     def _shapes(self) -> dict[str, Tensor]:
         a = self.append
@@ -167,11 +167,11 @@ class BoundAppend:
             "new_v": ([tokens, a.heads, a.v_head_dim], a.dtype),
             "bias": ([width], a.dtype),
             "angles": ([tokens, a.rotary.dim // 2 if a.rotary is not None else 0, 2], "float32"),
-            "factor": ([2, a.heads, a.head_dim] if a.store.codec and a.store.codec.channels else [2], "float32"),
+            "factor": ([2, a.heads, a.head_dim] if a.layout.codec and a.layout.codec.channels else [2], "float32"),
             **dict.fromkeys(("row_starts", "row_counts", "starts"), by_batch),
         }
-        stored = store_tensors(self.store, a.heads, dims, types, self.B, self.size("slots"), self.size)
-        return own | stored | store_tables(self.store, self.B, self.size)
+        stored = store_tensors(self.layout, a.heads, dims, types, self.B, self.size("slots"), self.size)
+        return own | stored | store_tables(self.layout, self.B, self.size)
 
     def rows(self, b: Expr) -> Expr:
         """How many new rows batch b has: none, if the buffer does not hold them."""
@@ -212,22 +212,22 @@ class BoundAppend:
     def slot(self, part: int, b: Expr, t: Expr, scale: bool = False) -> Iterator[tuple[tirx.Buffer, dict[str, Expr]]]:
         """The buffer of part's elements, or of their scales, and the indices of key t on the axes that do not depend on
         the element; the body is skipped if the slot is not in the buffer."""
-        name = "kv" if self.store.joint else "kv"[part]
-        buffer, axes = self.written[f"{name}_scale" if scale else name], self.store.axes
+        name = "kv" if self.layout.joint else "kv"[part]
+        buffer, axes = self.written[f"{name}_scale" if scale else name], self.layout.axes
         slot = self.slots.own(b, t, part, lambda axis: buffer.shape[axes.index(axis)] if axis in axes else 1)
-        layer = self.store.layer < buffer.shape[axes.index("l")] if "l" in axes else tirx.const(True, "bool")
+        layer = self.layout.layer < buffer.shape[axes.index("l")] if "l" in axes else tirx.const(True, "bool")
         with T.If(tirx.all(slot.inside, layer)), T.Then():
             yield buffer, slot.where
 
     def factor(self, part: int, h: Expr, d: Expr) -> Expr:
         """What element d of head h is multiplied by to be a code, but for scales of groups."""
-        channels = self.store.codec is not None and self.store.codec.channels
+        channels = self.layout.codec is not None and self.layout.codec.channels
         return self.buffers["factor"][(T.int64(part), *((h, d) if channels else ()))]
 
     def coded(self, part: int, h: Expr, n: Expr, value: Callable[[Expr], Expr]) -> Expr:
         """Element n of head h of the buffer, which holds codes, but for scales of groups: one of the element value(n),
         or of as many as share it."""
-        codec = self.store.codec
+        codec = self.layout.codec
         assert codec is not None
         if codec.packing == 1:
             return code(value(n) * self.factor(part, h, n), codec.dtype)
@@ -236,7 +236,7 @@ class BoundAppend:
 
     def index(self, where: dict[str, Expr], h: Expr, d: Expr, dim: int) -> list[Expr]:
         """The indices of element d, or of scale d, of head h, which has so many."""
-        return [(where | {"h": h, "d": d, "e": h * dim + d})[axis] for axis in self.store.axes]
+        return [(where | {"h": h, "d": d, "e": h * dim + d})[axis] for axis in self.layout.axes]
 
 
 def copy_and_append(append: Append) -> tirx.PrimFunc:
@@ -306,12 +306,12 @@ class _Head:
                 pair = [T.bind(value) for value in self.bound.turned(self.n, k, x[one], x[other])]
                 for place, value in zip((one, other), pair):
                     T.buffer_store(x, value, [place])
-        codec = self.append.store.codec
+        codec = self.append.layout.codec
         with self.bound.slot(part, self.b, self.t) as (buffer, where):
             if codec is not None and codec.group:
                 self.grouped(part, x, dim, codec, buffer, where)
                 return
-            width = dim // self.append.store.packing
+            width = dim // self.append.layout.packing
             with T.serial(T.int64(width)) as n:
 
                 def exact(d: Expr) -> Expr:

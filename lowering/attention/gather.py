@@ -1,4 +1,4 @@
-"""Gather: the keys and values that a store holds, as packed rows of numbers, one batch behind the other."""
+"""Gather: the keys and values that a cache holds, as packed rows of numbers, one batch behind the other."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -
         size = Sizes()
         batches = size("B") if p.batch is None else p.batch
         dims, heads = (p.head_dim, p.v_head_dim), p.kv_heads * repeat
-        shapes = store_tensors(p.store, p.kv_heads, dims, (p.dtype, p.v_dtype), batches, size("T"), size)
-        shapes |= store_tables(p.store, batches, size)
+        shapes = store_tensors(p.layout, p.kv_heads, dims, (p.dtype, p.v_dtype), batches, size("T"), size)
+        shapes |= store_tables(p.layout, batches, size)
         shapes |= dict.fromkeys(("lengths", "key_starts", *_SKIPPING), ([batches], "int64"))
         shapes |= {name: ([size("rows"), heads, dim], p.dtype) for name, dim in zip(("keys", "values"), dims)}
         buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}

@@ -41,7 +41,7 @@ class GradientProblem:
 
     def __post_init__(self) -> None:
         p = self.forward
-        plain = p.dense and p.row_axes == p.store.axes == "bhtd" and p.qk_mode is None and not p.max
+        plain = p.dense and p.row_axes == p.layout.axes == "bhtd" and p.qk_mode is None and not p.max
         if not plain or not p.lse or p.sink or p.softcap or p.window or p.lengths or p.scale is None:
             raise ValueError(
                 "gradients are of dense attentions that give lse, without windows, lengths, caps and sinks"

@@ -17,7 +17,7 @@ def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
     """A PrimFunc with the parameters of the attention and one more, counts: int64 [2], which it fills.
 
     counts[0] is the number of pairs of a query row and a key that it sees, over the batch and all query heads;
-    counts[1] that of the slots of the store whose keys no query may see before the mask, over all key/value heads.
+    counts[1] that of the slots of the cache whose keys no query may see before the mask, over all key/value heads.
     """
     mask = problem.mask
     per_head = "h" in mask.over if isinstance(mask, Formula) else mask is not None and mask.dims[1] != 1

@@ -10,12 +10,12 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .cache_layout import CacheLayout
 from .expr.bound import BoundExpr
 from .expr.emit import OfVectors, cast
 from .expr.node import Expr as Expression
 from .formula import Formula
 from .problem import ATTRIBUTE, AttentionProblem
-from .store import Store
 
 Size: TypeAlias = Any  # int | tirx.Var
 Tensor: TypeAlias = tuple[list[Size], str]  # shape and element type
@@ -76,7 +76,7 @@ class Parameters:
         """Keys and values, and their scales."""
         p = self.problem
         dims, types = (p.head_dim, p.v_head_dim), (p.dtype, p.v_dtype)
-        return store_tensors(p.store, p.kv_heads, dims, types, self.B, self.T, self._size)
+        return store_tensors(p.layout, p.kv_heads, dims, types, self.B, self.T, self._size)
 
     def _mask(self) -> dict[str, Tensor]:
         """The mask, or the tables of a formula."""
@@ -95,7 +95,7 @@ class Parameters:
 
     def _tables(self) -> dict[str, Tensor]:
         """What else a kernel looks up, by head, by batch or by request."""
-        return store_tables(self.problem.store, self.B, self._size) | {
+        return store_tables(self.problem.layout, self.B, self._size) | {
             "scale": ([1], self.problem.acc_dtype),
             "sink": ([self.problem.q_heads], self.problem.dtype),
             "lengths": ([self.B], "int64"),
@@ -137,7 +137,7 @@ class Sizes:
 
 
 def store_tensors(
-    store: Store,
+    layout: CacheLayout,
     heads: int,
     dims: tuple[int, int],
     types: tuple[str, str],
@@ -145,22 +145,22 @@ def store_tensors(
     keys: Size,
     size: Callable[[str], Size],
 ) -> dict[str, Tensor]:
-    """The buffers of a store of so many heads, with elements in a row of a head and types of keys and of values (those
+    """The buffers of a cache of so many heads, with elements in a row of a head and types of keys and of values (those
     of codes where it has some), and their scales. size makes a variable of that name, once."""
-    page = getattr(store.slots, "size", None) if "p" in store.axes else None
+    page = getattr(layout.slots, "size", None) if "p" in layout.axes else None
     sizes = {
-        "b": size("cache_rows") if store.looked_up else batches,
+        "b": size("cache_rows") if layout.looked_up else batches,
         "h": heads,
-        "t": page or (size("slots") if store.mapped else keys),
+        "t": page or (size("slots") if layout.mapped else keys),
         "p": size("page_count"),
         "l": size("layers"),
         "c": 2,
     }
 
     def shape(dim: int) -> list[Size]:
-        return [(sizes | {"d": dim, "e": heads * dim})[axis] for axis in store.axes]
+        return [(sizes | {"d": dim, "e": heads * dim})[axis] for axis in layout.axes]
 
-    each, codec = {"k": (dims[0], types[0]), "v": (dims[1], types[1]), "kv": (dims[0], types[0])}, store.codec
+    each, codec = {"k": (dims[0], types[0]), "v": (dims[1], types[1]), "kv": (dims[0], types[0])}, layout.codec
     if codec is None:
         return {name: (shape(dim), dtype) for name, (dim, dtype) in each.items()}
     tensors: dict[str, Tensor] = {name: (shape(dim // codec.packing), codec.stored) for name, (dim, _) in each.items()}
@@ -173,10 +173,10 @@ def store_tensors(
     return tensors
 
 
-def store_tables(store: Store, batches: Size, size: Callable[[str], Size]) -> dict[str, Tensor]:
-    """What says where a store's slots are."""
-    planes = [2] if getattr(store.slots, "apart", False) else []
-    count, requests = store.beams.count if store.beams is not None else 1, size("requests")
+def store_tables(layout: CacheLayout, batches: Size, size: Callable[[str], Size]) -> dict[str, Tensor]:
+    """What says where a cache's slots are."""
+    planes = [2] if getattr(layout.slots, "apart", False) else []
+    count, requests = layout.beams.count if layout.beams is not None else 1, size("requests")
     return {
         "slot_starts": ([batches], "int64"),
         "pages": ([batches, *planes, size("pages_each")], "int64"),

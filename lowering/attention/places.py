@@ -8,11 +8,11 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from .cache_layout import Axes, Pages
 from .expr.emit import broadcast, cast, lanes, scalar_type, widened
 from .parameters import Size, int64
 from .problem import AttentionProblem
 from .slots import Slots, clamp
-from .store import Axes, Pages
 
 
 class Given(Protocol):
@@ -37,7 +37,7 @@ class Places:
     def __init__(self, parameters: Given) -> None:
         self.problem, self.buffers = parameters.problem, parameters.buffers
         self.S = parameters.S
-        self.slots = Slots(parameters.problem.store, parameters.buffers, parameters.B)
+        self.slots = Slots(parameters.problem.layout, parameters.buffers, parameters.B)
 
     # Rows.
 
@@ -90,12 +90,12 @@ class Places:
 
     def run(self, name: str) -> int | None:
         """How many rows of q, k, v or y lie at one stride, from each multiple of it on; None for all of a batch."""
-        return None if name in ("q", "y") else self.problem.store.run
+        return None if name in ("q", "y") else self.problem.layout.run
 
     @property
     def looked_up(self) -> bool:
         """Whether it takes tables or a ring to find a key: then `strides` is that within a `run`."""
-        return self.problem.store.looked_up
+        return self.problem.layout.looked_up
 
     def extents(self, name: str) -> tuple[int, Size, Size]:
         """Heads, rows and batches that the buffer of q, k, v or y has."""
@@ -103,12 +103,12 @@ class Places:
         return heads, self._extent(name, "t"), self._extent(name, "b")
 
     def slot_count(self) -> Expr:
-        """How many keys the store has room for, of all batches and layers."""
+        """How many keys the cache has room for, of all batches and layers."""
         buffer, axes, _ = self._about("k")
         count = int64(1)
         for axis, size in zip(axes, buffer.shape):
             count = count * int64(size) if axis in "btpl" else count
-        slots = self.problem.store.slots
+        slots = self.problem.layout.slots
         return tirx.floordiv(count, 2) if isinstance(slots, Pages) and slots.apart else count
 
     def _about(self, name: str) -> tuple[tirx.Buffer, Axes, int]:
@@ -117,7 +117,7 @@ class Places:
         dim = p.head_dim if name in ("q", "k") else p.v_head_dim
         if name in ("q", "y"):
             return self.buffers[name], p.row_axes, dim
-        return self.buffers["kv" if p.store.joint else name], p.store.axes, dim
+        return self.buffers["kv" if p.layout.joint else name], p.layout.axes, dim
 
     def _extent(self, name: str, axis: str) -> Size:
         buffer, axes, _ = self._about(name)
@@ -160,25 +160,25 @@ class Places:
     @property
     def packing(self) -> int:
         """How many elements of k or v share one of the buffer."""
-        return self.problem.store.packing
+        return self.problem.layout.packing
 
     @property
     def channels(self) -> bool:
         """Whether there is a scale for each element of a head, for all of k, and all of v: `channel_scales`."""
-        codec = self.problem.store.codec
+        codec = self.problem.layout.codec
         return codec is not None and codec.channels
 
     def channel_scales(self, name: str, h: Expr, d: Expr) -> tuple[tirx.Buffer, list[Expr]]:
         """Buffer and indices of the scale of element d of key/value head h."""
-        joint = self.problem.store.joint
+        joint = self.problem.layout.joint
         part = [T.int64(int(name == "v"))] if joint else []
         return self.buffers["kv_scale" if joint else f"{name}_scale"], [*part, int64(h), T.int64(1) * d]
 
     def group(self) -> int:
         """How many elements share a scale, which are neighbors in memory; 0 if all of k, and all of v, do, or
         `channels`."""
-        assert self.problem.store.codec is not None
-        return self.problem.store.codec.group
+        assert self.problem.layout.codec is not None
+        return self.problem.layout.codec.group
 
     def factor(self, name: str) -> Expr | None:
         """What all of k, or all of v, is to be multiplied by, in acc_dtype, if there is such a number."""
@@ -188,7 +188,7 @@ class Places:
 
     def product_type(self) -> str:
         """The type that a code times its scale is rounded to: acc_dtype, but for scales of half precision by group."""
-        codec = self.problem.store.codec
+        codec = self.problem.layout.codec
         return codec.scale_dtype if codec is not None and codec.rounds else self.problem.acc_dtype
 
     def scale(self, name: str, offset: Expr) -> Expr:
@@ -196,7 +196,7 @@ class Places:
         index = (
             tirx.floordiv(offset, self.group())
             if self.group()
-            else T.int64(int(self.problem.store.joint and name == "v"))
+            else T.int64(int(self.problem.layout.joint and name == "v"))
         )
         buffer, indices = self.scales(name, index)
         return widened(buffer[tuple(indices)], self.problem.acc_dtype)
@@ -204,7 +204,7 @@ class Places:
     def scales(self, name: str, index: Expr) -> tuple[tirx.Buffer, list[Expr]]:
         """Buffer and indices of a scale of k or v by its number in memory. Scales have the axes of what they scale, so
         that element n has scale n // group."""
-        return _flat(self.buffers["kv_scale" if self.problem.store.joint else f"{name}_scale"], index)
+        return _flat(self.buffers["kv_scale" if self.problem.layout.joint else f"{name}_scale"], index)
 
     def store_y(self, b: Expr, h: Expr, i: Expr, d: Expr, value: Expr) -> None:
         """Y at (b, h, i, d) := value, rounded to the type of Y."""

@@ -19,8 +19,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .cache_layout import DENSE, Axes, CacheLayout, Codec
 from .formula import Formula
-from .store import DENSE, Axes, Codec, Store
 
 Offset = Literal["zero", "past", "lengths", "behind"]
 
@@ -103,7 +103,7 @@ class AttentionProblem:
     acc_dtype: str
     scale: float | None  # None: the parameter scale, a [1] of acc_dtype
     row_axes: Axes = "bhtd"  # of Q and Y; without b, batch b begins at row_starts[b], an int64 [B + 1] parameter
-    store: Store = DENSE
+    layout: CacheLayout = DENSE
     softcap: float = 0.0
     score: Formula | None = None  # of what the soft cap leaves, before the mask
     window: Window | None = None
@@ -122,13 +122,13 @@ class AttentionProblem:
             raise ValueError(f'a window with offset "{self.window.offset}" needs the lengths parameter')
         if {*self.row_axes} - {"b"} not in ({*"htd"}, {*"te"}) or len({*self.row_axes}) < len(self.row_axes):
             raise ValueError(f"query rows cannot have the axes '{self.row_axes}'")
-        if (self.packed and self.q_len == 0) or (self.store.mapped and self.kv_len == 0):
+        if (self.packed and self.q_len == 0) or (self.layout.mapped and self.kv_len == 0):
             raise ValueError("the most rows or keys of a batch is None or at least 1")
-        if self.packed and self.store.looked_up and not self.lengths:
+        if self.packed and self.layout.looked_up and not self.lengths:
             raise ValueError("no parameter tells the batch size: lengths would")
-        if self.store.joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
+        if self.layout.joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
             raise ValueError("keys and values in one buffer have one size and one type")
-        if self.head_dim % self.store.packing or self.v_head_dim % self.store.packing:
+        if self.head_dim % self.layout.packing or self.v_head_dim % self.layout.packing:
             raise ValueError("codes that share bytes come in pairs")
         if self.packed and self.qk_mode is not None:
             raise ValueError("packed rows have no qk output")
@@ -153,13 +153,13 @@ class AttentionProblem:
     @property
     def stored_types(self) -> tuple[str, str]:
         """Element types of K and V in memory."""
-        codec = self.store.codec
+        codec = self.layout.codec
         return (self.dtype, self.v_dtype) if codec is None else (codec.stored, codec.stored)
 
     @property
     def codec(self) -> Codec | None:
         """What K and V are codes of, with scales, if they are."""
-        return self.store.codec
+        return self.layout.codec
 
     @property
     def coded(self) -> bool:
@@ -174,7 +174,7 @@ class AttentionProblem:
     @property
     def dense(self) -> bool:
         """Whether shapes tell where everything lies: no packed rows, no slots to look up, no codes."""
-        return not (self.packed or self.store.looked_up or self.coded)
+        return not (self.packed or self.layout.looked_up or self.coded)
 
     @property
     def causal(self) -> bool:
@@ -211,7 +211,7 @@ class AttentionProblem:
 
     def inputs(self) -> tuple[str, ...]:
         """Those of the parameters that are read."""
-        joint, codec = self.store.joint, self.coded
+        joint, codec = self.layout.joint, self.coded
         present = {
             "k": not joint, "v": not joint, "kv": joint,
             "k_scale": codec and not joint, "v_scale": codec and not joint, "kv_scale": codec and joint,
@@ -228,7 +228,7 @@ class AttentionProblem:
         tables = [name for formula in self._formulas() for name in formula.tables()]
         names = ("q", "k", "v", "kv", "k_scale", "v_scale", "kv_scale", "mask", *tables)
         names = (*names, "scale", "sink", "lengths", "lefts", "sink_keys", "row_starts", "key_starts")
-        return tuple(name for name in (*names, *self.store.tables(), *scalars) if present.get(name, True))
+        return tuple(name for name in (*names, *self.layout.tables(), *scalars) if present.get(name, True))
 
     def outputs(self) -> tuple[str, ...]:
         """Those of the parameters that are written."""
@@ -241,7 +241,7 @@ class AttentionProblem:
             "past": self.window is not None and self.window.offset == "past",
             "free_batches": self.window is not None and self.window.free,
             "most_rows": self.packed and self.q_len is None,
-            "most_keys": self.store.mapped and self.kv_len is None,
+            "most_keys": self.layout.mapped and self.kv_len is None,
         }
         formulas = [name for formula in self._formulas() for name in formula.scalars()]
         return (*formulas, *(name for name, there in present.items() if there))
@@ -250,7 +250,7 @@ class AttentionProblem:
         return tuple(part for part in (self.mask, self.score) if isinstance(part, Formula))
 
     def to_json(self) -> str:
-        data = dataclasses.asdict(self) | {"store": self.store.to_data()}
+        data = dataclasses.asdict(self) | {"layout": self.layout.to_data()}
         for name in ("mask", "score"):
             if isinstance(part := getattr(self, name), Formula):
                 data[name] = part.to_data()
@@ -259,7 +259,7 @@ class AttentionProblem:
     @staticmethod
     def from_json(text: str) -> AttentionProblem:
         data: dict[str, Any] = json.loads(text)
-        data["store"] = Store.from_data(data["store"])
+        data["layout"] = CacheLayout.from_data(data["layout"])
         if data["window"] is not None:
             data["window"] = Window(**data["window"])
         if data["score"] is not None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from .cache_layout import CacheLayout, GivenRing, Offset, Pages, Ring
 from .expr.evaluate import evaluate
 from .formula import Formula
 from .problem import AttentionProblem, Mask
-from .store import GivenRing, Offset, Pages, Ring, Store
 
 Given = Mapping[str, Any]
 """Arrays and numbers by the names of the problem's parameters."""
@@ -77,7 +77,7 @@ def reference(problem: AttentionProblem, **given: Any) -> dict[str, np.ndarray]:
 def dense(problem: AttentionProblem, given: Given) -> Dense:
     """Q, K and V out of whatever they lie in."""
     p = problem
-    names = ("kv", "kv") if p.store.joint else ("k", "v")
+    names = ("kv", "kv") if p.layout.joint else ("k", "v")
     k, v = (_stored(p, given, name, part) for part, name in enumerate(names))
     k, v = (np.repeat(x, p.group, axis=1) for x in (k, v))
     q = by_batch(p, "q", given["q"], given)
@@ -140,69 +140,69 @@ def _packed(problem: AttentionProblem, x: np.ndarray, given: Given) -> np.ndarra
 
 def _stored(problem: AttentionProblem, given: Given, name: str, part: int) -> np.ndarray:
     """Keys (part 0) or values (1) of all batches, [B, Hkv, T, D] in float64: looked up slot by slot if need be."""
-    store, heads = problem.store, problem.kv_heads
+    layout, heads = problem.layout, problem.kv_heads
     x: Any = given[name]
-    if store.packing > 1:
+    if layout.packing > 1:
         x = np.stack([x & 15, x >> 4], axis=-1).astype(np.int64).reshape(*x.shape[:-1], 2 * x.shape[-1]) - 8
     x = x.astype(np.float64)
-    if store.codec is not None:
+    if layout.codec is not None:
         scale = given[f"{name}_scale"].astype(np.float64)
-        if store.codec.channels:
-            scale = _by_channel(store, scale, part)
-        elif store.codec.group:
-            scale = np.repeat(scale, store.codec.group, axis=-1)
-        elif store.joint:
+        if layout.codec.channels:
+            scale = _by_channel(layout, scale, part)
+        elif layout.codec.group:
+            scale = np.repeat(scale, layout.codec.group, axis=-1)
+        elif layout.joint:
             scale = scale[part]
         with np.errstate(invalid="ignore", over="ignore"):
             x = x * scale
-            x = x.astype(np.float16).astype(np.float64) if store.codec.rounds else x
-    axes = store.axes
-    for axis, index in (("c", part), ("l", store.layer)):
+            x = x.astype(np.float16).astype(np.float64) if layout.codec.rounds else x
+    axes = layout.axes
+    for axis, index in (("c", part), ("l", layout.layer)):
         if axis in axes:
             x, axes = x.take(index, axis=axes.index(axis)), axes.replace(axis, "")
     if "e" in axes:
         x, axes = x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads), axes.replace("e", "hd")
-    if not store.looked_up:
+    if not layout.looked_up:
         return x.transpose([axes.index(axis) for axis in "bhtd"])
     x = x.transpose([axes.index(axis) for axis in "bpthd" if axis in axes])
     batch = len(given["row_starts"]) - 1 if problem.packed else given["q"].shape[problem.row_axes.index("b")]
-    keys = int(given.get("most_keys", problem.kv_len or 0)) if store.mapped else x.shape[-3]
+    keys = int(given.get("most_keys", problem.kv_len or 0)) if layout.mapped else x.shape[-3]
     found = np.zeros((batch, heads, keys, x.shape[-1]))
     for b in range(batch):
         for j in range(keys):
-            place = _place(store, given, batch, b, j, part)
+            place = _place(layout, given, batch, b, j, part)
             found[b, :, j] = x[tuple(min(max(n, 0), size - 1) for n, size in zip(place, x.shape))]
     return found
 
 
-def _by_channel(store: Store, scale: np.ndarray, part: int) -> np.ndarray:
+def _by_channel(layout: CacheLayout, scale: np.ndarray, part: int) -> np.ndarray:
     """Scales [heads, D], or of both parts, in the shape of the buffer, with 1 for its other axes."""
-    scale = scale[part] if store.joint else scale
-    if "e" in store.axes:
+    scale = scale[part] if layout.joint else scale
+    if "e" in layout.axes:
         return scale.reshape(-1)
     heads, size = scale.shape
-    return scale.reshape([{"h": heads, "d": size}.get(axis, 1) for axis in store.axes.replace("d", "")] + [size])
+    return scale.reshape([{"h": heads, "d": size}.get(axis, 1) for axis in layout.axes.replace("d", "")] + [size])
 
 
-def _place(store: Store, given: Given, batch: int, b: int, j: int, part: int) -> tuple[int, ...]:
-    """Where key j of batch b of so many is on the axes b, p and t, of which the store has some."""
+def _place(layout: CacheLayout, given: Given, batch: int, b: int, j: int, part: int) -> tuple[int, ...]:
+    """Where key j of batch b of so many is on the axes b, p and t, of which the cache has some."""
     row, slot = b, j
-    if store.beams is not None:
-        request, beam = divmod(b, store.beams.count)
+    if layout.beams is not None:
+        request, beam = divmod(b, layout.beams.count)
         columns = given["beam_of"].shape[2]
         source = 0 if j < given["prompts"][request] else given["beam_of"][request, beam, min(j, columns - 1)]
-        row = request * store.beams.count + min(max(int(source), 0), store.beams.count - 1)
+        row = request * layout.beams.count + min(max(int(source), 0), layout.beams.count - 1)
         row = min(row, batch - 1)
-    if store.ring is not None:
-        sinks, first, capacity = _ring(store.ring, given)
+    if layout.ring is not None:
+        sinks, first, capacity = _ring(layout.ring, given)
         slot = j if j < sinks else first + (j - sinks) % max(capacity, 1)
-    if isinstance(store.slots, Offset):
+    if isinstance(layout.slots, Offset):
         return (int(given["slot_starts"][b]) + slot,)
-    if isinstance(store.slots, Pages):
-        pages = given["pages"][row, part] if store.slots.apart else given["pages"][row]
-        column, rest = divmod(slot, store.slots.size) if store.slots.size is not None else (0, slot)
+    if isinstance(layout.slots, Pages):
+        pages = given["pages"][row, part] if layout.slots.apart else given["pages"][row]
+        column, rest = divmod(slot, layout.slots.size) if layout.slots.size is not None else (0, slot)
         entry = int(pages[min(column, len(pages) - 1)])
-        return (entry, rest) if store.slots.entries == "page" else (entry + rest,)
+        return (entry, rest) if layout.slots.entries == "page" else (entry + rest,)
     return row, slot
 
 

@@ -1,4 +1,4 @@
-"""Where the keys of a store lie: from (batch, key) to indices on the axes of a buffer.
+"""Where the keys of a cache lie: from (batch, key) to indices on the axes of a buffer.
 
 What tables say is data. Readers are given indices that are in the buffer whatever the tables hold; writers are told
 whether that took a change, and leave such rows alone.
@@ -13,8 +13,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from .cache_layout import CacheLayout, GivenRing, Offset, Pages
 from .parameters import Size, int64
-from .store import GivenRing, Offset, Pages, Store
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,33 @@ class Slot:
 
 
 class Slots:
-    """The slots of a store with these tables, for so many batches. extent(axis) is a buffer's size on that axis."""
+    """The slots of a cache with these tables, for so many batches. extent(axis) is a buffer's size on that axis."""
 
-    def __init__(self, store: Store, tables: Mapping[str, tirx.Buffer], batches: Size) -> None:
-        self.store, self.tables, self.batches = store, tables, batches
+    def __init__(self, layout: CacheLayout, tables: Mapping[str, tirx.Buffer], batches: Size) -> None:
+        self.layout, self.tables, self.batches = layout, tables, batches
 
     def of(self, b: Expr, j: Expr, part: int, extent: Callable[[str], Size]) -> Slot:
         """The slot in which batch b finds key j (part 0) or its value (1)."""
         fixed = self._fixed(part)
-        if not self.store.looked_up:
+        if not self.layout.looked_up:
             return Slot({"b": b, "t": j, **fixed}, tirx.const(True, "bool"))
         return self._looked_up(self._beam(int64(b), int64(j)), int64(b), int64(j), part, extent)
 
     def own(self, b: Expr, j: Expr, part: int, extent: Callable[[str], Size]) -> Slot:
         """The slot in which batch b itself keeps key j or its value: that of its own beam."""
-        if self.store.looked_up:
+        if self.layout.looked_up:
             return self._looked_up(int64(b), int64(b), int64(j), part, extent, may_be_empty=True)
         inside = tirx.all(_within(int64(b), extent("b")), _within(int64(j), extent("t")))
         return Slot({"b": b, "t": j, **self._fixed(part)}, inside)
 
     def _fixed(self, part: int) -> dict[str, Expr]:
-        return {"l": T.int64(self.store.layer), "c": T.int64(part)}
+        return {"l": T.int64(self.layout.layer), "c": T.int64(part)}
 
     def _looked_up(
         self, row: Expr, b: Expr, j: Expr, part: int, extent: Callable[[str], Size], may_be_empty: bool = False
     ) -> Slot:
         """may_be_empty: tables may have no entry, as those of keys that are read have."""
-        slots, where, slot = self.store.slots, self._fixed(part), self._turn(j)
+        slots, where, slot = self.layout.slots, self._fixed(part), self._turn(j)
         limits: list[tuple[Expr, Size]] = []
 
         def limited(value: Expr, size: Size) -> Expr:
@@ -77,7 +77,7 @@ class Slots:
         if "p" not in where or getattr(slots, "size", 0) is None:
             slot = limited(slot, extent("t"))
         where["t"] = slot
-        if "b" in self.store.axes:
+        if "b" in self.layout.axes:
             where["b"] = limited(row, extent("b"))
         return Slot(where, tirx.all(*(_within(*limit) for limit in limits)))
 
@@ -92,7 +92,7 @@ class Slots:
 
     def ring(self) -> tuple[Expr, Expr, Expr] | None:
         """Sinks, first slot and capacity of the ring, if there is one; the capacity is at least 1."""
-        ring = self.store.ring
+        ring = self.layout.ring
         if ring is None:
             return None
         if isinstance(ring, GivenRing):
@@ -102,7 +102,7 @@ class Slots:
 
     def _beam(self, b: Expr, j: Expr) -> Expr:
         """The row of the cache in which batch b finds key j."""
-        beams = self.store.beams
+        beams = self.layout.beams
         if beams is None:
             return b
         table, request = self.tables["beam_of"], tirx.floordiv(b, T.int64(beams.count))

@@ -7,11 +7,11 @@ from typing import Any
 
 from tvm import relax, tirx
 
+from ..attention.cache_layout import Axes, Beams, CacheLayout, Codec
 from ..attention.expr.node import PAIR
 from ..attention.formula import Formula
 from ..attention.plain import plain
 from ..attention.problem import AttentionProblem, Mask
-from ..attention.store import Axes, Beams, Codec, Store
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, static, storage_dtype, storage_shape
 from .reshape import reshape_to
@@ -32,7 +32,7 @@ def attend(
     given holds the kernel's parameters by the names that `AttentionProblem` has for them, None for those that are not
     there: q is [B, Hq, S, D] or [B, S, Hq * D], k and v are [B, Hkv, T, D] or [B, T, Hkv * D]; sizes that mean the same
     are the same already. heads is (Hq, Hkv), mask says how the tensor of that name is meant, beams and codec are those
-    of the store; further fields are those of the record that no tensor tells.
+    of the cache; further fields are those of the record that no tensor tells.
     """
     tensors = {name: value for name, value in given.items() if isinstance(value, Value)}
     q, k, v = (tensors[name] for name in "qkv")
@@ -50,7 +50,7 @@ def attend(
         dtype=q.dtype,
         v_dtype=v.dtype if codec is None else q.dtype,
         row_axes=row_axes,
-        store=Store(key_axes, beams=beams, codec=codec),
+        layout=CacheLayout(key_axes, beams=beams, codec=codec),
         lengths="lengths" in tensors,
         mask=mask,
         sink="sink" in tensors,
@@ -64,12 +64,12 @@ def packed(
     heads: tuple[int, int],
     size: int,
     dtype: str,
-    store: Store,
+    layout: CacheLayout,
     row_axes: Axes = "thd",
     v_size: int | None = None,
     **fields: Any,
 ) -> AttentionProblem:
-    """The record of packed rows, [rows, heads, size] by default, that sum in float32, over a store whose batches have
+    """The record of packed rows, [rows, heads, size] by default, that sum in float32, over a cache whose batches have
     lengths; heads is (Hq, Hkv), v_size that of values where it is another one."""
     return AttentionProblem(
         batch=static(batch),
@@ -83,7 +83,7 @@ def packed(
         v_dtype=dtype,
         acc_dtype="float32",
         row_axes=row_axes,
-        store=store,
+        layout=layout,
         lengths=True,
         **fields,
     )

@@ -60,12 +60,12 @@ def kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpec:
 
 def _attention(problem: AttentionProblem, func: tirx.PrimFunc) -> tuple[str, str]:
     """Of the keys and values, with their scales, those that any query sees are needed."""
-    buffers, store = dict(zip(problem.parameters(), func.params)), problem.store
-    names = ("kv", "kv") if store.joint else ("k", "v")
+    buffers, layout = dict(zip(problem.parameters(), func.params)), problem.layout
+    names = ("kv", "kv") if layout.joint else ("k", "v")
     dims = problem.head_dim, problem.v_head_dim
-    row = sum(dim * _itemsize(buffers[name]) // store.packing for name, dim in zip(names, dims))
-    if store.codec is not None and store.codec.group:
-        scales = (dim // store.codec.group * _itemsize(buffers[f"{name}_scale"]) for name, dim in zip(names, dims))
+    row = sum(dim * _itemsize(buffers[name]) // layout.packing for name, dim in zip(names, dims))
+    if layout.codec is not None and layout.codec.group:
+        scales = (dim // layout.codec.group * _itemsize(buffers[f"{name}_scale"]) for name, dim in zip(names, dims))
         row += sum(scales)
     flops = f"{2 * (problem.head_dim + problem.v_head_dim)} * pairs"
     return flops, f"volume - {row} * unseen"

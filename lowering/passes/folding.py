@@ -49,7 +49,7 @@ class Attention:
         if attrs is None or ATTRIBUTE not in attrs:
             return None
         problem = AttentionProblem.from_json(attrs[ATTRIBUTE])
-        if problem.packed or problem.store.mapped or problem.qk_mode is not None:
+        if problem.packed or problem.layout.mapped or problem.qk_mode is not None:
             return None
         return Attention(value, problem, dict(zip(problem.parameters(), value.args[1].fields)))
 
@@ -57,7 +57,7 @@ class Attention:
     def sizes(self) -> tuple[Any, int, Any, Any]:
         """Batches, query heads, query rows, keys."""
         q, k = self.arguments["q"].ty.shape.values, self.arguments["k"].ty.shape.values
-        rows, keys = q[self.problem.row_axes.index("t")], k[self.problem.store.axes.index("t")]
+        rows, keys = q[self.problem.row_axes.index("t")], k[self.problem.layout.axes.index("t")]
         return q[0], self.problem.q_heads, rows, keys
 
     def solving(

@@ -10,9 +10,9 @@ from typing import Any
 
 from schedules import CONSIDERED
 
+from ..attention.cache_layout import CacheLayout, Whole
 from ..attention.formula import Formula
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
-from ..attention.store import Store, Whole
 from ..manifest import Manifest
 from .block_map import block_map, geometry, most_decoded
 from .dump import Dump
@@ -84,7 +84,7 @@ def _record(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
     values = f", V {p.v_dtype}" if p.v_dtype != p.dtype else ""
     yield "Types", f"{p.dtype}{values}; softmax and sums {p.acc_dtype}"
     yield "Query rows", "packed, one batch behind the other" if p.packed else f"axes {p.row_axes}"
-    yield "Keys and values", "; ".join(_store(p.store))
+    yield "Keys and values", "; ".join(_layout(p.layout))
     yield "Visible keys", "; ".join(_visible(p)) or "all"
     if isinstance(p.mask, Mask):
         dims = ", ".join("?" if dim is None else str(dim) for dim in p.mask.dims)
@@ -111,11 +111,16 @@ def _record(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
         yield "Also", ", ".join(name for name, there in also.items() if there)
 
 
-def _store(store: Store) -> Iterator[str]:
-    yield f"axes {store.axes}"
-    if store.joint:
+def _layout(layout: CacheLayout) -> Iterator[str]:
+    yield f"axes {layout.axes}"
+    if layout.joint:
         yield "one buffer for both"
-    for name, part in (("slots", store.slots), ("ring", store.ring), ("beams", store.beams), ("codes", store.codec)):
+    for name, part in (
+        ("slots", layout.slots),
+        ("ring", layout.ring),
+        ("beams", layout.beams),
+        ("codes", layout.codec),
+    ):
         if part is not None and part != Whole():
             fields = (f"{field} {value}" for field, value in dataclasses.asdict(part).items() if value is not None)
             yield f"{name}: {' '.join([type(part).__name__.lower(), ', '.join(fields)]).strip()}"
@@ -179,7 +184,7 @@ def _maps(
             yield note("The kernel that runs has no tiles of rows and keys, so that there is no block map.")
             return
         yield from block_map(problem, tiles, rows, keys, scalars)
-        if problem.lengths or problem.packed or problem.store.mapped:
+        if problem.lengths or problem.packed or problem.layout.mapped:
             yield note("Drawn for one batch whose keys fill their cache; a run visits those that lengths count.")
 
 
@@ -208,5 +213,5 @@ def _sizes(
     if rows is None:
         rows = _TAKEN if problem.packed else along("q", problem.row_axes)
     if keys is None:
-        keys = _TAKEN if problem.store.mapped else along("kv" if problem.store.joint else "k", problem.store.axes)
+        keys = _TAKEN if problem.layout.mapped else along("kv" if problem.layout.joint else "k", problem.layout.axes)
     return rows, keys, scalars

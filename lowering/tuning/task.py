@@ -147,12 +147,12 @@ def _problem_at(problem: AttentionProblem, arguments: Shapes) -> AttentionProble
     """With the sizes that shapes tell."""
     shapes = dict(zip(problem.parameters(), arguments))
     found: dict[str, int] = {}
-    for name, axes in (("q", problem.row_axes), ("k", problem.store.axes if problem.dense else "")):
+    for name, axes in (("q", problem.row_axes), ("k", problem.layout.axes if problem.dense else "")):
         shape = shapes.get(name)
         if isinstance(shape, tuple) and len(shape) == len(axes):
             found |= {f"{name}{axis}": size for axis, size in zip(axes, shape)}
     known = {"batch": found.get("qb"), "q_len": None if problem.packed else found.get("qt"), "kv_len": found.get("kt")}
-    if problem.store.mapped:
+    if problem.layout.mapped:
         del known["kv_len"]
     changed: dict[str, Any] = {
         name: size for name, size in known.items() if size is not None and getattr(problem, name) is None

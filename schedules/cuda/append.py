@@ -63,8 +63,8 @@ def append(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 def _kernel(record: Append, tiles: AppendTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(private=True):
         bound = BoundAppend(record, copy=False)
-        codec = record.store.codec
-        group = codec.group if codec is not None and codec.group else record.store.packing
+        codec = record.layout.codec
+        group = codec.group if codec is not None and codec.group else record.layout.packing
         dims = record.dims()
         keys, values = record.heads * record.head_dim // group, record.heads * record.v_head_dim // group
         blocks = tirx.max(T.int64(tiles.shares) * bound.B, T.int64(1))
@@ -99,7 +99,7 @@ class _Group:
         self.h, self.g = fixed(unit // (dim // group)), fixed(unit % (dim // group))
 
     def emit(self) -> None:
-        bound, codec = self.bound, self.bound.store.codec
+        bound, codec = self.bound, self.bound.layout.codec
         with bound.slot(self.part, self.b, self.t) as (buffer, where):
 
             def put(d: Expr, value: Expr) -> None:

@@ -1,4 +1,5 @@
-"""Codes of keys and values (lowering/attention/store.py), expanded to the half precision that tensor cores multiply.
+"""Codes of keys and values (lowering/attention/cache_layout.py), expanded to the half precision that tensor cores
+multiply.
 
 Every int4, int8 and float8_e4m3fn is a number of float16 and of bfloat16 too: expanding rounds nothing. It takes no
 conversion, of which an SM does few in a cycle, but a sum or product of two numbers at a time: integers

@@ -1,4 +1,4 @@
-"""Append writes new rows to their slots and nothing else, whatever the store, the codes, and the numbers in tables."""
+"""Append writes new rows to their slots and nothing else, whatever the cache, the codes, and the numbers in tables."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from attention_cases import TARGET, Case, arrays, cases, outputs
 from hypothesis import HealthCheck, given, settings
 from placed_arrays import borrow
 
+from lowering.attention.cache_layout import Pages
 from lowering.attention.pairs import count_pairs
 from lowering.attention.problem import AttentionProblem
 from lowering.attention.reference import dense, scores
 from lowering.attention.scores import HIDDEN
-from lowering.attention.store import Pages
 from lowering.passes.guard_divisions import guard_divisions
 
 
@@ -41,10 +41,10 @@ def test_counts(calls: list[Case]) -> None:
 
 
 def slots(p: AttentionProblem, inputs: dict[str, np.ndarray]) -> int:
-    """How many keys the store has room for."""
-    shape = inputs["kv" if p.store.joint else "k"].shape
-    count = math.prod(size for axis, size in zip(p.store.axes, shape) if axis in "btpl")
-    return count // 2 if isinstance(p.store.slots, Pages) and p.store.slots.apart else count
+    """How many keys the cache has room for."""
+    shape = inputs["kv" if p.layout.joint else "k"].shape
+    count = math.prod(size for axis, size in zip(p.layout.axes, shape) if axis in "btpl")
+    return count // 2 if isinstance(p.layout.slots, Pages) and p.layout.slots.apart else count
 
 
 def bias(p: AttentionProblem, case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:

@@ -18,7 +18,7 @@ from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, problem
 from test_matmul_on_gpus import AUDITED, first_variant
 from test_tf32 import AUDITED as IN_TF32
 
-from lowering.attention.store import Codec, Store
+from lowering.attention.cache_layout import CacheLayout, Codec
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 
@@ -123,7 +123,7 @@ CODECS: dict[str, Callable[[int], Codec]] = {
 
 
 def coded_rows(arch: str, dim: int, name: str) -> str:
-    p = replace(problem(dim, causal=True), store=Store(codec=CODECS[name](dim)))
+    p = replace(problem(dim, causal=True), layout=CacheLayout(codec=CODECS[name](dim)))
     func, tiles = prefill(p, arch)
     few = DecodeTiles.default(p, DEVICES[arch])
     lines = []

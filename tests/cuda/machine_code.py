@@ -43,7 +43,7 @@ class MachineCode:
 
     registers: int
     stack: int
-    spills: int  # instructions that store or load registers to or from local memory
+    spills: int  # instructions that cache or load registers to or from local memory
     spills_in_loops: int  # of them those in innermost loops that multiply, with mask code or without
     loop: Counter[str]
     whole: Counter[str]

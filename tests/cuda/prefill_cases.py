@@ -12,14 +12,14 @@ import ml_dtypes
 import numpy as np
 from tvm import tirx
 
+from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
-from lowering.attention.store import Store
 
 Arrays = dict[str, Any]
 CAUSAL = Window(right=0)
-THREE_D = {"row_axes": "bte", "store": Store("bte")}
+THREE_D = {"row_axes": "bte", "layout": CacheLayout("bte")}
 TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
@@ -52,8 +52,8 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
 
     inputs: Arrays = {
         "q": rows(p.row_axes, p.q_heads, q_len, p.head_dim),
-        "k": rows(p.store.axes, p.kv_heads, kv_len, p.head_dim),
-        "v": rows(p.store.axes, p.kv_heads, kv_len, p.v_head_dim),
+        "k": rows(p.layout.axes, p.kv_heads, kv_len, p.head_dim),
+        "v": rows(p.layout.axes, p.kv_heads, kv_len, p.v_head_dim),
     }
     if isinstance(p.mask, Mask):
         mask_len = kv_len - 7 if p.mask.pad and kv_len > 9 else kv_len

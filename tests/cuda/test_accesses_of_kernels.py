@@ -30,8 +30,8 @@ from tvm import tirx
 import lowering
 from lowering.attention.append import Append as New
 from lowering.attention.append import append_in_place
+from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.attention.store import Store
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.append import append
 from schedules.cuda.attention import attention_kernel
@@ -151,7 +151,7 @@ def test_cache_updates(form: Callable[[CacheUpdate], tirx.PrimFunc]) -> None:
 
 @pytest.mark.slow
 def test_appends() -> None:
-    case = Append(append=New(None, 2, 64, 64, "float16", Store()), batch=2, seed=0, hostile=False)
+    case = Append(append=New(None, 2, 64, 64, "float16", CacheLayout()), batch=2, seed=0, hostile=False)
     variants = append(append_in_place(case.append), TARGET)
     assert variants
     module = emulated.module({"main": variants[0].make()}, arch="sm_80")

@@ -20,9 +20,9 @@ from thinned import thinned
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from lowering.attention.cache_layout import CacheLayout, Codec, CodeType, Pages
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
-from lowering.attention.store import Codec, CodeType, Pages, Store
 from schedules.cuda.attention import attention, attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -39,7 +39,7 @@ PAGED: dict[str, Any] = {
     "row_axes": "thd",
     "lengths": True,
     "window": Window(right=0, offset="lengths"),
-    "store": Store("phtd", Pages(16, "page", apart=True)),
+    "layout": CacheLayout("phtd", Pages(16, "page", apart=True)),
 }
 KINDS: dict[str, tuple[Codec, dict[str, Any]]] = {
     "int8": (Codec("int8", 0), {"q_heads": 6, "window": Window(right=0, offset="past")}),
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[Codec, dict[str, Any]]] = {
     TOKENS: (Codec("int8", 64), {"dtype": "bfloat16", "mask": Mask("bool", (1, 1, None, None))}),
     "float8, in pages": (Codec(FLOAT8, 0), {"dtype": "bfloat16", "head_dim": 128, **PAGED}),
     "float8 of channels": (Codec(FLOAT8, 0, channels=True), {"softcap": 5.0, "head_dim": 96, "v_head_dim": 72}),
-    "float8 of tokens": (Codec(FLOAT8, 32), {"head_dim": 32, "row_axes": "bte", "store": Store("bte")}),
+    "float8 of tokens": (Codec(FLOAT8, 32), {"head_dim": 32, "row_axes": "bte", "layout": CacheLayout("bte")}),
     LARGE: (Codec(FLOAT8, 0), {"head_dim": 256, "kv_heads": 1, "window": Window(20, 0, "past")}),
     "int4": (Codec("int4", 0), {"dtype": "bfloat16", "head_dim": 16, "v_head_dim": 24}),
     "int4 of channels, in pages": (Codec("int4", 0, channels=True), PAGED),
@@ -65,9 +65,9 @@ def problem(name: str) -> AttentionProblem:
         "v_dtype": values["dtype"],
         "scale": values["head_dim"] ** -0.5,
     }
-    store = dataclasses.replace(values.get("store", Store()), codec=codec)
+    layout = dataclasses.replace(values.get("layout", CacheLayout()), codec=codec)
     sizes: dict[str, Any] = {"batch": None, "q_len": None, "kv_len": None, "acc_dtype": "float32", "lse": True}
-    return AttentionProblem(**sizes | derived | values | {"store": store})
+    return AttentionProblem(**sizes | derived | values | {"layout": layout})
 
 
 @functools.cache
@@ -131,8 +131,8 @@ def of_all_codes(code: CodeType, dtype: str) -> AttentionProblem:
     """One head of 256 elements."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "kv_len": 1, "q_heads": 1, "kv_heads": 1}
     types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
-    store = Store(codec=Codec(code, 0))
-    return AttentionProblem(**sizes, **types, head_dim=256, v_head_dim=256, scale=1.0, store=store)
+    layout = CacheLayout(codec=Codec(code, 0))
+    return AttentionProblem(**sizes, **types, head_dim=256, v_head_dim=256, scale=1.0, layout=layout)
 
 
 @functools.cache
@@ -148,7 +148,7 @@ def kernels_of_all_codes(arch: str) -> emulated.Module:
 def test_every_code_is_its_number(code: CodeType, dtype: str, arch: str) -> None:
     """Attention to one key is its value, whose elements are each of the 256 bytes."""
     p, bytes_ = of_all_codes(code, dtype), np.arange(256, dtype=np.uint8)
-    rows = bytes_.reshape(-1, p.head_dim // p.store.packing)
+    rows = bytes_.reshape(-1, p.head_dim // p.layout.packing)
     if code == "int4":
         numbers = np.stack([bytes_ % 16, bytes_ // 16], 1).astype(np.float64).reshape(rows.shape[0], -1) - 8
     else:
@@ -173,7 +173,7 @@ def test_what_tensor_cores_do_not_take_is_served_by_rows() -> None:
     p = problem("int8")
     assert variants(p) == ["mma", "rows"]
     codecs = Codec("int8", 4), Codec("int8", 32, "float16"), Codec("int8", 64, "float16")
-    assert [takes(dataclasses.replace(p, store=Store(codec=codec))) for codec in codecs] == [False, True, False]
+    assert [takes(dataclasses.replace(p, layout=CacheLayout(codec=codec))) for codec in codecs] == [False, True, False]
     assert not takes(dataclasses.replace(p, head_dim=72)) and takes(dataclasses.replace(p, v_head_dim=72))
 
 
@@ -202,8 +202,8 @@ def coded(head_dim: int, name: str, causal: bool) -> AttentionProblem:
     p, (codec, _) = prefill_problem(head_dim, causal), KINDS[name]
     codec = dataclasses.replace(codec, group=head_dim if codec.group > 8 else codec.group)
     if "pages" not in name:
-        return dataclasses.replace(p, store=Store(codec=codec))
-    paged: dict[str, Any] = {**PAGED, "store": dataclasses.replace(PAGED["store"], codec=codec)}
+        return dataclasses.replace(p, layout=CacheLayout(codec=codec))
+    paged: dict[str, Any] = {**PAGED, "layout": dataclasses.replace(PAGED["layout"], codec=codec)}
     return dataclasses.replace(p, **paged)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tvm import tirx
 
+from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
-from lowering.attention.store import Store
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -52,7 +52,7 @@ PROBLEMS = {
     "full": problem(lse=True),
     "ragged, 3-D, odd dims": problem(
         **{"window": Window(right=0, offset="lengths"), "lengths": True, "head_dim": 80, "v_head_dim": 40},
-        **{"row_axes": "bte", "store": Store("bte"), "scale": -0.2},
+        **{"row_axes": "bte", "layout": CacheLayout("bte"), "scale": -0.2},
     ),
     "added mask, soft cap, sink": problem(
         **BF16,
@@ -67,7 +67,13 @@ PROBLEMS = {
         q_heads=24, kv_heads=1, head_dim=128, v_head_dim=128, mask=Mask("bool", (None, None, 1, None)), lse=True
     ),
     "window, one token": problem(
-        q_len=1, head_dim=256, v_head_dim=256, q_heads=2, window=Window(100, 0, "past"), store=Store("bte"), lse=True
+        q_len=1,
+        head_dim=256,
+        v_head_dim=256,
+        q_heads=2,
+        window=Window(100, 0, "past"),
+        layout=CacheLayout("bte"),
+        lse=True,
     ),
     "formula that adds": problem(mask=formula("float32"), head_dim=32, v_head_dim=32),
     "formula that selects": problem(**BF16, mask=formula("bool"), head_dim=16, v_head_dim=24, lse=True),
@@ -124,7 +130,7 @@ def with_formula(p: AttentionProblem, inputs: Arrays, q_len: int, kv_len: int) -
 
 def stored(p: AttentionProblem, name: str, x: np.ndarray) -> np.ndarray:
     """An array [B, H, L, D] in the layout and type of q, k, v or y."""
-    if (p.row_axes if name in "qy" else p.store.axes) == "bte":
+    if (p.row_axes if name in "qy" else p.layout.axes) == "bte":
         x = x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
     return np.ascontiguousarray(x).astype(p.v_dtype if name == "v" else p.dtype)
 

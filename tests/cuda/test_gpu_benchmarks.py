@@ -209,35 +209,35 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
             job("cases", "full", lambda: Answer(case)),
         ]
 
-    store = results.Store([tmp_path, tmp_path / "copy"], PLAN.digest, "a GPU")
-    measure.measure(PLAN, todo, store, 60, 60)
+    layout = results.CacheLayout([tmp_path, tmp_path / "copy"], PLAN.digest, "a GPU")
+    measure.measure(PLAN, todo, layout, 60, 60)
     assert done == ["mma", "matmul", "full"]
     shown = capsys.readouterr().out
     assert "checks: mma: S 3: boom" in shown and "bars met: 2 of 3" in shown
-    wgmma, mma = rows(PLAN, results.read(store.path))
+    wgmma, mma = rows(PLAN, results.read(layout.path))
     assert (wgmma.rate, wgmma.share, wgmma.ratio) == (2e12, 0.5, 2.0)
     assert mma.ratio == 0.5 and mma.bars == [("0.9 of limit", False)]
-    assert results.read(tmp_path / "copy" / store.path.name) == results.read(store.path)
-    measure.measure(PLAN, todo, store, 5, 60)
+    assert results.read(tmp_path / "copy" / layout.path.name) == results.read(layout.path)
+    measure.measure(PLAN, todo, layout, 5, 60)
     assert done[3:] == [], "there was no time"
     assert "1 of 1 jobs are left" in capsys.readouterr().out
     good["mma"] = True
-    store = results.Store([tmp_path], PLAN.digest, "a GPU")
-    measure.measure(PLAN, todo, store, 60, 60)
-    measure.measure(PLAN, todo, store, 60, 60)
+    layout = results.CacheLayout([tmp_path], PLAN.digest, "a GPU")
+    measure.measure(PLAN, todo, layout, 60, 60)
+    measure.measure(PLAN, todo, layout, 60, 60)
     assert done[3:] == ["mma"]
-    assert "checks: 1 right of 1" in table(PLAN, store.results)
+    assert "checks: 1 right of 1" in table(PLAN, layout.results)
 
 
 def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "no folder").write_text("")
     one, other = (
-        results.Store([tmp_path, tmp_path / "no folder"], "abc", name) for name in ("NVIDIA H100", "NVIDIA H200")
+        results.CacheLayout([tmp_path, tmp_path / "no folder"], "abc", name) for name in ("NVIDIA H100", "NVIDIA H200")
     )
     one.add("checks", "mma", {"error": 0.0})
     other.add("checks", "mma", {"problem": "wrong"})
     assert "no folder" in capsys.readouterr().out, "what cannot be copied is said, and nothing else is lost"
-    assert results.Store([tmp_path], "abc", "NVIDIA H100").results.has("checks", "mma")
+    assert results.CacheLayout([tmp_path], "abc", "NVIDIA H100").results.has("checks", "mma")
     assert results.read(other.path).found["checks"] == {"mma": {"problem": "wrong"}}
     assert sorted(path.name for path in tmp_path.glob("*.json")) == [
         "results-nvidia-h100-abc.json", "results-nvidia-h200-abc.json",
@@ -246,30 +246,30 @@ def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_checks_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
     """What others found is in the file before the last one answers, and its time counts."""
-    store = results.Store([tmp_path], PLAN.digest, "a GPU")
+    layout = results.CacheLayout([tmp_path], PLAN.digest, "a GPU")
     seen: list[list[str]] = []
 
     def slow(limit: float) -> Answer:
         time.sleep(1.0)
-        seen.append(sorted(results.read(store.path).found["checks"]))
+        seen.append(sorted(results.read(layout.path).found["checks"]))
         return Answer(problem=f"no answer in {limit:.0f} s", late=True)
 
     def todo(found: results.Results) -> list[jobs.Job]:
         quick = [jobs.Job("checks", name, lambda limit: Answer({"error": 0.0}), 30) for name in ("a", "b")]
         return [jobs.Job("checks", "hanging", slow, 30), *quick]
 
-    measure.measure(PLAN, todo, store, 60, 12)
+    measure.measure(PLAN, todo, layout, 60, 12)
     assert seen == [["a", "b"]]
-    assert store.results.found["checks"]["hanging"] == {"problem": "no answer in 12 s"}
+    assert layout.results.found["checks"]["hanging"] == {"problem": "no answer in 12 s"}
 
 
 def test_a_job_that_had_less_than_its_time_is_not_blamed(tmp_path: Path) -> None:
-    store = results.Store([tmp_path], PLAN.digest, "a GPU")
+    layout = results.CacheLayout([tmp_path], PLAN.digest, "a GPU")
     late = jobs.Job("cases", "full", lambda limit: Answer(problem="no answer", late=True), 30)
-    measure.measure(PLAN, lambda _: [late], store, 20, 60)
-    assert not store.path.exists()
-    measure.measure(PLAN, lambda _: [late], store, 60, 60)
-    assert results.read(store.path).found["cases"]["full"] == {"problem": "no answer"}
+    measure.measure(PLAN, lambda _: [late], layout, 20, 60)
+    assert not layout.path.exists()
+    measure.measure(PLAN, lambda _: [late], layout, 60, 60)
+    assert results.read(layout.path).found["cases"]["full"] == {"problem": "no answer"}
 
 
 def test_what_nobody_knows_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

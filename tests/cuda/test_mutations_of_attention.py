@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from cuda_emulation.mutations import survivors
 
+from lowering.attention.cache_layout import CacheLayout, Codec
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
-from lowering.attention.store import Codec, Store
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -53,7 +53,7 @@ def problem(q_len: int, codec: Codec | None) -> AttentionProblem:
     types: dict[str, Any] = {"dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"}
     window = Window(right=0, offset="past")
     dims: dict[str, Any] = {"head_dim": 32, "v_head_dim": 64, "scale": 0.2}
-    return AttentionProblem(**sizes, **types, **dims, window=window, store=Store(codec=codec))
+    return AttentionProblem(**sizes, **types, **dims, window=window, layout=CacheLayout(codec=codec))
 
 
 @pytest.mark.parametrize("name", KERNELS)

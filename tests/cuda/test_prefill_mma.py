@@ -13,8 +13,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.store import Store
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma, takes
@@ -27,7 +27,10 @@ SPLIT = MmaTiles(32, 16, warps=1, split=16)
 KERNELS = {
     "full": (problem(lse=True), None),
     "causal, narrow values": (problem(window=CAUSAL, head_dim=80, v_head_dim=40, row_axes="bte"), None),
-    "causal, static": (problem(batch=2, q_len=130, kv_len=200, window=CAUSAL, lse=True, store=Store("bte")), SMALL),
+    "causal, static": (
+        problem(batch=2, q_len=130, kv_len=200, window=CAUSAL, lse=True, layout=CacheLayout("bte")),
+        SMALL,
+    ),
     "ragged causal cache": (
         problem(window=Window(right=0, offset="lengths"), lengths=True, dtype="bfloat16", lse=True, **THREE_D),
         MmaTiles(16, 16, warps=1, stages=2, q_in_registers=True),
@@ -96,7 +99,7 @@ def test_hidden_values_do_not_leak(name: str) -> None:
     p, _ = KERNELS[name]
     inputs = draw(p, 2, p.q_len or 100, p.kv_len or 150)
     for array, poison in (("k", (np.nan,)), ("v", (np.inf, np.nan, -np.inf))):
-        by_key = inputs[array] if p.store.axes == "bte" else inputs[array].swapaxes(1, 2)
+        by_key = inputs[array] if p.layout.axes == "bte" else inputs[array].swapaxes(1, 2)
         by_key[:, -1] = poison[0]
         for number, value in enumerate(poison):
             by_key[:, 20 + 60 * number, ..., 3 * number : 3 * number + 4] = value

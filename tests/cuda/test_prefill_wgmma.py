@@ -16,8 +16,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.store import Store
 from schedules.cuda.attention_tiles import WgmmaTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_wgmma import prefill_wgmma
@@ -32,7 +32,7 @@ KERNELS = {
     "full": (problem(lse=True), TILES),
     "causal, narrow values": (problem(window=CAUSAL, head_dim=80, v_head_dim=40, **THREE_D), TILES),
     "ragged causal cache": (
-        problem(window=Window(right=0, offset="lengths"), lengths=True, store=Store("bte"), **BF16, lse=True),
+        problem(window=Window(right=0, offset="lengths"), lengths=True, layout=CacheLayout("bte"), **BF16, lse=True),
         WgmmaTiles(3, 48, 160, 32, blocks=2),
     ),
     "window, one head of keys": (
@@ -99,7 +99,7 @@ def test_hidden_values_do_not_leak(name: str) -> None:
     p, _ = KERNELS[name]
     inputs = draw(p, 2, 100, 150)
     for array, poison in (("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))):
-        by_key = inputs[array] if p.store.axes == "bte" else inputs[array].swapaxes(1, 2)
+        by_key = inputs[array] if p.layout.axes == "bte" else inputs[array].swapaxes(1, 2)
         by_key[:, 20], by_key[:, 140] = poison
     want, _ = expected(p, inputs)
     got, _ = kernels.call(name, inputs, 0)

@@ -44,8 +44,8 @@ def test_equals_the_reference(seed: int) -> None:
 def test_the_drawn_problems_are_of_many_kinds() -> None:
     problems = [made(seed, CALLS, tensor_cores=True)[0].problem for seed in SEEDS]
     assert {p.packed for p in problems} == {False, True}
-    assert {p.store.looked_up for p in problems} == {False, True}
-    assert {type(p.store.slots).__name__ for p in problems} == {"Whole", "Offset", "Pages"}
+    assert {p.layout.looked_up for p in problems} == {False, True}
+    assert {type(p.layout.slots).__name__ for p in problems} == {"Whole", "Offset", "Pages"}
     assert {p.mask is None for p in problems} == {False, True}
     assert {p.coded for p in problems} == {False, True}
 

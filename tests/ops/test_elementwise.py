@@ -188,7 +188,7 @@ def test_symbolic_sizes_that_differ_at_run_time_are_an_error() -> None:
 
 
 def test_arithmetic_on_shapes_is_symbolic() -> None:
-    """Values computed from sizes become expressions: no kernel but those that store them."""
+    """Values computed from sizes become expressions: no kernel but those that cache them."""
     body = """
         s = Shape(x) two = Constant<value_ints=[2]>() three = Constant<value_int=3>()
         a = Add(s, two) b = Sub(s, two) c = Mul(s, a) d = Div(b, two) e = Mod(s, three) f = Min(s, c, two) g = Max(d, e)

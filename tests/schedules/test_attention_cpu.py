@@ -16,10 +16,10 @@ from placed_arrays import borrow, guarded, unaligned
 from this_machine import LEVELS, WIDEST
 
 import schedules
+from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
-from lowering.attention.store import Store
 from schedules.cpu.attention_tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.vector import machine
 
@@ -57,8 +57,8 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int, mask_len: int
 
     inputs: Arrays = {
         "q": rows(p.row_axes, p.q_heads, q_len, p.head_dim, p.dtype),
-        "k": rows(p.store.axes, p.kv_heads, kv_len, p.head_dim, p.dtype),
-        "v": rows(p.store.axes, p.kv_heads, kv_len, p.v_head_dim, p.v_dtype),
+        "k": rows(p.layout.axes, p.kv_heads, kv_len, p.head_dim, p.dtype),
+        "v": rows(p.layout.axes, p.kv_heads, kv_len, p.v_head_dim, p.v_dtype),
     }
     if p.mask is not None:
         full = (batch, p.q_heads, q_len, kv_len if mask_len is None else mask_len)
@@ -103,11 +103,13 @@ def close(got: np.ndarray, p: AttentionProblem, inputs: Arrays) -> None:
 CAUSAL = Window(right=0)
 HALF = {"dtype": "float16", "v_dtype": "float16"}
 BF16 = {"dtype": "bfloat16", "v_dtype": "bfloat16"}
-THREE_D = {"row_axes": "bte", "store": Store("bte")}
+THREE_D = {"row_axes": "bte", "layout": CacheLayout("bte")}
 PROBLEMS = {
     "full": problem(),
     "causal, 3-D, dims no vector divides": problem(window=CAUSAL, head_dim=80, v_head_dim=41, **THREE_D),
-    "ragged causal cache": problem(window=Window(right=0, offset="lengths"), lengths=True, **HALF, store=Store("bte")),
+    "ragged causal cache": problem(
+        window=Window(right=0, offset="lengths"), lengths=True, **HALF, layout=CacheLayout("bte")
+    ),
     "window, one head of keys": problem(
         window=Window(3, 90, "past"), **BF16, kv_heads=1, q_heads=8, head_dim=17, v_head_dim=33
     ),
@@ -162,7 +164,7 @@ def test_hidden_values_do_not_leak(name: str, keys: tuple[int, int]) -> None:
     for sizes in [(3, 1, 150), (2, 80, 150)]:
         inputs = draw(p, *sizes)
         for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
-            by_key = inputs[array] if p.store.axes == "bte" else inputs[array].swapaxes(1, 2)
+            by_key = inputs[array] if p.layout.axes == "bte" else inputs[array].swapaxes(1, 2)
             by_key[:, keys[0]], by_key[:, keys[1]] = poison
         want = reference(p, **inputs)["y"]
         clean = np.isfinite(want)

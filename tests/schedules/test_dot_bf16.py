@@ -78,7 +78,7 @@ def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:
     for q_len, keys in ((90, (30, 35)), (8, (2, 7))):
         inputs = draw(p, 2, q_len, 90)
         for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
-            by_key = inputs[array] if p.store.axes == "bte" else inputs[array].swapaxes(1, 2)
+            by_key = inputs[array] if p.layout.axes == "bte" else inputs[array].swapaxes(1, 2)
             by_key[:, keys[0]], by_key[:, keys[1]] = poison
         if "mask" in inputs:
             inputs["mask"][..., 1::2, keys] = False

@@ -8,7 +8,7 @@ from pathlib import Path
 import schedules
 
 ROOT = Path(schedules.__file__).parent
-FORBIDDEN = {"mask", "window", "lengths", "row_axes", "store"}
+FORBIDDEN = {"mask", "window", "lengths", "row_axes", "layout"}
 
 
 def looks(source: str) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import relax, tirx
 
-from ...attention.store import Codec, CodeType
+from ...attention.cache_layout import Codec, CodeType
 from ...importing import symbolic
 from ...importing.compute import Element
 from ...importing.node import Node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ...attention.store import Beams
+from ...attention.cache_layout import Beams
 from ...importing import symbolic
 from ...importing.compute import agreed, number
 from ...importing.node import Node

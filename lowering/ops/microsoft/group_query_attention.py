@@ -14,8 +14,8 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...attention.append import Append
+from ...attention.cache_layout import CacheLayout, Codec
 from ...attention.problem import Window
-from ...attention.store import Codec, Store
 from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one, static, storage_dtype
@@ -246,7 +246,7 @@ class _NewTokens:
             else:
                 k, v = (self._lengthened(past, shape) for past in pasts)
             pasts = k, v
-        record = Append(static(batch), heads, size, size, new[0].dtype, Store(codec=codec))
+        record = Append(static(batch), heads, size, size, new[0].dtype, CacheLayout(codec=codec))
         rows = node.simplify(batch * self.rows)
         given = {f"new_{name}": node.reshaped(x, (rows, heads, size)) for name, x in zip("kv", new)}
         given |= {"row_starts": self._per_batch("row_starts", lambda i, _, rows: i[0] * _int64(rows))}

@@ -12,9 +12,9 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...attention.cache_layout import CacheLayout, Offset
 from ...attention.formula import Formula
 from ...attention.parameters import int64
-from ...attention.store import Offset, Store
 from ...importing.compute import agreed, number, relax_call
 from ...importing.node import Node
 from ...importing.values import Size, Value
@@ -59,7 +59,8 @@ def packed_multi_head_attention(
     change, read = _change(node, attention_bias, (batch, heads, sequence))
     size, scale = number(node, "the head size", q.shape[2]), node.attr("scale", 0.0)
     problem = packed(
-        batch, (heads, heads), size, q.dtype, Store("thd", Offset()), v_size=number(node, "the value size", v.shape[2]),
+        batch, (heads, heads), size, q.dtype, CacheLayout("thd", Offset()),
+        v_size=number(node, "the value size", v.shape[2]),
         scale=scale or 1 / math.sqrt(size), score=change,
     )  # fmt: skip
     given: dict[str, Any] = {"q": q, "k": k, "v": v, **tables, "most_rows": most, "most_keys": most, **read}

@@ -18,9 +18,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...attention.append import Append
+from ...attention.cache_layout import CacheLayout, Pages
 from ...attention.parameters import int64
 from ...attention.problem import Window
-from ...attention.store import Pages, Store
 from ...importing import symbolic
 from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
@@ -234,7 +234,7 @@ class _Caches:
             raise node.error("the block size, dimension 1 of key_cache, is 0.", "Use at least 1 token.")
         dims = (self.blocks, self.block, shape.kv_heads, size)
         self.tensors = {name: asserted(node, cache, dims) for name, cache in given.items()}
-        self.store = Store("pthd", Pages(self.block), codec=codes.codec)
+        self.layout = CacheLayout("pthd", Pages(self.block), codec=codes.codec)
         check_ints(node, "block_table", block_table, 2)
         text = "dimension 1 of block_table is {}; it must be 1 or more."
         columns = block_table.shape[1]
@@ -258,7 +258,7 @@ class _Caches:
         if slot_mapping is not None:
             check_ints(node, "slot_mapping", slot_mapping, 1)
             where, batch = self._slots(asserted(node, slot_mapping, (tokens,)), sequences), tokens
-        record = Append(static(batch), self.shape.kv_heads, self.size, v_size, new["new_k"].dtype, self.store)
+        record = Append(static(batch), self.shape.kv_heads, self.size, v_size, new["new_k"].dtype, self.layout)
         given = {**new, **where, **self.tensors, **self.codes.factors}
         return {**self.tensors, **append(node, record, given)}
 
@@ -342,7 +342,7 @@ def _attended(
         (heads, shape.kv_heads),
         size,
         query.dtype,
-        caches.store,
+        caches.layout,
         scale=scale or 1 / math.sqrt(size),
         softcap=node.attr("softcap", 0.0),
         window=_window(node),

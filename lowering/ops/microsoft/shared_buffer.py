@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tvm import relax, tirx
 
+from ...attention.cache_layout import Beams
 from ...attention.parameters import int64
-from ...attention.store import Beams
 from ...importing import symbolic
 from ...importing.compute import Element, agreed, number
 from ...importing.node import Node

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.alibi import alibi_slopes
+from ...attention.cache_layout import CacheLayout
 from ...attention.problem import Mask, Window
-from ...attention.store import Store
 from ...importing import symbolic
 from ...importing.compute import agreed
 from ...importing.node import Node
@@ -49,11 +49,11 @@ def attended(
     heads: tuple[int, int],
     query: Value,
     requests: Requests,
-    store: Store,
+    layout: CacheLayout,
     tensors: dict[str, Value],
     attn_mask: Value | None,
 ) -> Value:
-    """Y [N, Hq, D], of keys and values that lie in a store of these tensors."""
+    """Y [N, Hq, D], of keys and values that lie in a cache of these tensors."""
     alibi, causal = bool(node.attr("is_alibi", 0)), bool(node.attr("is_causal", 1))
     mask = None
     if attn_mask is not None and attn_mask.rank == 1:
@@ -67,7 +67,7 @@ def attended(
         heads,
         size,
         query.dtype,
-        store,
+        layout,
         scale=1 / math.sqrt(size),
         window=window,
         mask=None if mask is None else Mask(mask.dtype, (1, mask.shape[1], None, None), pad=True, starts=True),

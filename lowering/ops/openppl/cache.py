@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 
 from ...attention.append import Append
+from ...attention.cache_layout import CacheLayout, Codec, Offset, Pages
 from ...attention.parameters import int64
-from ...attention.store import Codec, Offset, Pages, Store
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MOST_SIZE, Size, Value, static
@@ -17,7 +17,7 @@ from ..asserted import asserted
 from .requests import Requests, check_integers
 
 LAYOUTS = ("tlchd", "ltchd", "lcthd", "lchtd")
-"""Axes of a cache by attribute cache_layout, as in lowering/attention/store.py."""
+"""Axes of a cache by attribute cache_layout, as in lowering/attention/cache_layout.py."""
 
 _BITS = {8: "int8"}
 
@@ -27,7 +27,7 @@ class Cache:
     """A cache and its scales, as the record and the kernels know them: tensors by their parameter names; capacity is
     the most keys of a request."""
 
-    store: Store
+    layout: CacheLayout
     tensors: dict[str, Value]
     capacity: Size
 
@@ -51,7 +51,7 @@ def cache_of(
     check_integers(node, "cachestarts", cachestarts, 1 + mode)
     cachestarts = asserted(node, cachestarts, (batch, *cachestarts.shape[1:]))
     axes = LAYOUTS[layout]
-    store = Store(axes, _slots(node) if mode else Offset(), layer=layer)
+    layout = CacheLayout(axes, _slots(node) if mode else Offset(), layer=layer)
     cache = _shaped(node, "cache", cache, axes, layers, heads, size)
     if cache.dtype != (_BITS[bits] if bits else dtype):
         wanted = f"quant_bit is {bits}" if bits else f"query is {dtype}"
@@ -62,7 +62,7 @@ def cache_of(
     paged = tirx.min(int64(cachestarts.shape[1] * node.attr("page_size", 128)), int64(slots)) if mode else slots
     capacity = node.simplify(paged)
     if not bits:
-        return Cache(store, tensors, capacity)
+        return Cache(layout, tensors, capacity)
     if group < 1 or size % group:
         raise node.error(f"attribute quant_group is {group}, for heads of {size}.", "Make it divide head_dim.")
     if scale is None or scale.rank != cache.rank:
@@ -71,8 +71,8 @@ def cache_of(
         raise node.error(f"scale is {scale.dtype}.", "Use float32 or float16.")
     scale = _shaped(node, "scale", scale, axes, layers, heads, size // group)
     scale = asserted(node, scale, (*cache.shape[:-1], size // group))
-    store = replace(store, codec=Codec("int8", group, scale.dtype))
-    return Cache(store, {**tensors, "kv_scale": scale}, capacity)
+    layout = replace(layout, codec=Codec("int8", group, scale.dtype))
+    return Cache(layout, {**tensors, "kv_scale": scale}, capacity)
 
 
 def updated(node: Node, cache: Cache, requests: Requests, start_pos: Value, key: Value, value: Value) -> Cache:
@@ -80,7 +80,7 @@ def updated(node: Node, cache: Cache, requests: Requests, start_pos: Value, key:
     check_integers(node, "start_pos", start_pos, 1)
     start_pos = asserted(node, start_pos, (requests.batch,))
     _, heads, size = key.shape
-    record = Append(static(requests.batch), heads, size, size, key.dtype, cache.store)
+    record = Append(static(requests.batch), heads, size, size, key.dtype, cache.layout)
     given = {"new_k": key, "new_v": value, "starts": start_pos}
     given |= {"row_starts": requests.firsts, "row_counts": requests.counts, **cache.tensors}
     return replace(cache, tensors={**cache.tensors, **append(node, record, given)})

@@ -47,7 +47,7 @@ def key_value_cache(
     )
     batch = requests(node, key.shape[0], seqstarts, kvstarts, None, before.capacity)
     after = updated(node, before, batch, start_pos, key, value)
-    problem = packed(batch.batch, (heads, heads), size, key.dtype, after.store, scale=1.0)
+    problem = packed(batch.batch, (heads, heads), size, key.dtype, after.layout, scale=1.0)
     given = {**after.tensors, "lengths": batch.lengths, "key_starts": batch.key_starts}
     arguments = [node.tensor(given[name]) for name in inputs(problem)]
     outputs = [((batch.all_keys, heads * repeat, size), key.dtype)] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...attention.store import Pages
+from ...attention.cache_layout import Pages
 from ...importing.checks import OPENPPL
 from ...importing.node import Node
 from ...importing.values import Size, Value
@@ -27,8 +27,8 @@ def legal(
     keys, where there are such; a cache goes with cachestarts and start_pos."""
     slots, page, columns = -1, 0, -1
     if cache is not None:
-        slots = cache.tensors["kv"].shape[cache.store.axes.index("t")]
-        page = cache.store.slots.size or 0 if isinstance(cache.store.slots, Pages) else 0
+        slots = cache.tensors["kv"].shape[cache.layout.axes.index("t")]
+        page = cache.layout.slots.size or 0 if isinstance(cache.layout.slots, Pages) else 0
     if attn_mask is not None and attn_mask.rank > 1:
         columns = attn_mask.shape[-1]
     # In the order of runtime/requests_openppl.c.

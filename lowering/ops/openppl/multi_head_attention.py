@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...attention.store import Offset, Store
+from ...attention.cache_layout import CacheLayout, Offset
 from ...importing.node import Node
 from ...importing.values import Value
 from . import ppl_op
@@ -39,4 +39,4 @@ def multi_head_attention(
     )
     batch = requests(node, query.shape[0], seqstarts, kvstarts, decoding_batches, key.shape[0])
     tensors = {"k": key, "v": value, "slot_starts": batch.key_starts}
-    return attended(node, heads, query, batch, Store("thd", Offset()), tensors, attn_mask)
+    return attended(node, heads, query, batch, CacheLayout("thd", Offset()), tensors, attn_mask)

@@ -48,5 +48,5 @@ def multi_head_cache_attention(
     )
     batch = requests(node, query.shape[0], seqstarts, kvstarts, decoding_batches, before.capacity)
     after = updated(node, before, batch, start_pos, key, value)
-    y = attended(node, heads, query, batch, after.store, after.tensors, attn_mask)
+    y = attended(node, heads, query, batch, after.layout, after.tensors, attn_mask)
     return y, after.tensors["kv"], after.tensors.get("kv_scale", scale)

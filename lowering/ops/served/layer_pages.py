@@ -8,8 +8,8 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...arithmetic import LARGEST_SIZE
+from ...attention.cache_layout import CacheLayout, Codec, Pages
 from ...attention.parameters import int64
-from ...attention.store import Codec, Pages, Store
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
@@ -18,7 +18,7 @@ from ..kernels import compute
 
 
 class LayerPages:
-    """The store of layer `layer` of a node, and its tensors by the names that kernels have for them: kv, pages, and
+    """The cache of layer `layer` of a node, and its tensors by the names that kernels have for them: kv, pages, and
     kv_scale of int8.
 
     The cache is seen as blocks of one layer and kind, so that all layers have the same kernels; entries [R, 2, M] are
@@ -35,7 +35,7 @@ class LayerPages:
             codec = Codec("int8", size // groups)
             self.tensors["kv_scale"] = _blocks(node, asserted(node, kv_cache_scale, (*kv_cache.shape[:-1], groups)))
         tokens = number(node, "dimension 4 of kv_cache", kv_cache.shape[4])
-        self.store = Store("phtd", Pages(tokens, "page", apart=True), codec=codec)
+        self.layout = CacheLayout("phtd", Pages(tokens, "page", apart=True), codec=codec)
 
 
 def _blocks(node: Node, cache: Value) -> Value:

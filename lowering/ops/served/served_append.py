@@ -34,7 +34,7 @@ def served_append(
     """
     heads, size = (number(node, f"dimension {axis} of k", k.shape[axis]) for axis in (1, 3))
     pages = LayerPages(node, entries, kv_cache, kv_cache_scale)
-    record = Append(static(past.shape[0]), heads, size, size, k.dtype, pages.store)
+    record = Append(static(past.shape[0]), heads, size, size, k.dtype, pages.layout)
     new = {"new_k": _rows_first(node, k), "new_v": _rows_first(node, v)}
     where = {"row_starts": first_rows, "row_counts": row_counts, "starts": past}
     after = append(node, record, {**new, **where, **pages.tensors})

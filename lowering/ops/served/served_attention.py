@@ -52,7 +52,7 @@ def served_attention(
         (q_heads, heads),
         size,
         q.dtype,
-        pages.store,
+        pages.layout,
         "htd",
         scale=node.attr("scale"),
         softcap=node.attr("softcap"),

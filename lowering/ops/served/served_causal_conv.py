@@ -13,8 +13,8 @@ from typing import Any
 from tvm import tirx
 
 from ...attention.append import Append
+from ...attention.cache_layout import CacheLayout, Pages, Ring
 from ...attention.parameters import int64
-from ...attention.store import Pages, Ring, Store
 from ...graph.legality import OWN_DOMAIN
 from ...importing.channels import channels_last, channels_second
 from ...importing.compute import number, widened
@@ -117,8 +117,8 @@ def _appended(node: Node, x: Value, requests: _Requests) -> Value:
     kept = requests.pool.shape[1]
     assert isinstance(channels, int) and isinstance(kept, int)
     size = math.gcd(channels, _ROW)
-    store = Store("pte", Pages(None, "page"), Ring(0, 0, kept))
-    record = Append(static(requests.past.shape[0]), channels // size, size, 0, x.dtype, store)
+    layout = CacheLayout("pte", Pages(None, "page"), Ring(0, 0, kept))
+    record = Append(static(requests.past.shape[0]), channels // size, size, 0, x.dtype, layout)
     new = node.reshaped(x, (rows, channels // size, size))
     where = {"row_starts": requests.first_rows, "row_counts": requests.row_counts, "starts": requests.past}
     return append(node, record, {"new_k": new, **where, "k": requests.pool, "pages": requests.pages})["k"]

@@ -7,7 +7,7 @@ Names, layouts and formulas are those of tensorrt_llm.functional.gpt_attention
     requests.py    where the rows and keys of each request and beam are: a handful of int64 tables
     rotary.py      cosine and sine by row
     rows.py        queries, and keys and values of this call, as attention sees them
-    cache.py       the cache as a store, and its update
+    cache.py       the cache as a CacheLayout, and its update
     scores.py      what is added to scores, and which keys masks show
     gpt_attention.py   the operator: which attentions over which keys, and how they become one
 """

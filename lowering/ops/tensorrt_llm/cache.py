@@ -1,4 +1,4 @@
-"""The cache as a store: blocks of tokens of one kind (K or V) and one layer, which a table finds.
+"""The cache as a CacheLayout: blocks of tokens of one kind (K or V) and one layer, which a table finds.
 
 A paged cache is a pool of such blocks. A contiguous one, [rows, 2, heads, tokens, size], is a pool as well, in which
 each row has one long block of keys and one of values.
@@ -14,8 +14,8 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from ...attention.append import Append, Columns, Rotary
+from ...attention.cache_layout import Beams, CacheLayout, Codec, GivenRing, Pages
 from ...attention.parameters import int64
-from ...attention.store import Beams, Codec, GivenRing, Pages, Store
 from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
@@ -35,7 +35,7 @@ class Cache:
     """The pool [blocks, heads, tokens, size] and its table, as the record and the kernels know them; shape is that of
     the array which the pool is a view of. factors [2] are what numbers are multiplied by to be codes."""
 
-    store: Store
+    layout: CacheLayout
     tensors: dict[str, Value]
     shape: Shape
     factors: Value | None
@@ -98,19 +98,19 @@ def cache_of(
         table = _blocks(node, settings, offsets, given.get("host_kv_cache_pool_mapping"), requests, beams, pool)
     assert table is not None
     codec = Codec(settings.codes, 0) if settings.codes else None
-    store = Store("phtd", Pages(block or None, "page", apart=True), GivenRing() if ringed else None, None, codec)
+    layout = CacheLayout("phtd", Pages(block or None, "page", apart=True), GivenRing() if ringed else None, None, codec)
     tensors = {"kv": view, "pages": table, **({"ring": requests["ring"]} if ringed else {})}
     if codec is None:
-        return Cache(store, tensors, pool.shape, None)
+        return Cache(layout, tensors, pool.shape, None)
     scales = {name: _scales(node, name, given.get(name)) for name in ("kv_quant_orig_scale", "kv_orig_quant_scale")}
     tensors["kv_scale"] = scales["kv_quant_orig_scale"]
-    return Cache(store, tensors, pool.shape, scales["kv_orig_quant_scale"])
+    return Cache(layout, tensors, pool.shape, scales["kv_orig_quant_scale"])
 
 
 def read_by_beams(node: Node, cache: Cache, requests: Requests, indirection: Value, beams: int) -> Cache:
     """The cache, in which keys behind a prompt are those of the beams that cache_indirection names."""
     given = {"prompts": requests["prompts"], "beam_of": as_int64(node, indirection)}
-    return replace(cache, store=replace(cache.store, beams=Beams(beams)), tensors={**cache.tensors, **given})
+    return replace(cache, layout=replace(cache.layout, beams=Beams(beams)), tensors={**cache.tensors, **given})
 
 
 def appended(
@@ -132,7 +132,7 @@ def appended(
         size,
         size,
         rows.dtype,
-        cache.store,
+        cache.layout,
         columns,
         bias="bias" in present,
         rotary=rotary if "angles" in present else None,

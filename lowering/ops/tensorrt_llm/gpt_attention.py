@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...attention.append import Columns
+from ...attention.cache_layout import CacheLayout, Offset
 from ...attention.problem import AttentionProblem
-from ...attention.store import Offset, Store
 from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
@@ -131,13 +131,13 @@ class _Call:
             cache = projected(self.node, cache, self.rows, requests)
             how = self.scoring("all", windowed=False)
             keys = {"lengths": requests["lengths"], **cache.tensors}
-            return [self.attention(cache.store, keys, requests.most_keys, how.fields, how.given)], cache
+            return [self.attention(cache.layout, keys, requests.most_keys, how.fields, how.given)], cache
         before = cache
         if self.beams > 1:
             before = read_by_beams(self.node, cache, requests, self.given["cache_indirection"], self.beams)
         how = self.scoring("past", windowed)
         keys = {"lengths": requests["past"], **before.tensors}
-        old = self.attention(before.store, keys, requests.most_past, how.fields, how.given)
+        old = self.attention(before.layout, keys, requests.most_past, how.fields, how.given)
         return [old, self.own_keys(cache)], projected(self.node, cache, self.rows, requests)
 
     def scoring(self, keys: Keys, windowed: bool) -> Scoring:
@@ -154,14 +154,14 @@ class _Call:
             "lengths": self.requests["counts"],
         }
         how = self.scoring("new", self.windowed and self.stream is None)
-        return self.attention(Store("thd", Offset()), keys, self.requests.most_rows, how.fields, how.given)
+        return self.attention(CacheLayout("thd", Offset()), keys, self.requests.most_rows, how.fields, how.given)
 
     def streamed_keys(self, cache: Cache, stream: Stream) -> Part:
         """Attention over what counts of the cache, turned where it stands."""
         how = self.scoring("past", windowed=False)
-        store = self.problem(cache.store, {})
-        keys = turned_keys(self.node, self.settings, self.given, cache, stream, store, self.requests["sinks"])
-        return self.attention(Store("thd", Offset()), keys, stream.most, how.fields, how.given)
+        layout = self.problem(cache.layout, {})
+        keys = turned_keys(self.node, self.settings, self.given, cache, stream, layout, self.requests["sinks"])
+        return self.attention(CacheLayout("thd", Offset()), keys, stream.most, how.fields, how.given)
 
     def cross(self, cache: Cache | None) -> tuple[list[Part], Cache | None]:
         """Attention over the keys of an encoder, which the first call of a request writes."""
@@ -177,22 +177,22 @@ class _Call:
         encoder = encoder_of(node, given["encoder_input_lengths"], self.requests, self.beams, count, each, room)
         how = self.scoring("past", windowed=False)
 
-        def over(store: Store, keys: dict[str, Value], lengths: Value) -> Part:
-            return self.attention(store, {**keys, "lengths": lengths}, encoder.most, how.fields, how.given)
+        def over(layout: CacheLayout, keys: dict[str, Value], lengths: Value) -> Part:
+            return self.attention(layout, {**keys, "lengths": lengths}, encoder.most, how.fields, how.given)
 
         if kv is None:
             if cache is None:
                 raise node.error("cross_kv is missing, and use_cache is 0.", "Give the keys of the encoder.")
-            return [over(cache.store, cache.tensors, encoder.lengths)], cache
+            return [over(cache.layout, cache.tensors, encoder.lengths)], cache
         flat = node.reshaped(kv, (count, width))
         own = {**self.encoder_rows(flat), "slot_starts": encoder.firsts}
         if cache is None:
-            return [over(Store("thd", Offset()), own, encoder.counts)], None
+            return [over(CacheLayout("thd", Offset()), own, encoder.counts)], None
         after = self.with_encoder(cache, flat, encoder)
         if settings.codes is None or not settings.unquantized or settings.fp8_context:
-            return [over(after.store, after.tensors, encoder.lengths)], after
-        old = over(cache.store, cache.tensors, encoder.cached)
-        return [old, over(Store("thd", Offset()), own, encoder.counts)], after
+            return [over(after.layout, after.tensors, encoder.lengths)], after
+        old = over(cache.layout, cache.tensors, encoder.cached)
+        return [old, over(CacheLayout("thd", Offset()), own, encoder.counts)], after
 
     def with_encoder(self, cache: Cache, rows: Value, encoder: Encoder) -> Cache:
         settings = self.settings
@@ -218,22 +218,22 @@ class _Call:
         return {"k": part(0), "v": part(heads * size)}
 
     def attention(
-        self, store: Store, keys: dict[str, Value], most: Size, fields: dict[str, Any], given: dict[str, Value]
+        self, layout: CacheLayout, keys: dict[str, Value], most: Size, fields: dict[str, Any], given: dict[str, Value]
     ) -> Part:
-        """y [rows, Hq, D] and lse [rows, Hq] of an attention over keys in that store, in that type."""
+        """y [rows, Hq, D] and lse [rows, Hq] of an attention over keys in that cache, in that type."""
         requests = self.requests
         arrays: dict[str, Any] = {"q": self.queries, **keys, **given, "row_starts": requests["row_starts"]}
         arrays |= {"most_rows": requests.most_rows, "most_keys": most}
-        return solved(self.node, self.problem(store, fields), arrays, most)
+        return solved(self.node, self.problem(layout, fields), arrays, most)
 
-    def problem(self, store: Store, fields: dict[str, Any]) -> AttentionProblem:
+    def problem(self, layout: CacheLayout, fields: dict[str, Any]) -> AttentionProblem:
         settings = self.settings
         return packed(
             self.requests.sequences,
             (settings.heads, settings.kv_heads),
             settings.size,
             self.queries.dtype,
-            store,
+            layout,
             scale=settings.scale,
             lse=True,
             splits=settings.splits,

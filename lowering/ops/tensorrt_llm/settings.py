@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ...attention.cache_layout import CodeType
 from ...attention.problem import MOST_SPLITS
-from ...attention.store import CodeType
 from ...importing.node import Node
 
 POSITIONS = (

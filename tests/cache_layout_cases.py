@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from lowering.attention.cache_layout import Beams, CacheLayout, Codec, GivenRing, Offset, Pages, Ring, Whole
 from lowering.attention.problem import AttentionProblem
-from lowering.attention.store import Beams, Codec, GivenRing, Offset, Pages, Ring, Store, Whole
 
 _LAYERS = 3
 
 
-def store(rng: random.Random) -> Store:
+def layout(rng: random.Random) -> CacheLayout:
     """Mostly a dense one; else any axes, slot map, ring, beams and codec that go together."""
     if rng.random() < 0.4:
-        return Store(rng.choice(["bhtd", "bte"]))
+        return CacheLayout(rng.choice(["bhtd", "bte"]))
     slots = rng.choice([Whole(), Offset(), Pages(rng.choice([1, 4, 16]), "page", rng.random() < 0.3), Pages(8, "slot")])
     beams = Beams(rng.choice([1, 2])) if not isinstance(slots, Offset) and rng.random() < 0.2 else None
     ring = None
@@ -40,17 +40,17 @@ def store(rng: random.Random) -> Store:
     joint = isinstance(slots, Pages) and slots.apart
     axes += [axis for axis in "lc" if rng.random() < 0.3 and not (joint and axis == "c")]
     rng.shuffle(axes)
-    return Store("".join(axes) + last, slots, ring, beams, codec, rng.randrange(_LAYERS))
+    return CacheLayout("".join(axes) + last, slots, ring, beams, codec, rng.randrange(_LAYERS))
 
 
-def given(rng: random.Random, store: Store) -> Store:
-    """The store, some of whose numbers are told by a call."""
-    if store.ring is not None and rng.random() < 0.4:
-        store = replace(store, ring=GivenRing())
-    pages = store.slots
+def given(rng: random.Random, layout: CacheLayout) -> CacheLayout:
+    """The cache, some of whose numbers are told by a call."""
+    if layout.ring is not None and rng.random() < 0.4:
+        layout = replace(layout, ring=GivenRing())
+    pages = layout.slots
     if isinstance(pages, Pages) and pages.entries == "page" and rng.random() < 0.3:
-        store = replace(store, slots=replace(pages, size=None))
-    return store
+        layout = replace(layout, slots=replace(pages, size=None))
+    return layout
 
 
 def row_starts(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
@@ -63,38 +63,38 @@ def row_starts(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
 
 def arrays(p: AttentionProblem, batch: int, keys: int, rng: np.random.Generator) -> dict[str, Any]:
     """Keys and values, and where they are. Slots of different batches differ; those of none hold what others do."""
-    store, found, ring = p.store, dict[str, Any](), p.store.ring
+    layout, found, ring = p.layout, dict[str, Any](), p.layout.ring
     if isinstance(ring, GivenRing):
         sinks = int(rng.choice([0, 2, 5]))
         ring = Ring(sinks, sinks + int(rng.choice([0, 3])), int(rng.choice([1, 7, 16])))
         found["ring"] = np.array([ring.sinks, ring.first, ring.capacity])
     needed = keys if ring is None else ring.first + ring.capacity
-    sizes = {"b": batch + 2 * store.looked_up, "h": p.kv_heads, "t": keys}
+    sizes = {"b": batch + 2 * layout.looked_up, "h": p.kv_heads, "t": keys}
     sizes |= {"l": _LAYERS, "c": 2}
     if ring is not None:
         sizes["t"] = needed + 1
-    if isinstance(store.slots, Offset):
+    if isinstance(layout.slots, Offset):
         gaps = rng.integers(0, 3, batch)
         found["slot_starts"] = np.cumsum(gaps + needed) - needed
         sizes["t"] = int((gaps + needed).sum()) + 2
-    elif isinstance(store.slots, Pages):
-        size = store.slots.size or needed + 1
-        each, planes = -(-needed // size) + 1, [2] if store.slots.apart else []
+    elif isinstance(layout.slots, Pages):
+        size = layout.slots.size or needed + 1
+        each, planes = -(-needed // size) + 1, [2] if layout.slots.apart else []
         count = int(np.prod([batch, *planes, each])) + 1
         entries = rng.permutation(count)[: count - 1].reshape(batch, *planes, each)
-        if store.slots.entries == "page":
+        if layout.slots.entries == "page":
             sizes |= {"p": count, "t": size}
         else:
             entries, sizes["t"] = entries * size, count * size
         found["pages"] = entries.astype(np.int64)
-    if store.beams is not None:
-        requests = -(-batch // store.beams.count)
+    if layout.beams is not None:
+        requests = -(-batch // layout.beams.count)
         found["prompts"] = rng.integers(0, keys + 2, requests)
-        found["beam_of"] = rng.integers(0, store.beams.count, (requests, store.beams.count, keys + 1))
-    if store.mapped and p.kv_len is None:
+        found["beam_of"] = rng.integers(0, layout.beams.count, (requests, layout.beams.count, keys + 1))
+    if layout.mapped and p.kv_len is None:
         found["most_keys"] = keys
     for name, dim in ("kv", p.head_dim), ("k", p.head_dim), ("v", p.v_head_dim):
-        if (name == "kv") == store.joint:
+        if (name == "kv") == layout.joint:
             found |= _rows(p, name, sizes, dim, rng)
     return found
 
@@ -102,8 +102,8 @@ def arrays(p: AttentionProblem, batch: int, keys: int, rng: np.random.Generator)
 def _rows(
     p: AttentionProblem, name: str, sizes: dict[str, int], dim: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """A buffer of the store, and its scales."""
-    codec, axes = p.store.codec, p.store.axes
+    """A buffer of the cache, and its scales."""
+    codec, axes = p.layout.codec, p.layout.axes
 
     def drawn(elements: int) -> np.ndarray:
         return rng.standard_normal([(sizes | {"d": elements, "e": p.kv_heads * elements})[axis] for axis in axes])

@@ -41,7 +41,7 @@ class Pages:
 class Ring:
     """Key t has slot t among the first `sinks`, then first + (t - sinks) % capacity: new keys take the place of old.
 
-    Such a store holds the sinks and the last `capacity` keys before its length; a window must hide the others.
+    Such a cache holds the sinks and the last `capacity` keys before its length; a window must hide the others.
     """
 
     sinks: int
@@ -69,7 +69,7 @@ CodeType: TypeAlias = Literal["int8", "float8_e4m3fn", "int4"]
 class Codec:
     """Elements are stored in the type `dtype` and mean dtype * scale.
 
-    group says how many neighbors in a row of a head share a scale: then scales are a buffer like the store's own, of
+    group says how many neighbors in a row of a head share a scale: then scales are a buffer like the cache's own, of
     D / group elements in a row, and the product is one of scale_dtype, rounded to it. 0: one scale for all keys, and
     one for all values; or, with channels, a [heads, D] buffer for all keys and one for all values ([2, heads, D] where
     they are in one buffer).
@@ -103,7 +103,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Store:
+class CacheLayout:
     """Keys and values: in buffers k and v, or in one, kv, with an axis c. layer is the index on an axis l."""
 
     axes: Axes = "bhtd"
@@ -117,7 +117,7 @@ class Store:
         where = {Whole: "b", Offset: "", Pages: "p" if getattr(self.slots, "entries", "") == "page" else ""}
         wanted = {"t", *where[type(self.slots)], *("e" if "e" in self.axes else "hd")}
         if {*self.axes} - {*"lc"} != wanted or len({*self.axes}) < len(self.axes) or self.axes[-1] not in "de":
-            raise ValueError(f"a store of {self.slots} cannot have the axes '{self.axes}'")
+            raise ValueError(f"a cache of {self.slots} cannot have the axes '{self.axes}'")
         if isinstance(self.slots, Pages) and self.slots.apart and "c" in self.axes:
             raise ValueError("pages apart tell keys and values from each other, as an axis c does")
         if isinstance(self.slots, Pages) and self.slots.size is None and self.slots.entries != "page":
@@ -166,16 +166,16 @@ class Store:
         return data
 
     @staticmethod
-    def from_data(data: dict[str, Any]) -> Store:
+    def from_data(data: dict[str, Any]) -> CacheLayout:
         given = dict(data)
         for name, kinds in _PARTS.items():
             if name in given:
                 values = dict(given[name])
                 given[name] = {kind.__name__: kind for kind in kinds}[values.pop("kind")](**values)
-        return Store(**given)
+        return CacheLayout(**given)
 
 
-DENSE = Store()
+DENSE = CacheLayout()
 
 _PARTS: dict[str, tuple[type, ...]] = {
     "slots": (Whole, Offset, Pages),
