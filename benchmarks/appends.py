@@ -12,8 +12,8 @@ import tvm_ffi
 from rich.console import Console
 from rich.table import Table
 
-from lowering.attention.append import Append, append_in_place
 from lowering.attention.cache_layout import CacheLayout, Codec, Pages
+from lowering.attention.kv_write import KvWrite, write_in_place
 from lowering.passes.guard_divisions import guard_divisions
 from lowering.target import resolve
 
@@ -33,7 +33,7 @@ BATCHES = (1, 8, 64)
 
 def run(threads: int, turns: int, seconds: float) -> None:
     """The second table of the command `stores`."""
-    title = f"append of one token to {HEADS} heads, {threads} thread(s)"
+    title = f"KV write of one token to {HEADS} heads, {threads} thread(s)"
     table = Table("requests", "contender", "us", "spread", "GB/s", title=title)
     for batch in BATCHES:
         made = {"NumPy's copy of the rows": _copy(batch)}
@@ -53,24 +53,24 @@ def _copy(batch: int) -> tuple[Callable[[], None], int]:
     return lambda: np.copyto(next(places), rows), 2 * rows.nbytes
 
 
-def _record(layout: CacheLayout) -> Append:
-    return Append(None, HEADS, DIM, DIM, "float32", layout)
+def _record(layout: CacheLayout) -> KvWrite:
+    return KvWrite(None, HEADS, DIM, DIM, "float32", layout)
 
 
-def _append(append: Append, batch: int) -> tuple[Callable[[], None], int]:
+def _append(record: KvWrite, batch: int) -> tuple[Callable[[], None], int]:
     target = resolve("cpu")[0].tvm
-    function = append_in_place(append).with_attr("global_symbol", "append")
-    kernel = tvm.compile(guard_divisions(tvm.IRModule({"append": function})), target=target)["append"]
-    layers = [_arguments(append, batch) for _ in range(LAYERS)]
+    function = write_in_place(record).with_attr("global_symbol", "kv_write")
+    kernel = tvm.compile(guard_divisions(tvm.IRModule({"kv_write": function})), target=target)["kv_write"]
+    layers = [_arguments(record, batch) for _ in range(LAYERS)]
     read = sum(x.nbytes for name, x in layers[0].items() if name.startswith("new"))
-    written = sum(x.nbytes for name, x in layers[0].items() if name in append.caches()) // CAPACITY
+    written = sum(x.nbytes for name, x in layers[0].items() if name in record.caches()) // CAPACITY
     calls = itertools.cycle([[tvm_ffi.from_dlpack(x) for x in layer.values()] for layer in layers])
     return lambda: kernel(*next(calls)), read + written
 
 
-def _arguments(append: Append, batch: int) -> dict[str, np.ndarray]:
+def _arguments(record: KvWrite, batch: int) -> dict[str, np.ndarray]:
     """By name, in order. Pages lie in no order, and requests are of different lengths."""
-    rng, layout = np.random.default_rng(0), append.layout
+    rng, layout = np.random.default_rng(0), record.layout
     each = CAPACITY // PAGE
     sizes = {"b": batch, "h": HEADS, "t": CAPACITY, "d": DIM}
     if isinstance(layout.slots, Pages):
@@ -88,4 +88,4 @@ def _arguments(append: Append, batch: int) -> dict[str, np.ndarray]:
         found[name] = np.ones(shape, "float32" if layout.codec is None else layout.codec.dtype)
         found[f"{name}_scale"] = np.ones([*shape[:-1], DIM // group], np.float32)
         found[f"new_{name}"] = rng.standard_normal((batch, HEADS, DIM), np.float32)
-    return {name: found[name] for name in append.inputs()}
+    return {name: found[name] for name in record.inputs()}

@@ -4,7 +4,7 @@ An exported decoder takes token ids [B, S] or embeddings [B, S, H], past keys an
 positions; it computes its masks and angles itself. Served, it takes the tokens of all requests side by side as one row
 [1, N] or [1, N, H], tables that say which request has which of them, and one pool of blocks of keys and values. What
 depends on positions alone is computed now, for all positions up to the context, and looked up by token (positions.py);
-masks become what they say (mask_patterns.py); attention becomes ServedAppend and ServedAttention over the pool
+masks become what they say (mask_patterns.py); attention becomes ServedKvWrite and ServedAttention over the pool
 (served_pools.py); states of a fixed size lie in pools of slots, which operators carry on (served_states.py); keys and
 values of an encoder's output lie in a pool of their own, which the setup writes (served_sources.py). Everything else
 must compute each token by itself (row_wise.py). The first output is that of each request's last token.

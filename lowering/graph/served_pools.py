@@ -15,7 +15,7 @@ from ..manifest import CachePool
 from .legality import OWN_DOMAIN
 from .served_caches import CacheLayer
 
-APPEND_TABLES = ("first_rows", "row_counts", "past", "entries")
+KV_WRITE_TABLES = ("first_rows", "row_counts", "past", "entries")
 ATTENTION_TABLES = ("row_starts", "past", "lengths", "most", "entries")
 
 
@@ -44,10 +44,10 @@ class ServedPool:
     def append(self, new: Rewrite, layer: CacheLayer, k: ir.Value, v: ir.Value) -> None:
         """Emit what puts keys and values [1, H, N, D] into a layer."""
         rows = [padded(new, x, self.spec.head_dim) for x in (k, v)]
-        tables = [self.tables[name] for name in APPEND_TABLES]
+        tables = [self.tables[name] for name in KV_WRITE_TABLES]
         node = ir.node(
-            "ServedAppend", [*rows, *tables, self.kv, self.scale], {"layer": layer.place}, domain=OWN_DOMAIN,
-            num_outputs=2, name=f"{new.origin}/append",
+            "ServedKvWrite", [*rows, *tables, self.kv, self.scale], {"layer": layer.place}, domain=OWN_DOMAIN,
+            num_outputs=2, name=f"{new.origin}/kv_write",
         )  # fmt: skip
         new.nodes.append(node)
         for output, before in zip(node.outputs, (self.kv, self.scale)):

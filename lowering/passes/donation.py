@@ -9,7 +9,7 @@ each cache update on the way from a donated input to its output, in the final or
 3. An update tensor that shares the cache's memory is copied first.
 
 Donated or not, the pass ends with two more. 4: kernels that append to several caches at once, and those that carry a
-state on (lowering/attention/append.py, linear.py), work in place, on copies of what is not donated. 5: an output that
+state on (lowering/attention/kv_write.py, linear.py), work in place, on copies of what is not donated. 5: an output that
 would be an input's, a weight's or another output's own memory is a copy, since the caller may write to either.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx
 
-from ..attention import append, linear
+from ..attention import kv_write, linear
 from ..importing.checks import checked
 from ..tensorir import scatter
 
@@ -39,7 +39,7 @@ class _Kind:
 
 _KINDS = {
     scatter.ATTRIBUTE: _Kind(scatter.in_place, caches=1, always=False),
-    append.ATTRIBUTE: _Kind(append.in_place, caches=None, always=True),
+    kv_write.ATTRIBUTE: _Kind(kv_write.in_place, caches=None, always=True),
     linear.ATTRIBUTE: _Kind(linear.in_place, caches=1, always=True),
 }
 

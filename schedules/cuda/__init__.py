@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..variant import Rule
-from .append import append
 from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
 from .epilogue_matmul import epilogue_matmul
 from .expert_sort import expert_sort
 from .gradient import gradient
+from .kv_write import kv_write
 from .linear import linear
 from .matmul import accepts_siblings as accepts_siblings
 from .matmul import matmul
@@ -26,7 +26,7 @@ RULES: tuple[Rule, ...] = (
     attention,
     gradient,
     linear,
-    append,
+    kv_write,
     cache_update,
     epilogue_matmul,
     prologue_matmul,

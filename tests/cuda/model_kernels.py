@@ -72,7 +72,7 @@ By one thread: functions without loops, which store sizes that the host reads. B
 
 _RULES = {
     "attention": ("attention",),
-    "cache": ("cache_update", "append"),
+    "cache": ("cache_update", "kv_write"),
     "elements": ("elementwise", "transposition"),
     "rows": ("reduction", "running_sum", "top_few", "top_k", "expert_sort"),
     "joined": ("concat",),

@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from append_cases import Case as Append
-from append_cases import arrays
 from cuda_emulation import Access, factor
+from kv_write_cases import Case as KvWrite
+from kv_write_cases import arrays
 from machine_code import prefill
 from prefill_cases import CAUSAL, THREE_D, draw, problem
 from scatter_cases import Case as Update
@@ -28,16 +28,16 @@ from thinned import thinned
 from tvm import tirx
 
 import lowering
-from lowering.attention.append import Append as New
-from lowering.attention.append import append_in_place
 from lowering.attention.cache_layout import CacheLayout
+from lowering.attention.kv_write import KvWrite as New
+from lowering.attention.kv_write import write_in_place
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
-from schedules.cuda.append import append
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
+from schedules.cuda.kv_write import kv_write
 from schedules.cuda.scatter import cache_update
 
 pytestmark = pytest.mark.no_gpu
@@ -151,8 +151,8 @@ def test_cache_updates(form: Callable[[CacheUpdate], tirx.PrimFunc]) -> None:
 
 @pytest.mark.slow
 def test_appends() -> None:
-    case = Append(append=New(None, 2, 64, 64, "float16", CacheLayout()), batch=2, seed=0, hostile=False)
-    variants = append(append_in_place(case.append), TARGET)
+    case = KvWrite(append=New(None, 2, 64, 64, "float16", CacheLayout()), batch=2, seed=0, hostile=False)
+    variants = kv_write(write_in_place(case.record), TARGET)
     assert variants
     module = emulated.module({"main": variants[0].make()}, arch="sm_80")
     is_good(measured((module, list(arrays(case).values()))))

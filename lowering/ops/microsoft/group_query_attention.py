@@ -13,19 +13,19 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax, tirx
 
-from ...attention.append import Append
 from ...attention.cache_layout import CacheLayout, Codec
+from ...attention.kv_write import KvWrite
 from ...attention.problem import Window
 from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one, static, storage_dtype
 from ...tensorir.scatter import CacheUpdate, copy_and_update
 from .. import op
-from ..append import append
 from ..asserted import asserted
 from ..attend import attend, heads_first, mask_of
 from ..contents import sizes
 from ..kernels import Read, compute
+from ..kv_write import kv_write
 from ..rotary_embedding import Head, rotate
 from ..run_time import bind
 from . import DOMAIN
@@ -246,13 +246,13 @@ class _NewTokens:
             else:
                 k, v = (self._lengthened(past, shape) for past in pasts)
             pasts = k, v
-        record = Append(static(batch), heads, size, size, new[0].dtype, CacheLayout(codec=codec))
+        record = KvWrite(static(batch), heads, size, size, new[0].dtype, CacheLayout(codec=codec))
         rows = node.simplify(batch * self.rows)
         given = {f"new_{name}": node.reshaped(x, (rows, heads, size)) for name, x in zip("kv", new)}
         given |= {"row_starts": self._per_batch("row_starts", lambda i, _, rows: i[0] * _int64(rows))}
         given |= {"row_counts": self._per_batch("row_counts", lambda i, _, rows: _int64(rows))}
         given |= {"starts": self._start(), "k": pasts[0], "v": pasts[1], **codes.factors}
-        caches = append(node, record, given)
+        caches = kv_write(node, record, given)
         return caches["k"], caches["v"]
 
     def _lengthened(self, past: Value, shape: Shape) -> Value:

@@ -17,8 +17,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...attention.append import Append
 from ...attention.cache_layout import CacheLayout, Pages
+from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...attention.problem import Window
 from ...importing import symbolic
@@ -26,10 +26,10 @@ from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
-from ..append import append
 from ..asserted import asserted, required
 from ..attend import formula_of, packed, solved
 from ..kernels import Read, compute, loops, serial
+from ..kv_write import kv_write
 from ..rotary_embedding import Head, rotate
 from ..run_time import bind
 from . import DOMAIN
@@ -258,9 +258,9 @@ class _Caches:
         if slot_mapping is not None:
             check_ints(node, "slot_mapping", slot_mapping, 1)
             where, batch = self._slots(asserted(node, slot_mapping, (tokens,)), sequences), tokens
-        record = Append(static(batch), self.shape.kv_heads, self.size, v_size, new["new_k"].dtype, self.layout)
+        record = KvWrite(static(batch), self.shape.kv_heads, self.size, v_size, new["new_k"].dtype, self.layout)
         given = {**new, **where, **self.tensors, **self.codes.factors}
-        return {**self.tensors, **append(node, record, given)}
+        return {**self.tensors, **kv_write(node, record, given)}
 
     def _firsts(self, sequences: _Sequences) -> Value:
         return compute(self.node, "firsts", lambda i, starts: starts(*i), [sequences.row_starts], (sequences.batch,))

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
-from ...attention.append import Append
 from ...attention.cache_layout import CacheLayout, Codec, Offset, Pages
+from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MOST_SIZE, Size, Value, static
-from ..append import append
 from ..asserted import asserted
+from ..kv_write import kv_write
 from .requests import Requests, check_integers
 
 LAYOUTS = ("tlchd", "ltchd", "lcthd", "lchtd")
@@ -80,10 +80,10 @@ def updated(node: Node, cache: Cache, requests: Requests, start_pos: Value, key:
     check_integers(node, "start_pos", start_pos, 1)
     start_pos = asserted(node, start_pos, (requests.batch,))
     _, heads, size = key.shape
-    record = Append(static(requests.batch), heads, size, size, key.dtype, cache.layout)
+    record = KvWrite(static(requests.batch), heads, size, size, key.dtype, cache.layout)
     given = {"new_k": key, "new_v": value, "starts": start_pos}
     given |= {"row_starts": requests.firsts, "row_counts": requests.counts, **cache.tensors}
-    return replace(cache, tensors={**cache.tensors, **append(node, record, given)})
+    return replace(cache, tensors={**cache.tensors, **kv_write(node, record, given)})
 
 
 def _slots(node: Node) -> Pages:

@@ -1,7 +1,7 @@
 """ServedCausalConv: a causal convolution of packed requests, each of which goes on from places of its own.
 
 A state is a ring: place t % (k - 1) of a slot holds what token t had. So new tokens only write, each its place, by the
-kernel that appends to rings of keys (lowering/attention/append.py).
+kernel that appends to rings of keys (lowering/attention/kv_write.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from tvm import tirx
 
-from ...attention.append import Append
 from ...attention.cache_layout import CacheLayout, Pages, Ring
+from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...graph.legality import OWN_DOMAIN
 from ...importing.channels import channels_last, channels_second
@@ -21,11 +21,11 @@ from ...importing.compute import number, widened
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
-from ..append import append
 from ..asserted import asserted
 from ..causal_conv import finished, window_of
 from ..conv import transposed
 from ..kernels import compute
+from ..kv_write import kv_write
 from ..linear_attention import FLOATS
 from ..microsoft.causal_conv import read_attributes
 from ..window import Window
@@ -118,7 +118,7 @@ def _appended(node: Node, x: Value, requests: _Requests) -> Value:
     assert isinstance(channels, int) and isinstance(kept, int)
     size = math.gcd(channels, _ROW)
     layout = CacheLayout("pte", Pages(None, "page"), Ring(0, 0, kept))
-    record = Append(static(requests.past.shape[0]), channels // size, size, 0, x.dtype, layout)
+    record = KvWrite(static(requests.past.shape[0]), channels // size, size, 0, x.dtype, layout)
     new = node.reshaped(x, (rows, channels // size, size))
     where = {"row_starts": requests.first_rows, "row_counts": requests.row_counts, "starts": requests.past}
-    return append(node, record, {"new_k": new, **where, "k": requests.pool, "pages": requests.pages})["k"]
+    return kv_write(node, record, {"new_k": new, **where, "k": requests.pool, "pages": requests.pages})["k"]

@@ -13,16 +13,16 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.append import Append, Columns, Rotary
 from ...attention.cache_layout import Beams, CacheLayout, Codec, GivenRing, Pages
+from ...attention.kv_write import Columns, KvWrite, Rotary
 from ...attention.parameters import int64
 from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, prod, static
-from ..append import append
 from ..asserted import asserted, required
 from ..kernels import compute
+from ..kv_write import kv_write
 from .requests import Requests, as_int64, at_least_one, check_ints
 from .rows import Projections
 from .settings import Settings
@@ -126,7 +126,7 @@ def appended(
     """The cache with new rows. given has row_starts, row_counts and starts, and bias and angles or None for these."""
     size = cache.tensors["kv"].shape[-1]
     present = {name: value for name, value in given.items() if value is not None}
-    record = Append(
+    record = KvWrite(
         static(batch),
         heads,
         size,
@@ -140,7 +140,7 @@ def appended(
     present |= {"new": rows, **cache.tensors}
     if cache.factors is not None:
         present["factor"] = cache.factors
-    return replace(cache, tensors={**cache.tensors, **append(node, record, present)})
+    return replace(cache, tensors={**cache.tensors, **kv_write(node, record, present)})
 
 
 def projected(node: Node, cache: Cache, rows: Projections, requests: Requests) -> Cache:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.append import Columns
 from ...attention.cache_layout import CacheLayout, Offset
+from ...attention.kv_write import Columns
 from ...attention.problem import AttentionProblem
 from ...importing import symbolic
 from ...importing.compute import number

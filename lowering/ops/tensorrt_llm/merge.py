@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.append import encoded_e4m3, rounded
+from ...attention.kv_write import encoded_e4m3, rounded
 from ...attention.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value

@@ -1,4 +1,4 @@
-"""Append: new keys and values go to their slots, a thread for each group of elements that share a scale, or for each
+"""KvWrite: new keys and values go to their slots, a thread for each group of elements that share a scale, or for each
 element where none do.
 
     for each batch and share of its new rows, in blocks:
@@ -16,8 +16,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.append import ATTRIBUTE, Append, BoundAppend, group_code, group_scale, rounded
 from lowering.attention.expr.emit import cast
+from lowering.attention.kv_write import ATTRIBUTE, BoundKvWrite, KvWrite, group_code, group_scale, rounded
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
@@ -26,8 +26,8 @@ from .ptx import fixed
 
 
 @dataclass(frozen=True)
-class AppendTiles(Tiles):
-    """Tiles of the append."""
+class KvWriteTiles(Tiles):
+    """Tiles of the KV write."""
 
     threads: int = 256
     """Per block."""
@@ -35,34 +35,34 @@ class AppendTiles(Tiles):
     """Blocks among which the new rows of a batch are dealt."""
 
     @classmethod
-    def default(cls, problem: Append, device: Device) -> AppendTiles:
-        return AppendTiles()
+    def default(cls, problem: KvWrite, device: Device) -> KvWriteTiles:
+        return KvWriteTiles()
 
     @classmethod
-    def space(cls, problem: Append, device: Device) -> Space:
+    def space(cls, problem: KvWrite, device: Device) -> Space:
         return {"threads": (64, 128, 256, 512), "shares": (1, 8, 32, 128)}
 
-    def rules(self, problem: Append, device: Device) -> dict[str, bool]:
+    def rules(self, problem: KvWrite, device: Device) -> dict[str, bool]:
         return {
             f"threads = {self.threads} must be 32 to 1024, by 32": self.threads in range(32, 1025, 32),
             f"shares = {self.shares} must be 1 to 65535": self.shares in range(1, 65536),
         }
 
 
-def append(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """An append (lowering/attention/append.py), in place."""
+def kv_write(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A KV write (lowering/attention/kv_write.py), in place."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
-    record, gpu = Append.from_json(str(func.attrs[ATTRIBUTE])), device(target)
+    record, gpu = KvWrite.from_json(str(func.attrs[ATTRIBUTE])), device(target)
     if len(func.params) != len(record.inputs()):
         return None  # the copying form, which donation replaces
-    tiles = {"append": AppendTiles.default(record, gpu)}
-    return [Variant("groups", record, gpu, tiles, lambda tiles: _kernel(record, tiles["append"]))]
+    tiles = {"kv_write": KvWriteTiles.default(record, gpu)}
+    return [Variant("groups", record, gpu, tiles, lambda tiles: _kernel(record, tiles["kv_write"]))]
 
 
-def _kernel(record: Append, tiles: AppendTiles) -> tirx.PrimFunc:
+def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(private=True):
-        bound = BoundAppend(record, copy=False)
+        bound = BoundKvWrite(record, copy=False)
         codec = record.layout.codec
         group = codec.group if codec is not None and codec.group else record.layout.packing
         dims = record.dims()
@@ -92,7 +92,7 @@ def _kernel(record: Append, tiles: AppendTiles) -> tirx.PrimFunc:
 class _Group:
     """The code for one group of keys (part 0) or values (1) of new row i of batch b."""
 
-    def __init__(self, bound: BoundAppend, b: Expr, i: Expr, part: int, dim: int, group: int, unit: Expr) -> None:
+    def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, part: int, dim: int, group: int, unit: Expr) -> None:
         self.bound, self.part, self.dim, self.group = bound, part, dim, group
         self.b, self.n = b, fixed(bound.buffers["row_starts"][b] + i)
         self.t = fixed(bound.buffers["starts"][b] + i)
@@ -114,7 +114,7 @@ class _Group:
                 scale = self.put_scale(codec.group)
                 with T.serial(T.int64(codec.group)) as e:
                     d = fixed(self.g * codec.group + e)
-                    put(d, group_code(rounded(self.value(d) / scale, bound.append.dtype)))
+                    put(d, group_code(rounded(self.value(d) / scale, bound.record.dtype)))
 
     def put_scale(self, group: int) -> Expr:
         """Stores the group's scale, and gives it."""
@@ -123,7 +123,7 @@ class _Group:
         T.buffer_store(largest, tirx.const(0.0, "float32"), [0])
         with T.serial(T.int64(group)) as e:
             T.buffer_store(largest, tirx.max(largest[0], tirx.abs(self.value(fixed(self.g * group + e)))), [0])
-        scale = fixed(group_scale(largest[0], bound.append.dtype))
+        scale = fixed(group_scale(largest[0], bound.record.dtype))
         with bound.slot(self.part, self.b, self.t, scale=True) as (scales, where):
             T.buffer_store(
                 scales, cast(scale, scales.dtype), bound.index(where, self.h, self.g, self.dim // self.group)
@@ -132,7 +132,7 @@ class _Group:
 
     def value(self, d: Expr) -> Expr:
         """Element d of the head, with no more digits than the type of the rows has; a float32 variable."""
-        bound, rotary = self.bound, self.bound.append.rotary
+        bound, rotary = self.bound, self.bound.record.rotary
         x = bound.element(self.part, self.n, self.h, d)
         if rotary is not None and self.part == 0:
             half = rotary.dim // 2
@@ -141,4 +141,4 @@ class _Group:
             one, other = (bound.element(0, self.n, self.h, place) for place in bound.pair(pair))
             turned = bound.turned(self.n, pair, fixed(one), fixed(other))
             x = tirx.Select(d < rotary.dim, tirx.Select(second, turned[1], turned[0]), x)
-        return fixed(rounded(fixed(x), bound.append.dtype))
+        return fixed(rounded(fixed(x), bound.record.dtype))

@@ -11,8 +11,8 @@ import cache_layout_cases
 import ml_dtypes
 import numpy as np
 
-from lowering.attention.append import Append, Columns, Rotary
 from lowering.attention.cache_layout import GivenRing, Offset, Pages
+from lowering.attention.kv_write import Columns, KvWrite, Rotary
 from lowering.attention.problem import AttentionProblem
 
 Arrays = dict[str, np.ndarray]
@@ -20,9 +20,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """An append and the seed of one call of it. hostile: what says where things are holds any numbers."""
+    """A KV write and the seed of one call of it. hostile: what says where things are holds any numbers."""
 
-    append: Append
+    record: KvWrite
     batch: int
     seed: int
     hostile: bool
@@ -46,16 +46,16 @@ def made(seed: int, calls: int) -> list[Case]:
     if rng.random() < 0.5:
         rotary = Rotary(rng.choice([dim, dim // 2]), rng.random() < 0.5)
     batch = rng.choice([None, None, 1, 3])
-    append = Append(
+    record = KvWrite(
         batch, heads, dim, v_dim, dtype, layout, columns, columns is not None and rng.random() < 0.5, rotary
     )
     sizes = [batch if batch is not None else rng.choice([0, 1, 2, 5]) for _ in range(calls)]
-    return [Case(append, size, rng.getrandbits(32), rng.random() < 0.3) for size in sizes]
+    return [Case(record, size, rng.getrandbits(32), rng.random() < 0.3) for size in sizes]
 
 
 def arrays(case: Case) -> Arrays:
     """The inputs by parameter name, caches among them, of random bits."""
-    a, rng = case.append, np.random.default_rng(case.seed)
+    a, rng = case.record, np.random.default_rng(case.seed)
     counts = rng.integers(0, 6, case.batch) * (rng.random(case.batch) < 0.8)
     starts = rng.integers(0, 9, case.batch)
     keys = int(max(starts + counts, default=0)) + 1
@@ -90,7 +90,7 @@ def arrays(case: Case) -> Arrays:
 
 
 def _store(case: Case, keys: int, rng: np.random.Generator) -> dict[str, Any]:
-    a = case.append
+    a = case.record
     problem = AttentionProblem(
         batch=None, q_len=None, kv_len=None, q_heads=a.heads, kv_heads=a.heads, head_dim=a.head_dim,
         v_head_dim=a.v_head_dim, dtype=a.dtype, v_dtype=a.dtype, acc_dtype="float32", scale=1.0, row_axes="thd",
@@ -107,7 +107,7 @@ def _store(case: Case, keys: int, rng: np.random.Generator) -> dict[str, Any]:
 
 def expected(case: Case, given: Arrays) -> Arrays:
     """The caches after the call."""
-    a, made = case.append, {name: given[name].copy() for name in case.append.caches()}
+    a, made = case.record, {name: given[name].copy() for name in case.record.caches()}
     tokens = (given["new"] if a.columns is not None else given["new_k"]).shape[0]
     for b in range(case.batch):
         first, start = int(given["row_starts"][b]), int(given["starts"][b])
@@ -126,7 +126,7 @@ def _wrapped(x: int) -> int:
     return (x + 2**63) % 2**64 - 2**63
 
 
-def _ring(a: Append, given: Arrays) -> tuple[int, int, int] | None:
+def _ring(a: KvWrite, given: Arrays) -> tuple[int, int, int] | None:
     ring = a.layout.ring
     if ring is None:
         return None
@@ -136,14 +136,14 @@ def _ring(a: Append, given: Arrays) -> tuple[int, int, int] | None:
     return sinks, first, max(capacity, 1)
 
 
-def _stays(a: Append, given: Arrays, start: int, i: int, count: int) -> bool:
+def _stays(a: KvWrite, given: Arrays, start: int, i: int, count: int) -> bool:
     ring = _ring(a, given)
     return ring is None or _wrapped(start + i) < ring[0] or i >= _wrapped(count - ring[2])
 
 
 def _slot(case: Case, given: Arrays, b: int, t: int, part: int) -> dict[str, int] | None:
     """Indices by axis, or None where the slot is not in the cache."""
-    a = case.append
+    a = case.record
     layout, ring = a.layout, _ring(a, given)
     name = a.caches()[0] if layout.joint else a.caches()[part]
     size = dict(zip(layout.axes, given[name].shape))
@@ -164,7 +164,7 @@ def _slot(case: Case, given: Arrays, b: int, t: int, part: int) -> dict[str, int
     return places if all(0 <= at < size[axis] for axis, at in places.items()) else None
 
 
-def _row(a: Append, given: Arrays, n: int, part: int, dim: int) -> np.ndarray:
+def _row(a: KvWrite, given: Arrays, n: int, part: int, dim: int) -> np.ndarray:
     """[heads, dim] in float32, rounded to the type of the rows."""
     if a.columns is None:
         x = given[("new_k", "new_v")[part]][n].astype(np.float32)
@@ -182,7 +182,7 @@ def _row(a: Append, given: Arrays, n: int, part: int, dim: int) -> np.ndarray:
     return x.astype(getattr(ml_dtypes, a.dtype, a.dtype))
 
 
-def _put(a: Append, made: Arrays, slot: dict[str, int], part: int, x: np.ndarray, factor: np.ndarray | None) -> None:
+def _put(a: KvWrite, made: Arrays, slot: dict[str, int], part: int, x: np.ndarray, factor: np.ndarray | None) -> None:
     name = "kv" if a.layout.joint else "kv"[part]
     codec, dim = a.layout.codec, x.shape[1]
     if codec is None:
@@ -206,7 +206,7 @@ def _put(a: Append, made: Arrays, slot: dict[str, int], part: int, x: np.ndarray
     assert dim == x.shape[1]
 
 
-def _assign(a: Append, cache: np.ndarray, slot: dict[str, int], x: np.ndarray) -> None:
+def _assign(a: KvWrite, cache: np.ndarray, slot: dict[str, int], x: np.ndarray) -> None:
     """cache at that slot := x [heads, elements]."""
     index = tuple(slot.get(axis, slice(None)) for axis in a.layout.axes)
     axes = [axis for axis in a.layout.axes if axis not in slot]
@@ -220,9 +220,9 @@ def same(case: Case, found: np.ndarray, want: np.ndarray) -> bool:
     """Whether two caches are equal: bit for bit, but where rotation or bias may round the other way."""
     if found.tobytes() == want.tobytes():
         return True
-    if case.append.rotary is None and not case.append.bias:
+    if case.record.rotary is None and not case.record.bias:
         return False
-    codec = case.append.layout.codec
+    codec = case.record.layout.codec
     if codec is not None and codec.dtype == "int4":
         found, want = (np.stack([x & 15, x >> 4]).astype(np.int8) for x in (found, want))
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Append on GPUs: new rows go to their slots and nothing else is written, whatever tables hold."""
+"""KvWrite on GPUs: new rows go to their slots and nothing else is written, whatever tables hold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from append_cases import arrays, expected, made, same
+from kv_write_cases import arrays, expected, made, same
 
-from lowering.attention.append import append_in_place
-from schedules.cuda.append import append
+from lowering.attention.kv_write import write_in_place
+from schedules.cuda.kv_write import kv_write
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
 SEEDS, CALLS = range(12), 4
@@ -22,7 +22,7 @@ SEEDS, CALLS = range(12), 4
 def kernels() -> emulated.Module:
     functions = {}
     for seed in SEEDS:
-        variants = append(append_in_place(made(seed, CALLS)[0].append), TARGET)
+        variants = kv_write(write_in_place(made(seed, CALLS)[0].record), TARGET)
         assert variants
         functions[f"append_{seed}"] = variants[0].make()
     return emulated.module(functions, arch="sm_80")

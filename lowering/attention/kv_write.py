@@ -1,4 +1,4 @@
-"""Append: new rows of keys and values go into a cache, with bias, rotary embedding and quantization on their way.
+"""KvWrite: new rows of keys and values go into a cache, with bias, rotary embedding and quantization on their way.
 
     for each batch b, new row i < row_counts[b] and head h:       t = starts[b] + i, n = row_starts[b] + i
         x = the D elements of row n, + bias                        float32
@@ -37,7 +37,7 @@ from .expr.emit import cast, widened
 from .parameters import Sizes, Tensor, matched, store_tables, store_tensors
 from .slots import Slots
 
-ATTRIBUTE = "lowering.append"
+ATTRIBUTE = "lowering.kv_write"
 
 LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-5
@@ -71,7 +71,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Append:
+class KvWrite:
     """What goes where. batch None is symbolic. With v_head_dim 0 there are keys, and no values. New rows are
     buffers new_k [N, H, D] and new_v [N, H, Dv], or one, new [N, width], with `columns`; bias is a [width] parameter of
     type dtype.
@@ -129,27 +129,27 @@ class Append:
         return json.dumps(dataclasses.asdict(self) | {"layout": self.layout.to_data()})
 
     @staticmethod
-    def from_json(text: str) -> Append:
+    def from_json(text: str) -> KvWrite:
         data = json.loads(text)
         for name, kind in (("columns", Columns), ("rotary", Rotary)):
             if data[name] is not None:
                 data[name] = kind(**data[name])
-        return Append(**{**data, "layout": CacheLayout.from_data(data["layout"])})
+        return KvWrite(**{**data, "layout": CacheLayout.from_data(data["layout"])})
 
 
-class BoundAppend:
-    """`append` with the parameters of the PrimFunc frame that is open in the IRBuilder, which the constructor declares:
-    the inputs, and with copy the written caches once more."""
+class BoundKvWrite:
+    """`kv_write` with the parameters of the PrimFunc frame that is open in the IRBuilder, which the constructor
+    declares: the inputs, and with copy the written caches once more."""
 
-    def __init__(self, append: Append, copy: bool) -> None:
-        self.append, self.layout = append, append.layout
-        T.func_name("append")
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: append.to_json()})
-        written = {name: f"{name}_present" if copy else name for name in append.caches()}
-        names = (*append.inputs(), *(written.values() if copy else ()))
+    def __init__(self, record: KvWrite, copy: bool) -> None:
+        self.record, self.layout = record, record.layout
+        T.func_name("kv_write")
+        T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: record.to_json()})
+        written = {name: f"{name}_present" if copy else name for name in record.caches()}
+        names = (*record.inputs(), *(written.values() if copy else ()))
         arguments = {name: T.arg(name, T.handle()) for name in names}
         self.size = Sizes()
-        self.B = self.size("B") if append.batch is None else append.batch
+        self.B = self.size("B") if record.batch is None else record.batch
         shapes = self._shapes()
         shapes |= {new: shapes[old] for old, new in written.items()}
         self.buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
@@ -157,7 +157,7 @@ class BoundAppend:
         self.slots = Slots(self.layout, self.buffers, self.B)
 
     def _shapes(self) -> dict[str, Tensor]:
-        a = self.append
+        a = self.record
         tokens, width = self.size("tokens"), a.columns.width if a.columns is not None else 0
         dims, types = (a.head_dim, a.v_head_dim), (a.dtype, a.dtype)
         by_batch: Tensor = ([self.B], "int64")
@@ -190,7 +190,7 @@ class BoundAppend:
 
     def element(self, part: int, n: Expr, h: Expr, d: Expr) -> Expr:
         """Element d of head h of row n of the new keys (part 0) or values (1), with its bias; float32."""
-        columns, a = self.append.columns, self.append
+        columns, a = self.record.columns, self.record
         if columns is None:
             return widened(self.buffers[("new_k", "new_v")[part]][n, h, d], "float32")
         at = (columns.k, columns.v)[part] + h * (a.head_dim, a.v_head_dim)[part] + d
@@ -204,7 +204,7 @@ class BoundAppend:
 
     def pair(self, k: Expr) -> tuple[Expr, Expr]:
         """Which elements of a head turn together."""
-        rotary = self.append.rotary
+        rotary = self.record.rotary
         assert rotary is not None
         return (2 * k, 2 * k + 1) if rotary.interleaved else (k, k + rotary.dim // 2)
 
@@ -239,38 +239,38 @@ class BoundAppend:
         return [(where | {"h": h, "d": d, "e": h * dim + d})[axis] for axis in self.layout.axes]
 
 
-def copy_and_append(append: Append) -> tirx.PrimFunc:
+def copy_and_write(record: KvWrite) -> tirx.PrimFunc:
     """PrimFunc (*inputs, *caches): the written caches are copies of the given ones with the new rows."""
-    return _prim_func(append, copy=True)
+    return _prim_func(record, copy=True)
 
 
-def append_in_place(append: Append) -> tirx.PrimFunc:
+def write_in_place(record: KvWrite) -> tirx.PrimFunc:
     """PrimFunc (*inputs): writes the new rows into the caches, and nothing else."""
-    return _prim_func(append, copy=False)
+    return _prim_func(record, copy=False)
 
 
 def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The in-place form of a copying append, recognized by its attribute `lowering.append`."""
-    return append_in_place(Append.from_json(str(function.attrs[ATTRIBUTE])))
+    """The in-place form of a copying KV write, recognized by its attribute `lowering.kv_write`."""
+    return write_in_place(KvWrite.from_json(str(function.attrs[ATTRIBUTE])))
 
 
-def _prim_func(append: Append, copy: bool) -> tirx.PrimFunc:
+def _prim_func(record: KvWrite, copy: bool) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
-        bound = BoundAppend(append, copy)
-        with T.sblock("append"):
-            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if not copy or name in append.inputs()])
+        bound = BoundKvWrite(record, copy)
+        with T.sblock("kv_write"):
+            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if not copy or name in record.inputs()])
             T.writes([whole(buffer) for buffer in bound.written.values()])
             if copy:
                 for name, buffer in bound.written.items():
                     with T.grid(*buffer.shape) as place:
                         T.buffer_store(buffer, bound.buffers[name][tuple(place)], list(place))
-            size = bound.size("tokens") * append.heads * (append.head_dim + append.v_head_dim)
+            size = bound.size("tokens") * record.heads * (record.head_dim + record.v_head_dim)
 
             def rows_of(work: Expr) -> None:
                 b, share = T.bind(work // _PARTS), work % _PARTS
                 count = T.bind(bound.rows(b))
                 first, last = (T.bind(count * s // _PARTS) for s in (share, share + 1))
-                with T.serial(last - first) as r, T.serial(T.int64(append.heads)) as h:
+                with T.serial(last - first) as r, T.serial(T.int64(record.heads)) as h:
                     _Head(bound, b, T.bind(first + r), h).emit()
 
             work = T.int64(_PARTS) * bound.B
@@ -285,37 +285,37 @@ def _prim_func(append: Append, copy: bool) -> tirx.PrimFunc:
 class _Head:
     """The code for head h of new row i of batch b."""
 
-    def __init__(self, bound: BoundAppend, b: Expr, i: Expr, h: Expr) -> None:
-        self.bound, self.append, self.b, self.i, self.h = bound, bound.append, b, i, h
+    def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, h: Expr) -> None:
+        self.bound, self.record, self.b, self.i, self.h = bound, bound.record, b, i, h
         self.n = T.bind(bound.buffers["row_starts"][b] + i)
         self.t = T.bind(bound.buffers["starts"][b] + i)
 
     def emit(self) -> None:
         with T.If(self.bound.stays(self.b, self.i)), T.Then():
-            for part, dim in enumerate(self.append.dims()):
+            for part, dim in enumerate(self.record.dims()):
                 self.part(part, dim)
 
     def part(self, part: int, dim: int) -> None:
         x = T.alloc_buffer((dim,), "float32")
         with T.serial(T.int64(dim)) as d:
             T.buffer_store(x, self.bound.element(part, self.n, self.h, d), [d])
-        rotary = self.append.rotary
+        rotary = self.record.rotary
         if rotary is not None and part == 0:
             with T.serial(T.int64(rotary.dim // 2)) as k:
                 one, other = self.bound.pair(k)
                 pair = [T.bind(value) for value in self.bound.turned(self.n, k, x[one], x[other])]
                 for place, value in zip((one, other), pair):
                     T.buffer_store(x, value, [place])
-        codec = self.append.layout.codec
+        codec = self.record.layout.codec
         with self.bound.slot(part, self.b, self.t) as (buffer, where):
             if codec is not None and codec.group:
                 self.grouped(part, x, dim, codec, buffer, where)
                 return
-            width = dim // self.append.layout.packing
+            width = dim // self.record.layout.packing
             with T.serial(T.int64(width)) as n:
 
                 def exact(d: Expr) -> Expr:
-                    return rounded(x[d], self.append.dtype)
+                    return rounded(x[d], self.record.dtype)
 
                 value = cast(exact(n), buffer.dtype) if codec is None else self.bound.coded(part, self.h, n, exact)
                 T.buffer_store(buffer, value, self.bound.index(where, self.h, n, width))
@@ -324,7 +324,7 @@ class _Head:
         self, part: int, x: tirx.Buffer, dim: int, codec: Codec, buffer: tirx.Buffer, where: dict[str, Expr]
     ) -> None:
         """Codes with a scale for each group."""
-        dtype, lanes = self.append.dtype, math.gcd(codec.group, _LANES)
+        dtype, lanes = self.record.dtype, math.gcd(codec.group, _LANES)
         largest = T.alloc_buffer((lanes,), "float32")
         with (
             T.serial(T.int64(dim // codec.group)) as g,

@@ -1,21 +1,21 @@
-"""ServedAppend: new keys and values of requests go into one layer of a paged cache of all layers."""
+"""ServedKvWrite: new keys and values of requests go into one layer of a paged cache of all layers."""
 
 from __future__ import annotations
 
 from tvm import relax
 
-from ...attention.append import Append
+from ...attention.kv_write import KvWrite
 from ...graph.legality import OWN_DOMAIN
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
-from ..append import append
+from ..kv_write import kv_write
 from .layer_pages import LayerPages
 
 
-@op("ServedAppend", since=1, domain=OWN_DOMAIN)
-def served_append(
+@op("ServedKvWrite", since=1, domain=OWN_DOMAIN)
+def served_kv_write(
     node: Node,
     k: Value,
     v: Value,
@@ -34,10 +34,10 @@ def served_append(
     """
     heads, size = (number(node, f"dimension {axis} of k", k.shape[axis]) for axis in (1, 3))
     pages = LayerPages(node, entries, kv_cache, kv_cache_scale)
-    record = Append(static(past.shape[0]), heads, size, size, k.dtype, pages.layout)
+    record = KvWrite(static(past.shape[0]), heads, size, size, k.dtype, pages.layout)
     new = {"new_k": _rows_first(node, k), "new_v": _rows_first(node, v)}
     where = {"row_starts": first_rows, "row_counts": row_counts, "starts": past}
-    after = append(node, record, {**new, **where, **pages.tensors})
+    after = kv_write(node, record, {**new, **where, **pages.tensors})
     scale = None if kv_cache_scale is None else node.reshaped(after["kv_scale"], kv_cache_scale.shape)
     return node.reshaped(after["kv"], kv_cache.shape), scale
 

@@ -1,15 +1,15 @@
-"""Append writes new rows to their slots and nothing else, whatever the cache, the codes, and the numbers in tables."""
+"""KvWrite writes new rows to their slots and nothing else, whatever the cache, the codes, and the numbers in tables."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import tvm
-from append_cases import Case, arrays, expected, made, same
 from attention_cases import TARGET
+from kv_write_cases import Case, arrays, expected, made, same
 from placed_arrays import borrow, guarded
 
-from lowering.attention.append import append_in_place, copy_and_append
+from lowering.attention.kv_write import copy_and_write, write_in_place
 from lowering.passes.guard_divisions import guard_divisions
 
 CALLS = 6
@@ -18,7 +18,7 @@ CALLS = 6
 def check(seed: int) -> None:
     cases = made(seed, CALLS)
     record = cases[0].append
-    functions = {"in_place": append_in_place(record), "copying": copy_and_append(record)}
+    functions = {"in_place": write_in_place(record), "copying": copy_and_write(record)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     built = tvm.compile(guard_divisions(module), TARGET)
     for number, case in enumerate(cases):
