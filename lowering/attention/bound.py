@@ -1,7 +1,7 @@
 """A problem bound to the buffers of the function under construction: all that a kernel asks, as TIR expressions.
 
-A kernel never reads the record's masks, windows or layouts itself. It asks `places` where an element lies, `keys` which
-keys a tile of rows can see at all and which all of its rows see, and `scores` what the score of a pair is.
+A kernel never reads the record's masks, windows or layouts itself. It asks `addressing` where an element lies, `keys`
+which keys a tile of rows can see at all and which all of its rows see, and `scores` what the score of a pair is.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from .addressing import Addressing
 from .expr.emit import broadcast, cast, lanes, scalar_type
 from .keys import Keys, Range
 from .parameters import Parameters
-from .places import Places
 from .problem import AttentionProblem
 from .scores import Scores
 
@@ -29,9 +29,9 @@ class Bound:
         parameters = Parameters(problem, scope) if parameters is None else parameters
         self.problem, self.buffers, self.scratch = problem, parameters.buffers, parameters.scratch
         self.B, self.S, self.T = parameters.B, parameters.S, parameters.T
-        self.places = Places(parameters)
-        self.scores = Scores(parameters, self.places)
-        self.keys, self.rows = Keys(parameters, self.places), self.places.rows
+        self.addressing = Addressing(parameters)
+        self.scores = Scores(parameters, self.addressing)
+        self.keys, self.rows = Keys(parameters, self.addressing), self.addressing.rows
 
     @contextmanager
     def if_there(self, b: Expr, i: Expr) -> Iterator[None]:

@@ -10,9 +10,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import whole
+from .addressing import Addressing
 from .expr.emit import cast
 from .parameters import Sizes, matched, store_tables, store_tensors
-from .places import Places
 from .problem import AttentionProblem
 from .slots import clamp
 
@@ -48,7 +48,7 @@ def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -
         shapes |= dict.fromkeys(("lengths", "key_starts", *_SKIPPING), ([batches], "int64"))
         shapes |= {name: ([size("rows"), heads, dim], p.dtype) for name, dim in zip(("keys", "values"), dims)}
         buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
-        places = Places(_Bound(p, buffers, batches, 1))
+        addressing = Addressing(_Bound(p, buffers, batches, 1))
         with T.sblock("gather"):
             T.reads([whole(buffers[name]) for name in names])
             T.writes([whole(buffers[name]) for name in ("keys", "values")])
@@ -59,7 +59,7 @@ def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -
                     if skipping:
                         key = T.bind(tirx.Select(j < buffers["sink_keys"][b], j, j + buffers["skips"][b]))
                     with T.If(tirx.all(n >= 0, n < rows)), T.Then():
-                        for name, dim, read in zip(("keys", "values"), dims, (places.k, places.v)):
+                        for name, dim, read in zip(("keys", "values"), dims, (addressing.k, addressing.v)):
                             with T.grid(T.int64(heads), T.int64(dim)) as (h, d):
                                 value = read(b, h // repeat, key, d)
                                 T.buffer_store(buffers[name], cast(value, p.dtype), [n, h, d])
@@ -68,7 +68,7 @@ def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -
 
 @dataclass(frozen=True)
 class _Bound:
-    """What `Places` asks of the parameters of an attention."""
+    """What `Addressing` asks of the parameters of an attention."""
 
     problem: AttentionProblem
     buffers: dict[str, tirx.Buffer]

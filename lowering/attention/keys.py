@@ -15,8 +15,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from ..arithmetic import LARGEST_SIZE
+from .addressing import Addressing
 from .parameters import Parameters, int64
-from .places import Places
 from .problem import Mask
 
 Range = tuple[Expr, Expr]
@@ -26,9 +26,9 @@ Range = tuple[Expr, Expr]
 class Keys:
     """Ranges of keys. Indices may have any integer type."""
 
-    def __init__(self, parameters: Parameters, places: Places) -> None:
+    def __init__(self, parameters: Parameters, addressing: Addressing) -> None:
         self.problem, self.buffers, self.scalars = parameters.problem, parameters.buffers, parameters.scalars
-        self.T, self.places = parameters.T, places
+        self.T, self.addressing = parameters.T, addressing
 
     @property
     def differ(self) -> bool:
@@ -100,7 +100,7 @@ class Keys:
 
     def _last(self, b: Expr, i1: Expr) -> Expr:
         """The last row of the batch before i1."""
-        return tirx.min(int64(i1), int64(self.places.rows(b))) - 1
+        return tirx.min(int64(i1), int64(self.addressing.rows(b))) - 1
 
     def _unless_free(self, b: Expr, end: Expr, free: Expr) -> Expr:
         window = self.problem.window
@@ -114,7 +114,7 @@ class Keys:
         if window.offset == "past":
             return self.scalars["past"]
         if window.offset == "lengths":
-            return self.buffers["lengths"][b] - int64(self.places.rows(b))
+            return self.buffers["lengths"][b] - int64(self.addressing.rows(b))
         if window.offset == "behind":
             return self.buffers["lengths"][b]
         return int64(0)

@@ -26,7 +26,7 @@ def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
         T.func_name("count_pairs")
         bound = Bound(problem)
         counts = T.arg("counts", T.Buffer((2,), "int64"))
-        for k, start in enumerate((T.int64(0), bound.places.slot_count() * problem.kv_heads)):
+        for k, start in enumerate((T.int64(0), bound.addressing.slot_count() * problem.kv_heads)):
             T.buffer_store(counts, start, [k])
         with T.serial(T.int64(1) * bound.B) as b:
             rows = T.int64(1) * bound.rows(b)

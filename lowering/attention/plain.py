@@ -94,7 +94,7 @@ class Row:
     def load_query(self) -> None:
         """q := scale * Q_i"""
         with self.elements(self.problem.head_dim) as (place, d):
-            q = self.bound.places.q(self.b, self.h, self.i, d)
+            q = self.bound.addressing.q(self.b, self.h, self.i, d)
             _store(self.q, place, q * self.bound.scores.scale)
 
     def online_softmax(self) -> None:
@@ -115,14 +115,14 @@ class Row:
             _store(m, 0, m_new)
             _store(l, 0, l[0] * alpha + p)
             with self.elements(self.problem.v_head_dim) as (place, d):
-                _store(o, place, o[place] * alpha + p * self.bound.places.v(self.b, self.hk, j, d))
+                _store(o, place, o[place] * alpha + p * self.bound.addressing.v(self.b, self.hk, j, d))
 
     def store_y(self) -> None:
         """Y_i := o / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
         with self.alone():
-            self.bound.places.store_ends(self.b, self.h, self.i, self.m[0], self.l[0])
+            self.bound.addressing.store_ends(self.b, self.h, self.i, self.m[0], self.l[0])
         with self.elements(self.problem.v_head_dim) as (place, d):
-            self.bound.places.store_y(self.b, self.h, self.i, d, self.normalized(self.o[place]))
+            self.bound.addressing.store_y(self.b, self.h, self.i, d, self.normalized(self.o[place]))
 
     def store_qk(self, mode: int) -> None:
         """The row of the qk output: scores and probabilities are computed again rather than kept."""
@@ -158,7 +158,7 @@ class Row:
         partial = self.bound.scratch(PARTIAL_SUMS, self.problem.acc_dtype)
 
         def add(d: Expr, lane: Expr) -> None:
-            k = self.bound.places.k(self.b, self.hk, j, d)
+            k = self.bound.addressing.k(self.b, self.hk, j, d)
             _store(partial, lane, partial[lane] + self.q[d] * k)
 
         with T.unroll(PARTIAL_SUMS) as lane:
@@ -182,7 +182,7 @@ class Row:
 
     def put_qk(self, j: Expr, value: Expr) -> None:
         with self.alone():
-            self.bound.places.store_qk(self.b, self.h, self.i, j, value)
+            self.bound.addressing.store_qk(self.b, self.h, self.i, j, value)
 
 
 def _store(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:

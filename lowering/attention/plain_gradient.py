@@ -59,7 +59,7 @@ class Part:
 
     def __init__(self, bound: BoundGradient) -> None:
         self.bound, self.problem, self.buffers = bound, bound.problem, bound.buffers
-        self.scores, self.places, self.acc = bound.bound.scores, bound.bound.places, bound.problem.acc_dtype
+        self.scores, self.addressing, self.acc = bound.bound.scores, bound.bound.addressing, bound.problem.acc_dtype
         self.zero = tirx.const(0.0, self.acc)
 
     def vector(self, size: int) -> tirx.Buffer:
@@ -85,7 +85,7 @@ class Part:
         with T.serial(self.bound.bound.T) as j, self.visible(b, h, i, j):
             ds = self.pair(b, h, i, j, delta).ds()
             with self.elements(self.problem.head_dim) as (at, d):
-                T.buffer_store(dq, dq[at] + ds * self.places.k(b, hk, j, d), [at])
+                T.buffer_store(dq, dq[at] + ds * self.addressing.k(b, hk, j, d), [at])
         with self.elements(self.problem.head_dim) as (at, d):
             T.buffer_store(self.buffers["dq"], dq[at] * self.scores.scale, [b, h, i, d])
 
@@ -99,7 +99,7 @@ class Part:
                 pair = self.pair(b, h, i, j, self.delta(b, h, i))
                 ds = pair.ds()
                 with self.elements(p.head_dim) as (at, d):
-                    T.buffer_store(dk, dk[at] + ds * self.places.q(b, h, i, d), [at])
+                    T.buffer_store(dk, dk[at] + ds * self.addressing.q(b, h, i, d), [at])
                 with self.elements(p.v_head_dim) as (at, d):
                     T.buffer_store(dv, dv[at] + pair.p * self.dy(b, h, i, d), [at])
         with self.elements(p.head_dim) as (at, d):
@@ -121,8 +121,8 @@ class Part:
 
     def pair(self, b: Expr, h: Expr, i: Expr, j: Expr, delta: Expr) -> Pair:
         hk = T.bind(h // self.problem.group)
-        s = self.dot(self.problem.head_dim, lambda d: self.places.q(b, h, i, d) * self.places.k(b, hk, j, d))
-        dp = self.dot(self.problem.v_head_dim, lambda d: self.dy(b, h, i, d) * self.places.v(b, hk, j, d))
+        s = self.dot(self.problem.head_dim, lambda d: self.addressing.q(b, h, i, d) * self.addressing.k(b, hk, j, d))
+        dp = self.dot(self.problem.v_head_dim, lambda d: self.dy(b, h, i, d) * self.addressing.v(b, hk, j, d))
         return Pair(self.bound, (b, h, i, j), s, dp, delta)
 
     def delta(self, b: Expr, h: Expr, i: Expr) -> Expr:

@@ -13,11 +13,11 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from .addressing import Addressing
 from .expr.emit import broadcast, cast, lanes, scalar_type, widened
 from .expr.interval import Interval
 from .formula import Formula
 from .parameters import Parameters, int64
-from .places import Places
 from .problem import Mask
 
 HIDDEN = -5e4
@@ -28,9 +28,9 @@ that is biased by less takes no part in the softmax of a row in which any other 
 class Scores:
     """Scores and masks, in acc_dtype but where a mask is bool."""
 
-    def __init__(self, parameters: Parameters, places: Places) -> None:
+    def __init__(self, parameters: Parameters, addressing: Addressing) -> None:
         self.problem, self.buffers, self.scratch = parameters.problem, parameters.buffers, parameters.scratch
-        self.S, self.places = parameters.S, places
+        self.S, self.addressing = parameters.S, addressing
         mask = self.problem.mask
         self.has_mask = mask is not None
         self.has_tensor = isinstance(mask, Mask)
@@ -154,7 +154,7 @@ class Scores:
         mask, buffer = self.problem.mask, self.buffers["mask"]
         assert isinstance(mask, Mask)
         indices: list[Expr | int] = []
-        i = self.places.row(b, i)
+        i = self.addressing.row(b, i)
         j = self.column(b, j)
         for axis, index in enumerate((b, h, i, j)):
             if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):

@@ -122,7 +122,7 @@ class _Partial:
 
         def store() -> None:
             l, y = self.combined(m.value, (m_0, l_0), first, splits)
-            self.bound.places.store_ends(b, h, i, m.value, l)
+            self.bound.addressing.store_ends(b, h, i, m.value, l)
             store_y(self.bound, self.cpu, b, h, i, y, self.v_starts)
 
         if not self.bound.scores.skips_numbers:
@@ -244,7 +244,7 @@ class _Split:
         def vector(h: Expr, i: Expr, d: int) -> Expr:
             if not self.kv.pairs:
                 return load_query(self.bound, self.cpu, (self.b, h, i), d, self.Wk) * scale
-            buffer, indices = self.bound.places.at("q", self.b, h, i, T.int64(2 * d))
+            buffer, indices = self.bound.addressing.at("q", self.b, h, i, T.int64(2 * d))
             return words_of(load(buffer, 2 * self.Wk, *indices))
 
         with T.serial(self.rows) as r:

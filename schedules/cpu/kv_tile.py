@@ -9,8 +9,8 @@ from tvm import DataType, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from lowering.attention.addressing import decoded, half_byte
 from lowering.attention.bound import Bound
-from lowering.attention.places import decoded, half_byte
 from lowering.attention.problem import AttentionProblem
 
 from .dot_bf16 import LANES, dot, non_zero, shuffled_back, words_of, zip_halves, zip_rows
@@ -19,7 +19,7 @@ from .vector import LINE, Buffer, Machine, Register, convert, cover, fixed, like
 
 def load_query(bound: Bound, cpu: Machine, place: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int) -> Expr:
     """Elements [d, d + lanes) of q at (b, h, i), in the type of the arithmetic."""
-    buffer, indices = bound.places.at("q", *place, T.int64(1) * d)
+    buffer, indices = bound.addressing.at("q", *place, T.int64(1) * d)
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
 
 
@@ -66,7 +66,7 @@ class KeyValueTile:
         self.Wv, self.v_starts = vectors_of_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in p.stored_types)
-        self.by_offset = bound.places.looked_up
+        self.by_offset = bound.addressing.looked_up
         self.scratch = {
             "K": (self.unpacks_k * size * self.D, p.acc_dtype),
             "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
@@ -99,10 +99,10 @@ class KeyValueTile:
     def find(self, which: str, tile: tuple[Expr, Expr, Expr]) -> None:
         """The offsets of as many rows as this tile has, of the one that starts at (b, hk, key): run by run."""
         b, hk, start = tile
-        count, run = fixed((self.end - self.start).astype("int64")), self.bound.places.run("k")
+        count, run = fixed((self.end - self.start).astype("int64")), self.bound.addressing.run("k")
 
         def offset(name: str, j: Expr) -> Expr:
-            return fixed(self.bound.places.offset(name, b, hk, fixed(start + j)))
+            return fixed(self.bound.addressing.offset(name, b, hk, fixed(start + j)))
 
         def one_by_one(name: str, first: Expr, stop: Expr) -> None:
             with T.serial(stop - first) as n:
@@ -118,7 +118,7 @@ class KeyValueTile:
             first = fixed(tirx.max(n * run - before, 0)) if run is not None else T.int64(0)
             stop = fixed(tirx.min((n + 1) * run - before, count)) if run is not None else count
             for name in "kv":
-                _, _, stride = self.bound.places.strides(name)
+                _, _, stride = self.bound.addressing.strides(name)
                 at, last = offset(name, first), offset(name, stop - 1)
                 # Tables may say what is not there; then each place is clamped for itself.
                 with T.If(tirx.EQ(last - at, (stop - 1 - first) * stride)):
@@ -147,19 +147,19 @@ class KeyValueTile:
 
     def raw(self, name: str, j: Expr, d: Expr | int, lanes: int, place: Expr | None = None) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, in their own type; of codes that share bytes the bytes."""
-        packing = self.bound.places.packing
+        packing = self.bound.addressing.packing
         if self.by_offset:
             place = self.memory[f"{name}_rows"][j] if place is None else place
-            buffer, indices = self.bound.places.flat(name, place + (d // packing if packing > 1 else d))
+            buffer, indices = self.bound.addressing.flat(name, place + (d // packing if packing > 1 else d))
             return load(buffer, max(lanes // packing, 1), *indices)
-        buffer, indices = self.bound.places.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
+        buffer, indices = self.bound.addressing.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
         return load(buffer, max(lanes // packing, 1), *indices)
 
     def decoded(self, raw: Expr, d: Expr | int, lanes: int) -> Expr:
         """The numbers of codes [d, d + lanes) of a row, before their scales; d and lanes are even where two share a
         byte, or it is one lane."""
         acc = self.bound.problem.acc_dtype
-        if self.bound.places.packing == 1:
+        if self.bound.addressing.packing == 1:
             return decoded(raw, acc)
         if lanes == 1:
             return half_byte(raw, T.int64(1) * d, acc)
@@ -191,26 +191,26 @@ class KeyValueTile:
 
     def load(self, name: str, j: Expr, d: Expr | int, lanes: int, place: Expr | None = None) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, in the type of the arithmetic, but for a `factor`."""
-        raw, acc, places = self.raw(name, j, d, lanes, place), self.bound.problem.acc_dtype, self.bound.places
+        raw, acc, addressing = self.raw(name, j, d, lanes, place), self.bound.problem.acc_dtype, self.bound.addressing
         if not self.bound.problem.coded:
             return convert(raw, acc, self.cpu)
-        if places.channels:
-            buffer, indices = places.channel_scales(name, self.hk, d)
+        if addressing.channels:
+            buffer, indices = addressing.channel_scales(name, self.hk, d)
             return fixed(self.decoded(raw, d, lanes) * convert(load(buffer, lanes, *indices), acc, self.cpu))
-        if not places.group():
+        if not addressing.group():
             return fixed(self.decoded(raw, d, lanes))
         if self.by_offset:
             offset = (self.memory[f"{name}_rows"][j] if place is None else place) + d
         else:
-            offset = places.offset(name, self.b, self.hk, self.start + j, d)
-        matmul, narrow = fixed(decoded(raw, acc) * self.scale(name, offset, lanes)), places.product_type()
+            offset = addressing.offset(name, self.b, self.hk, self.start + j, d)
+        matmul, narrow = fixed(decoded(raw, acc) * self.scale(name, offset, lanes)), addressing.product_type()
         if narrow == acc:
             return matmul
         return convert(fixed(convert(matmul, narrow, self.cpu)), acc, self.cpu)
 
     def factor(self, name: str) -> Expr | None:
         """What all of k, or all of v, is to be multiplied by, if there is such a number."""
-        factor = self.bound.places.factor(name)
+        factor = self.bound.addressing.factor(name)
         return None if factor is None else fixed(factor)
 
     def finished(self, o: Sequence[Expr]) -> list[Expr]:
@@ -223,14 +223,14 @@ class KeyValueTile:
     def scale(self, name: str, offset: Expr, lanes: int) -> Expr:
         """The scales of so many neighbors of one row. A row is whole groups, and so is a vector, or a group is whole
         vectors; else they are read one by one."""
-        places, acc = self.bound.places, self.bound.problem.acc_dtype
-        group = places.group()
+        addressing, acc = self.bound.addressing, self.bound.problem.acc_dtype
+        group = addressing.group()
         if group % lanes == 0:
-            return splat(places.scale(name, offset), lanes, acc)
+            return splat(addressing.scale(name, offset), lanes, acc)
         if lanes % group:
-            each = [places.scale(name, offset + lane) for lane in range(lanes)]
+            each = [addressing.scale(name, offset + lane) for lane in range(lanes)]
             return tirx.Shuffle(each, list(range(lanes)))
-        buffer, indices = places.scales(name, tirx.floordiv(offset, group))
+        buffer, indices = addressing.scales(name, tirx.floordiv(offset, group))
         some = fixed(convert(load(buffer, lanes // group, *indices), acc, self.cpu))
         # TVM wants as many lanes as it gets.
         return tirx.Shuffle([some] * group, [lane // group for lane in range(lanes)])
@@ -256,30 +256,32 @@ class KeyValueTile:
                 inside.enter_context(T.Then())
             d = T.int64(2 if words else 1) * d
             if self.by_offset:
-                packing = self.bound.places.packing
+                packing = self.bound.addressing.packing
                 place = self.memory[f"{name}_next"][j] + (d // packing if packing > 1 else d)
-                buffer, indices = self.bound.places.flat(name, place)
+                buffer, indices = self.bound.addressing.flat(name, place)
             else:
-                buffer, indices = self.bound.places.at(name, b, hk, start + j, d)
+                buffer, indices = self.bound.addressing.at(name, b, hk, start + j, d)
             prefetch(buffer, *indices)
 
     def prefetch_scale(self, name: str, j: Expr, d: Expr | int) -> None:
         """Asks for the line of the scale of such a code, once for all codes whose scales are in it: the scales of a
         page, or of a few tokens, are a line far from any other."""
-        p, places = self.bound.problem, self.bound.places
-        if not p.coded or not places.group():
+        p, addressing = self.bound.problem, self.bound.addressing
+        if not p.coded or not addressing.group():
             return
         assert self.next is not None
         b, hk, start = self.next
         row = p.head_dim if name == "k" else p.v_head_dim
-        memory, _ = places.scales(name, T.int64(0))
-        codes = LINE // DataType(memory.dtype).itemsize * places.group()
+        memory, _ = addressing.scales(name, T.int64(0))
+        codes = LINE // DataType(memory.dtype).itemsize * addressing.group()
         once = tirx.EQ(T.int64(1) * d % min(codes, row), T.int64(0))
         if codes > row:
             once = tirx.all(once, tirx.EQ(T.int64(1) * j % (codes // row), T.int64(0)))
         with T.If(once), T.Then():
-            offset = self.memory[f"{name}_next"][j] + d if self.by_offset else places.offset(name, b, hk, start + j, d)
-            buffer, indices = places.scales(name, tirx.floordiv(offset, places.group()))
+            offset = (
+                self.memory[f"{name}_next"][j] + d if self.by_offset else addressing.offset(name, b, hk, start + j, d)
+            )
+            buffer, indices = addressing.scales(name, tirx.floordiv(offset, addressing.group()))
             prefetch(buffer, *indices)
 
     def add_pv(
@@ -332,5 +334,5 @@ class KeyValueTile:
 def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:
     """Y at (b, h, i) := the vectors, rounded to its type."""
     for d, y in zip(starts, vectors):
-        buffer, indices = bound.places.at("y", b, h, i, T.int64(d))
+        buffer, indices = bound.addressing.at("y", b, h, i, T.int64(d))
         store(buffer, convert(y, buffer.dtype, cpu), *indices)

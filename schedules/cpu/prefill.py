@@ -239,7 +239,7 @@ class _QueryTile:
             h, i = row
             if not self.kv.pairs:
                 return fixed(load_query(self.bound, self.cpu, (self.b, h, i), d, w) * scale)
-            buffer, indices = self.bound.places.at("q", self.b, h, i, T.int64(2) * d)
+            buffer, indices = self.bound.addressing.at("q", self.b, h, i, T.int64(2) * d)
             return words_of(load(buffer, 2 * w, *indices))
 
         with T.serial(self.panels * (self.panel // w)) as block:
@@ -270,7 +270,7 @@ class _QueryTile:
         with T.serial(self.here) as r:
             h, i = (T.bind(x) for x in self.head_and_row(self.r0 + r))
             l = self.l[r]
-            self.bound.places.store_ends(self.b, h, i, self.m[r], l)
+            self.bound.addressing.store_ends(self.b, h, i, self.m[r], l)
             inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
             inverse = T.bind(splat(inverse, self.Wv, self.acc))
             y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]

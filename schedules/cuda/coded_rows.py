@@ -23,21 +23,21 @@ class CodedRows:
 
     def __init__(self, codes: KvCodes, rows: Rows, memory: tirx.Buffer, start: Expr | int, count: int) -> None:
         self.codes, self.rows, self.memory, self.start, self.count = codes, rows, memory, start, count
-        p = rows.places.problem
+        p = rows.addressing.problem
         self.bytes, self.scale_bytes = code_bytes(p), DataType(codes.codec.scale_dtype).itemsize
         self.size = count * rows.chunks * arriving_bytes(p) // 2
         """Of a slot, in elements of 16 bits."""
 
     def copy(self, slot: Expr, first: Expr, end: Expr) -> None:
         """Begins to copy a tile, from row `first` on, to a slot; rows from `end` on become zeros, and so do scales."""
-        places, name, group = self.rows.places, self.rows.name, self.codes.codec.group
+        addressing, name, group = self.rows.addressing, self.rows.name, self.codes.codec.group
 
         def copy_chunk(row: Expr, chunk: Expr, place: Expr, there: Expr | None) -> None:
-            buffer, indices = places.flat(name, place)
+            buffer, indices = addressing.flat(name, place)
             ptx.copy_chunk(self._code(slot, row, chunk), buffer[tuple(indices)], there, self.bytes)
             if group:
                 each = 4 // self.scale_bytes
-                scales, indices = places.scales(name, tirx.truncdiv(place, group * each) * each)
+                scales, indices = addressing.scales(name, tirx.truncdiv(place, group * each) * each)
                 ptx.copy_chunk(self._scale(slot, row, chunk), scales[tuple(indices)], there, 4)
 
         self.rows.find(first, self.count, end, copy_chunk)

@@ -212,7 +212,7 @@ class _Split:
         def load(row: Expr, chunk: Expr) -> None:
             _, h, i = self.partial.row_of(self.head, fixed(self.r0 + row))
             exists = tirx.all(self.r0 + row < self.rows, chunk < self.problem.head_dim // CHUNK)
-            buffer, indices = self.bound.places.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
+            buffer, indices = self.bound.addressing.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
             ptx.copy_chunk(self.Q.at(row, chunk), buffer[tuple(indices)], exists)
 
         self.each_chunk_of_queries(load)
@@ -287,7 +287,7 @@ class _Split:
                 exists = kv0 + row < stop
                 if chunks > whole:
                     exists = tirx.all(exists, n * across + chunk0 < whole)
-                buffer, indices = self.bound.places.at(name, self.b, self.hk, j, (n * across + chunk0) * CHUNK)
+                buffer, indices = self.bound.addressing.at(name, self.b, self.hk, j, (n * across + chunk0) * CHUNK)
                 ptx.copy_chunk(tile.at(row, n * across + chunk0), buffer[tuple(indices)], exists)
 
         with unrolled(-(-keys // at_once)) as step:

@@ -48,7 +48,7 @@ class OnlineSoftmax:
         self.biased = bound.scores.has_bias
         self.lowest = self.biased or self.problem.score is not None  # a score may be the lowest number
         scale = self.problem.scale or 0.0  # that is known
-        factor = bound.places.factor("k")
+        factor = bound.addressing.factor("k")
         self.scale = bound.scores.scale if factor is None else fixed(bound.scores.scale * factor)
         self.raw = not bound.scores.changes and not self.biased and scale > 0 and factor is None
         self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
@@ -224,7 +224,7 @@ class OnlineSoftmax:
             if self.problem.lse or self.problem.max:
                 h, i = self.rows[r]
                 with T.If(tirx.all(tirx.EQ(self.column, 0), i < self.bound.rows(self.b))), T.Then():
-                    self.bound.places.store_ends(self.b, h, i, self.maximum(r), l)
+                    self.bound.addressing.store_ends(self.b, h, i, self.maximum(r), l)
         return self.alpha
 
 

@@ -149,7 +149,7 @@ class KvCodes:
         scale has one."""
         if self.codec.group:
             return
-        tensor = self.bound.places.factor("v")
+        tensor = self.bound.addressing.factor("v")
         factor = None if tensor is None else fixed(tensor)
         with unrolled(int(O.shape[0]) // 4) as column, unrolled(4) as x:
             at = column * 4 + x
@@ -159,7 +159,7 @@ class KvCodes:
             put(O, at, tirx.Select(tirx.EQ(O[at], T.float32(0)), O[at], O[at] * scale))
 
     def _channel(self, name: str, hk: Expr, d: Expr) -> Expr:
-        buffer, indices = self.bound.places.channel_scales(name, hk, d)
+        buffer, indices = self.bound.addressing.channel_scales(name, hk, d)
         return widened(buffer[tuple(indices)], "float32")
 
 

@@ -174,9 +174,11 @@ class Partial:
         m, l, O = state
         zero, one = tirx.const(0, self.acc), tirx.const(1, self.acc)
         inverse = fixed(tirx.Select(tirx.EQ(l, zero), zero, one / l))
-        each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.places.store_y(b, h, i, d, O[n] * inverse))
+        each_element(
+            self.problem.v_head_dim, lane, lambda n, d: self.bound.addressing.store_y(b, h, i, d, O[n] * inverse)
+        )
         with T.If(lane == 0), T.Then():
-            self.bound.places.store_ends(b, h, i, m, l)
+            self.bound.addressing.store_ends(b, h, i, m, l)
 
 
 def merged(

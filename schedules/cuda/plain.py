@@ -90,7 +90,7 @@ class WarpRow(Row):
             put(l, 0, sum(p, l[0] * alpha))
             with self.elements(self.problem.v_head_dim) as (place, d):
                 # What the row does not see may be NaN.
-                v = [self.bound.places.v(self.b, self.hk, j, d) for j in keys]
+                v = [self.bound.addressing.v(self.b, self.hk, j, d) for j in keys]
                 values = [tirx.Select(seen, x, self.zero) for x, seen in zip(v, visible)]
                 put(o, place, sum((x * y for x, y in zip(p, values)), o[place] * alpha))
 
@@ -110,7 +110,7 @@ class WarpRow(Row):
             put(totals, k, self.zero)
         with self.elements(self.problem.head_dim) as (place, d):
             for k, j in enumerate(keys):
-                put(totals, k, totals[k] + self.q[place] * self.bound.places.k(self.b, self.hk, j, d))
+                put(totals, k, totals[k] + self.q[place] * self.bound.addressing.k(self.b, self.hk, j, d))
         for lanes in (16, 8, 4, 2, 1):
             for k in range(len(keys)):
                 put(totals, k, totals[k] + shuffle_xor(totals[k], lanes))

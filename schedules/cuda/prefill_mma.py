@@ -400,7 +400,7 @@ class _QueryTile:
                 exists = tirx.all(chunk < chunks, exists)
             with T.If(exists), T.Then():
                 place = self.Y.at(row, column)
-                buffer, indices = self.bound.places.at("y", self.b, h, i.astype("int64"), column * CHUNK)
+                buffer, indices = self.bound.addressing.at("y", self.b, h, i.astype("int64"), column * CHUNK)
                 if turn is None:
                     ptx.copy_from_shared(buffer[tuple(indices)], place)
                     return
@@ -410,4 +410,4 @@ class _QueryTile:
                     with T.Else(), T.serial(CHUNK) as d:
                         indices[-1] = indices[-1] + d
                         y = [widened(x, "float32") for x in (buffer[tuple(indices)], self.memory[place.indices[0] + d])]
-                        self.bound.places.store_y(self.b, h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])
+                        self.bound.addressing.store_y(self.b, h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])

@@ -27,15 +27,15 @@ class Rows:
     def __init__(self, bound: Bound, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
         p = bound.problem
         self.chunks = (p.v_head_dim if name == "v" else p.head_dim) // CHUNK
-        self.size = CHUNK if name == "q" else CHUNK // bound.places.packing
+        self.size = CHUNK if name == "q" else CHUNK // bound.addressing.packing
         """Elements of the buffer that a chunk has."""
         self.across = math.gcd(self.chunks, threads)  # threads along a row
         self.at_once = threads // self.across
         self.row, self.chunk = fixed(thread // self.across), fixed(thread % self.across)
-        self.places, self.name, self.b, self.h = bound.places, name, b, h
-        self.looked_up = name in ("k", "v") and bound.places.looked_up
-        _, _, self.stride = bound.places.strides(name)
-        self.head = bound.places.offset(name, b, h, T.int64(0))
+        self.addressing, self.name, self.b, self.h = bound.addressing, name, b, h
+        self.looked_up = name in ("k", "v") and bound.addressing.looked_up
+        _, _, self.stride = bound.addressing.strides(name)
+        self.head = bound.addressing.offset(name, b, h, T.int64(0))
         self.mine = fixed(
             self.row * self.stride.astype("int32") + self.chunk * self.size
         )  # within one pass over the rows
@@ -44,7 +44,7 @@ class Rows:
         """Begins to copy so many rows from `first` on to a tile; rows from `end` on become zeros."""
 
         def copy_chunk(row: Expr, chunk: Expr, place: Expr, there: Expr | None) -> None:
-            buffer, indices = self.places.flat(self.name, place)
+            buffer, indices = self.addressing.flat(self.name, place)
             ptx.copy_chunk(tile.at(row, chunk), buffer[tuple(indices)], there)
 
         self.find(first, count, end, copy_chunk)
@@ -62,14 +62,14 @@ class Rows:
                 place = start + step * self.at_once * self.stride
             else:
                 key = fixed((first + step * self.at_once + self.row).astype("int64"))
-                place = fixed(self.places.offset(self.name, self.b, self.h, key)) + self.chunk * self.size
+                place = fixed(self.addressing.offset(self.name, self.b, self.h, key)) + self.chunk * self.size
             with unrolled(self.chunks // self.across) as n:
                 there = None if left is None else step * self.at_once < left
                 row, chunk = step * self.at_once + self.row, n * self.across + self.chunk
                 body(row, chunk, place + n * self.across * self.size, there)
 
         # Places that are looked up for many rows at once do not fit beside what expands codes.
-        some = self.looked_up and self.places.problem.coded and count > _LOOKED_UP * self.at_once
+        some = self.looked_up and self.addressing.problem.coded and count > _LOOKED_UP * self.at_once
         self._each_row(count, find_row, _LOOKED_UP if some else True)
 
     def each(self, count: int, body: Callable[[Expr, Expr], None]) -> None:

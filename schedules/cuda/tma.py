@@ -57,7 +57,7 @@ class TensorMap:
         buffer = bound.buffers[name]
         size = DataType(buffer.dtype).bits // 8
         length, some = tirx.max(int64(length), T.int64(1)), int64(length) > 0
-        batch, head, row = bound.places.strides(name)
+        batch, head, row = bound.addressing.strides(name)
         head, batch = tirx.max(head, dim), tirx.max(batch, heads * dim)  # where there are no rows
         sizes = [dim, group, length, heads // group, bound.B]
         strides = [head * size, row * size, head * group * size, batch * size]

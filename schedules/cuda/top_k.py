@@ -1,7 +1,7 @@
 """The first elements of a row in their order on GPUs, by a bitonic sorting network (Batcher 1968) over their places.
 
-Places are sorted, and elements compared where they lie. Each row is padded to a power of two by places behind its end,
-which come last. Steps of the network between places that are close are done in shared memory by the block that has
+Addressing are sorted, and elements compared where they lie. Each row is padded to a power of two by places behind its
+end, which come last. Steps of the network between places that are close are done in shared memory by the block that has
 both; those between others are a launch each.
 """
 

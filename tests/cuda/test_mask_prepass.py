@@ -79,9 +79,9 @@ def prepassed(p: AttentionProblem) -> tirx.PrimFunc:
                 with T.serial(keys.count) as u:
                     put(masked, 0, masked[0] + tirx.Not(keys.full(u)).astype("int32"))
                     for n, end in enumerate((keys.first(u), keys.end(u))):
-                        bound.places.store_y(b, h, i0, 2 + 2 * u + n, end.astype("float32"))
+                        bound.addressing.store_y(b, h, i0, 2 + 2 * u + n, end.astype("float32"))
                 for n, number in enumerate((keys.count, masked[0])):
-                    bound.places.store_y(b, h, i0, n, number.astype("float32"))
+                    bound.addressing.store_y(b, h, i0, n, number.astype("float32"))
     return builder.get()
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from ...attention.addressing import decoded
 from ...attention.kv_write import code, encoded_e4m3, rounded
 from ...attention.parameters import int64
-from ...attention.places import decoded
 from ...importing.node import Node
 from ...importing.values import Value
 from ..kernels import compute

@@ -28,7 +28,7 @@ class Given(Protocol):
     def S(self) -> Size: ...
 
 
-class Places:
+class Addressing:
     """Elements of Q, K, V and the outputs. Indices may have any integer type; d may be a vector (`T.ramp`).
 
     What tables say is clamped: whatever they hold, an element is one of the buffer.
