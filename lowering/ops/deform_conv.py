@@ -22,7 +22,7 @@ from . import op
 from .asserted import asserted, divisible
 from .conv import kernel_of, vector_of
 from .grid_sample import far_index, number_of
-from .kernels import compute, held, loops
+from .kernels import compute, let, loops
 from .matmul import emit_matmul, permuted, rounded
 from .reshape import reshape_to
 from .window import Window, fitting
@@ -86,8 +86,8 @@ def _tables(node: Node, sizes: Shape, offset: Value, window: Window, groups: int
                 element = element * extent + k
             for axis, size in enumerate(sizes):
                 moved = offset[(n, element * axes + axis, *windows)].astype(acc)
-                at = held(window.position(axis, size, windows[axis], ks[axis]).astype(acc) + moved)
-                before = held(tirx.floor(at))
+                at = let(window.position(axis, size, windows[axis], ks[axis]).astype(acc) + moved)
+                before = let(tirx.floor(at))
                 is_near = tirx.all(at > tirx.const(-1.0, acc), at < number_of(size, acc))
                 T.buffer_store(tables[2 * axis], far_index(before), list(index))
                 fraction = tirx.Select(is_near, at - before, tirx.const(0.0, acc))

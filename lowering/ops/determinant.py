@@ -14,7 +14,7 @@ from ..importing.values import Value
 from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted
-from .kernels import grid, held, loops, serial
+from .kernels import grid, let, loops, serial
 
 
 def require_square(node: Node, x: Value) -> Value:
@@ -40,7 +40,7 @@ def det(node: Node, x: Value) -> Value:
         def swapped(column: Any, row: Any) -> None:
             """The row and the one of the column's number, from that column on."""
             with serial(size - column) as k:
-                kept = held(left[column, column + k])
+                kept = let(left[column, column + k])
                 T.buffer_store(left, left[row, column + k], [column, column + k])
                 T.buffer_store(left, kept, [row, column + k])
 

@@ -20,7 +20,7 @@ from ..importing.values import Shape, Size, Value
 from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted, required
-from .kernels import compute, held, loops
+from .kernels import compute, let, loops
 
 _CUBIC = -0.75
 _UNROLLED = 8  # elements whose sum is written out
@@ -79,17 +79,17 @@ class Along:
             with independent(*made[0].shape[:-1]) as index:
                 number = grid[(*index, tirx.const(where, "int64"))].astype(self.acc)
                 at = (number + one) * half * (wide - one) if self.corners else ((number + one) * wide - one) * half
-                at = held(tirx.nearbyint(at) if self.count == 1 else at)
+                at = let(tirx.nearbyint(at) if self.count == 1 else at)
                 if self.padding == "border":
                     inside = tirx.max(tirx.min(at, wide - one), half - half)
-                    at = held(tirx.Select(tirx.any(at < low, at > high), inside, at))
+                    at = let(tirx.Select(tirx.any(at < low, at > high), inside, at))
                 elif self.padding == "reflection":
-                    at = held(_reflected(at, low, high, self.acc))
-                before = held(tirx.floor(at))
-                first = held(far_index(before))
+                    at = let(_reflected(at, low, high, self.acc))
+                before = let(tirx.floor(at))
+                first = let(far_index(before))
                 for k in range(self.count):
                     place = (*index, tirx.const(k, "int64"))
-                    element = held(first + (k - (1 if self.count == 4 else 0)))
+                    element = let(first + (k - (1 if self.count == 4 else 0)))
                     T.buffer_store(made[0], self.element(element, size, low, high), list(place))
                     if self.count > 1:
                         T.buffer_store(made[1], _weight(at - before, k, self.count, self.acc), list(place))
@@ -103,7 +103,7 @@ class Along:
         if self.padding == "zeros":
             return tirx.if_then_else(tirx.all(number >= 0, number < size), number, tirx.const(-1, "int64"))
         if self.padding == "reflection":  # neighbors lie outside where the place itself does not
-            number = held(far_index(held(_reflected(number.astype(self.acc), low, high, self.acc))))
+            number = let(far_index(let(_reflected(number.astype(self.acc), low, high, self.acc))))
         return tirx.max(tirx.min(number, size - 1), zero)
 
 
@@ -159,8 +159,8 @@ def _reflected(at: Any, low: Any, high: Any, acc: str) -> Any:
     span = high - low
     two = tirx.const(2.0, acc)
     period = tirx.Select(span > tirx.const(0.0, acc), span * two, tirx.const(1.0, acc))
-    away = held(at - low)
-    away = held(away - tirx.floor(away / period) * period)
+    away = let(at - low)
+    away = let(away - tirx.floor(away / period) * period)
     away = tirx.Select(away > span, period - away, away)
     return tirx.Select(span > tirx.const(0.0, acc), low + away, low)
 
@@ -170,7 +170,7 @@ def _weight(fraction: Any, k: int, count: int, acc: str) -> Any:
     one = tirx.const(1.0, acc)
     if count == 2:
         return one - fraction if k == 0 else fraction
-    x = held(tirx.abs(fraction - tirx.const(float(k - 1), acc)))
+    x = let(tirx.abs(fraction - tirx.const(float(k - 1), acc)))
     a = _CUBIC
     near = ((tirx.const(a + 2, acc) * x - tirx.const(a + 3, acc)) * x) * x + one
     far = ((tirx.const(a, acc) * x - tirx.const(5 * a, acc)) * x + tirx.const(8 * a, acc)) * x - tirx.const(4 * a, acc)

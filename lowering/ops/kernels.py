@@ -115,7 +115,7 @@ def serial(extent: Size) -> Any:
     return T.serial(tirx.IntImm("int64", extent) if isinstance(extent, int) else extent)
 
 
-def held(value: Any) -> Any:
+def let(value: Any) -> Any:
     """The value, computed once: in memory. What is bound to a variable TVM's passes put in everywhere while they
     simplify, which multiplies a chain of floats that are used twice; of what is bound they know integers only."""
     buffer = T.alloc_buffer((1,), str(value.ty.dtype))

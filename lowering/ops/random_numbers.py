@@ -22,7 +22,7 @@ from ..tensorir.independent import independent
 from . import op
 from .asserted import required
 from .cast import cast_to
-from .kernels import compute, held, loops, serial
+from .kernels import compute, let, loops, serial
 from .random_words import random_words
 from .reshape import reshape_to
 
@@ -80,7 +80,7 @@ def multinomial(node: Node, logits: Value) -> Value:
     def search(sums: Any, shares: Any, out: Any) -> None:
         with independent(batch, samples) as (row, sample):
             T.buffer_store(out, tirx.const(0, dtype), [row, sample])
-            bound = held(shares[row, sample] * sums[row, classes - 1])
+            bound = let(shares[row, sample] * sums[row, classes - 1])
             with serial(classes - 1) as k, T.If(sums[row, k] <= bound), T.Then():
                 T.buffer_store(out, (k + 1).astype(dtype), [row, sample])
 

@@ -18,7 +18,7 @@ from ..importing.node import Node
 from ..importing.random_streams import RandomStreams
 from ..importing.values import Shape, Size, Value
 from ..tensorir.independent import independent
-from .kernels import held, loops
+from .kernels import let, loops
 
 _WORDS = 4  # of a block
 _ROUNDS = 10
@@ -69,15 +69,15 @@ def _attribute_seed(node: Node, streams: RandomStreams) -> Value:
 
 def _philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
     """Emit ten rounds over a counter of four words with a key of two."""
-    counter, key = [held(word) for word in counter], [held(word) for word in key]
+    counter, key = [let(word) for word in counter], [let(word) for word in key]
     for number in range(_ROUNDS):
         keys = [word + _word(step * number % 2**32) for word, step in zip(key, _KEY_STEPS)]
         first, second = (
-            held(word.astype("uint64") * tirx.const(factor, "uint64"))
+            let(word.astype("uint64") * tirx.const(factor, "uint64"))
             for word, factor in zip((counter[0], counter[2]), _MULTIPLIERS)
         )
         counter = [
-            held(word)
+            let(word)
             for word in (
                 _high(second) ^ counter[1] ^ keys[0],
                 _low(second),

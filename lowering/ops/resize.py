@@ -27,7 +27,7 @@ from . import op
 from .asserted import required
 from .contents import sizes as contents_of
 from .contents import static_axis
-from .kernels import compute, held, loops
+from .kernels import compute, let, loops
 from .resized_axis import Along, Place, Settings, as_index, clamped, coordinate, neighbors, weight_at, wide
 from .run_time import bind, compute_sizes
 from .slice import cut
@@ -201,7 +201,7 @@ def _by_ratios_of_run(node: Node, x: Value, axes: Sequence[int], known: Sequence
 
     def made() -> list[Any]:
         legal = tirx.all(*(wide(size) > wide(0.0) for size in (*given, *known)))
-        products = [tirx.floor(held(scale()) * wide(size) + wide(0.5)) for size in given]
+        products = [tirx.floor(let(scale()) * wide(size) + wide(0.5)) for size in given]
         return [
             tirx.if_then_else(tirx.all(legal, p < wide(_MOST)), as_index(p), tirx.const(-1, "int64")) for p in products
         ]
@@ -264,12 +264,12 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
         return clamped(as_index(base(coordinate(settings, index[0], place))) + first + index[1], place.given)
 
     def weight(index: Any, place: Place) -> Any:
-        at = held(coordinate(settings, index[0], place))
-        before = held(base(at))
+        at = let(coordinate(settings, index[0], place))
+        before = let(base(at))
         number = index[1] + first
         value = weight_at(settings, place.scale, number.astype("float64") - (at - before))
         if settings.exclude_outside:
-            where = held(as_index(before) + number)
+            where = let(as_index(before) + number)
             value = tirx.Select(tirx.all(where >= 0, where < place.given), value, wide(0.0))
         return value
 

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from ..tensorir.independent import independent
-from .kernels import held, loops
+from .kernels import let, loops
 from .run_time import bind, compute_sizes
 
 _MOST_NEIGHBORS = 2**24  # elements that one place of a result weighs
@@ -169,7 +169,7 @@ def weight_at(settings: Settings, scale: Any, distance: Any) -> Any:
     """Of an element so far from the place asked for; with antialias before it is divided by the sum of all."""
     x, one, zero = tirx.abs(distance), wide(1.0), wide(0.0)
     if settings.antialias:
-        x = x * held(tirx.min(scale, one))
+        x = x * let(tirx.min(scale, one))
     if settings.mode == "linear":
         return tirx.max(one - x, zero)
     a = settings.cubic

@@ -19,7 +19,7 @@ from ..importing.values import Value
 from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted, inside, required
-from .kernels import held, loops, serial
+from .kernels import let, loops, serial
 from .matmul import rounded
 
 _MOST = 1 << 12  # places that are sampled along a side of one element of the result
@@ -77,7 +77,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                 with T.Assert(samples <= number(_MOST), text, "ValueError"):
                     pass
             first = T.bind(batch[r])
-            grids = [held(tirx.min(n, number(_MOST)).astype("int64")) for _, _, n in sides]
+            grids = [let(tirx.min(n, number(_MOST)).astype("int64")) for _, _, n in sides]
             with serial(channels) as c:
                 T.buffer_store(y, number(0), [r, ph, pw, c])
             with serial(grids[0]) as iy, serial(grids[1]) as ix:
@@ -85,8 +85,8 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                     _place(start, size, p, i, n, extent, number)
                     for (start, size, n), p, i, extent in zip(sides, (ph, pw), (iy, ix), (height, width))
                 ]
-                there = held(tirx.all(places[0][0], places[1][0]))
-                weights = [held(tirx.Select(there, w, number(0))) for w in _weights(places)]
+                there = let(tirx.all(places[0][0], places[1][0]))
+                weights = [let(tirx.Select(there, w, number(0))) for w in _weights(places)]
                 corners = [(places[0][1 + a], places[1][1 + b]) for a in (0, 1) for b in (0, 1)]
                 with serial(channels) as c:
                     terms = [w * x[first, h, v, c] for w, (h, v) in zip(weights, corners)]
@@ -98,7 +98,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                         value = tirx.Select(tirx.all(iy == 0, ix == 0), best, tirx.max(before, best))
                     T.buffer_store(y, value, [r, ph, pw, c])
             if mode == "avg":
-                samples = held(tirx.max(grids[0] * grids[1], tirx.const(1, "int64")).astype(acc))
+                samples = let(tirx.max(grids[0] * grids[1], tirx.const(1, "int64")).astype(acc))
                 with serial(channels) as c:
                     T.buffer_store(y, y[r, ph, pw, c] / samples, [r, ph, pw, c])
 
@@ -110,10 +110,10 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
 def _side(low: Any, high: Any, made: int, scale: float, half: bool, ratio: int, number: Any) -> tuple[Any, Any, Any]:
     """Of a region along an axis: where it starts, how much of it is one element's, and how many places are sampled."""
     start, end = (v * number(scale) - number(0.5 if half else 0.0) for v in (low, high))
-    size = held((end - start if half else tirx.max(end - start, number(1))) / number(made))
+    size = let((end - start if half else tirx.max(end - start, number(1))) / number(made))
     # What is no number has no places.
     samples = number(ratio) if ratio else tirx.Select(size > number(0), tirx.ceil(size), number(0))
-    return held(start), size, held(samples)
+    return let(start), size, let(samples)
 
 
 def _place(
@@ -121,14 +121,14 @@ def _place(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Whether a sample is in X, its neighbors along an axis, and their weights."""
     dtype = number(0).ty
-    at = held(start + p.astype(dtype) * size + (i.astype(dtype) + number(0.5)) * size / samples)
+    at = let(start + p.astype(dtype) * size + (i.astype(dtype) + number(0.5)) * size / samples)
     wide = extent.astype(dtype) if isinstance(extent, tirx.Var) else number(extent)
-    there = held(tirx.all(at >= number(-1), at <= wide))
-    at = held(tirx.Select(there, tirx.max(at, number(0)), number(0)))
+    there = let(tirx.all(at >= number(-1), at <= wide))
+    at = let(tirx.Select(there, tirx.max(at, number(0)), number(0)))
     last = extent - tirx.const(1, "int64")
-    low = held(tirx.min(at.astype("int64"), last))
-    fraction = held(tirx.Select(low >= last, number(0), at - low.astype(dtype)))
-    return there, low, held(tirx.min(low + 1, last)), number(1) - fraction, fraction
+    low = let(tirx.min(at.astype("int64"), last))
+    fraction = let(tirx.Select(low >= last, number(0), at - low.astype(dtype)))
+    return there, low, let(tirx.min(low + 1, last)), number(1) - fraction, fraction
 
 
 def _weights(places: list[tuple[Any, ...]]) -> list[Any]:

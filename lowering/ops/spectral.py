@@ -20,7 +20,7 @@ from . import op
 from .asserted import asserted, required
 from .contents import sizes as contents_of
 from .contents import static_axis
-from .kernels import compute, held
+from .kernels import compute, let
 from .matmul import emit_matmul, permuted, rounded
 from .reshape import reshape_to
 from .run_time import bind, compute_sizes
@@ -73,15 +73,15 @@ def _along_axis_of_run(node: Node, x: Value, length: Value | None, axis: Value) 
 
     def sizes(axis: Any) -> list[Any]:
         at = axis[0].astype("int64")
-        at = held(tirx.Select(at < 0, at + x.rank, at))
-        along = held(sum((tirx.Select(tirx.EQ(at, zero + k), zero + size, zero) for k, size in enumerate(dims)), zero))
-        places = held(zero + (kind.places(along) if count is None else count))
-        made = held(kind.made(places))
+        at = let(tirx.Select(at < 0, at + x.rank, at))
+        along = let(sum((tirx.Select(tirx.EQ(at, zero + k), zero + size, zero) for k, size in enumerate(dims)), zero))
+        places = let(zero + (kind.places(along) if count is None else count))
+        made = let(kind.made(places))
         outer, inner = (
-            held(prod(tirx.Select(is_there(k), zero + size, zero + 1) for k, size in enumerate(dims)))
+            let(prod(tirx.Select(is_there(k), zero + size, zero + 1) for k, size in enumerate(dims)))
             for is_there in (lambda k: at > k, lambda k: at < k)
         )
-        legal = held(tirx.all(at >= 0, at < len(dims), along <= most, places >= 0, places <= most))
+        legal = let(tirx.all(at >= 0, at < len(dims), along <= most, places >= 0, places <= most))
         shape = [tirx.Select(tirx.EQ(at, zero + k), made, zero + size) for k, size in enumerate(dims)]
         return [tirx.Select(legal, size, zero - 1) for size in (outer, along, inner, places, made, *shape)]
 
@@ -161,7 +161,7 @@ def _frames(node: Node, frame_step: Value, length: Size, count: Size) -> tuple[S
         return known[0], node.simplify(symbolic.add(between, 1))
 
     def sizes(step: Any) -> list[Any]:
-        number = held(step[0].astype("int64"))
+        number = let(step[0].astype("int64"))
         safe = tirx.max(number, tirx.const(1, "int64"))
         found = [number, tirx.floordiv(tirx.const(0, "int64") + length - count, safe) + 1]
         return [tirx.Select(number > 0, size, tirx.const(-1, "int64")) for size in found]

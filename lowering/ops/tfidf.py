@@ -17,7 +17,7 @@ from ..importing.node import Node
 from ..importing.values import Value
 from ..tensorir.independent import independent
 from . import op
-from .kernels import held, loops, serial
+from .kernels import let, loops, serial
 from .reshape import reshape_to
 
 _MODES = ("TF", "IDF", "TFIDF")
@@ -124,11 +124,11 @@ def _counted(node: Node, rows: Value, pool: _Pool, weights: np.ndarray, mode: st
         with independent(*y.shape) as (row, place):
             total, is_here = T.alloc_buffer((1,), "float32"), T.alloc_buffer((1,), "bool")
             T.buffer_store(total, zero, [0])
-            with serial(held(firsts[place + 1] - firsts[place])) as k:
-                start, length = held(starts[firsts[place] + k]), held(lengths[firsts[place] + k])
+            with serial(let(firsts[place + 1] - firsts[place])) as k:
+                start, length = let(starts[firsts[place] + k]), let(lengths[firsts[place] + k])
                 # Of one element there is nothing to skip, and none skips more than a row has.
                 most = tirx.min(tirx.const(skips + 1, "int64"), tirx.const(0, "int64") + columns)
-                distances = held(tirx.Select(length > 1, most, tirx.const(1, "int64")))
+                distances = let(tirx.Select(length > 1, most, tirx.const(1, "int64")))
                 with serial(distances) as skip, serial(columns) as at:
                     T.buffer_store(is_here, at + (length - 1) * (skip + 1) < columns, [0])
                     with serial(length) as item:

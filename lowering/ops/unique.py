@@ -19,7 +19,7 @@ from ..tensorir.along_rows import less
 from . import op
 from .cast import cast_to
 from .contents import static_axis
-from .kernels import compute, held, loops, serial
+from .kernels import compute, let, loops, serial
 from .matmul import permuted
 from .reshape import reshape_to
 from .run_time import bind
@@ -72,7 +72,7 @@ def _numbered(node: Node, rows: Value, by_size: bool) -> tuple[Value, ...]:
         _sort(order, merged, heads, differs, n, compare)
         T.buffer_store(total, tirx.const(0, _INT64), [0])
         with serial(n) as k:
-            row = held(order[k])
+            row = let(order[k])
             T.buffer_store(differs, tirx.const(1, _INT64), [0])
             with T.If(k > 0), T.Then():
                 compare(row, order[tirx.max(k - 1, 0)])
@@ -114,14 +114,14 @@ def _sort(order: Any, merged: Any, heads: Any, differs: Any, n: Any, compare: Ca
         T.buffer_store(order, k, [k])
     T.buffer_store(heads, tirx.const(1, _INT64), [0])
     with T.While(heads[0] < n):
-        width = held(heads[0])
+        width = let(heads[0])
         with serial(tirx.floordiv(n + 2 * width - 1, 2 * width)) as run:
-            low = held(run * 2 * width)
-            middle, high = held(tirx.min(low + width, n)), held(tirx.min(low + 2 * width, n))
+            low = let(run * 2 * width)
+            middle, high = let(tirx.min(low + width, n)), let(tirx.min(low + 2 * width, n))
             T.buffer_store(heads, low, [1])
             T.buffer_store(heads, middle, [2])
             with serial(high - low) as k:
-                left, right = held(heads[1]), held(heads[2])
+                left, right = let(heads[1]), let(heads[2])
                 T.buffer_store(differs, tirx.Select(left < middle, tirx.const(0, _INT64), tirx.const(-1, _INT64)), [0])
                 with T.If(tirx.all(left < middle, right < high)), T.Then():
                     compare(order[tirx.min(right, n - 1)], order[tirx.min(left, n - 1)])

@@ -199,7 +199,7 @@ def _parts(folder: Path) -> list[tuple[Path, Architecture]]:
     return found
 
 
-def held(folder: Path) -> ms.database.JSONDatabase:
+def open_database(folder: Path) -> ms.database.JSONDatabase:
     """What a database in a folder holds at this moment, to be read. Nothing in it is touched: somebody may be writing,
     and nobody may write into an installed package. Raises DatabaseError.
     """
@@ -212,7 +212,7 @@ def held(folder: Path) -> ms.database.JSONDatabase:
 
 def best(folder: Path) -> list[ms.database.TuningRecord]:
     """What is settled for an architecture, whose folder this is, and which may be missing."""
-    return list(held(folder / BEST).get_all_tuning_records())
+    return list(open_database(folder / BEST).get_all_tuning_records())
 
 
 def pack(folder: Path) -> None:

@@ -18,9 +18,9 @@ from .database import (
     TRIALS,
     DatabaseError,
     Trial,
-    held,
     identity,
     journal,
+    open_database,
     opened,
     records_of,
     seconds_of,
@@ -77,9 +77,9 @@ def merge(sources: Sequence[Path], target: Path) -> None:
             if not (mine / ARCHITECTURE).exists():
                 shutil.copy(part / ARCHITECTURE, mine)
             with locked(mine):
-                scales = _scales(held(part / TRIALS), held(mine / TRIALS))
+                scales = _scales(open_database(part / TRIALS), open_database(mine / TRIALS))
                 for name in (TRIALS, BEST):
-                    _add(held(part / name), opened(mine / name), scales)
+                    _add(open_database(part / name), opened(mine / name), scales)
                 known = set(journal(mine))
                 new = [trial for trial in _rescaled(journal(part), scales) if trial not in known]
                 write_journal(mine, [*journal(mine), *new])
@@ -99,7 +99,7 @@ def prune(folder: Path, keep: int) -> int:
 
 def _prune(part: Path, keep: int) -> int:
     """Puts other records in place of those that are there, in one step; the workloads, which they number, stay."""
-    gone, old, best = 0, held(part / TRIALS), held(part / BEST)
+    gone, old, best = 0, open_database(part / TRIALS), open_database(part / BEST)
     with tempfile.TemporaryDirectory(prefix=f".{TRIALS}-", dir=part) as place:
         shutil.copy(part / TRIALS / WORKLOADS, place)
         (Path(place) / RECORDS).touch()
@@ -122,7 +122,7 @@ def export(folder: Path, target: Path) -> None:
         for name in (TRIALS, BEST):
             (mine / name).mkdir(parents=True, exist_ok=True)
         shutil.copy(part / ARCHITECTURE, mine)
-        _add(held(part / BEST), opened(mine / BEST), {})
+        _add(open_database(part / BEST), opened(mine / BEST), {})
 
 
 def pack(folder: Path, target: Path, least: float) -> int:
@@ -134,7 +134,7 @@ def pack(folder: Path, target: Path, least: float) -> int:
         raise DatabaseError(f"'{target}' is not empty: name a new folder to pack into.")
     tasks = 0
     for part in parts(folder):
-        settled, mine = held(part / BEST), target / part.name
+        settled, mine = open_database(part / BEST), target / part.name
         both = [records for w in _workloads(settled) if len(records := records_of(settled, w.mod)) > 1]
         won = [r for r in both if _gain(r) >= least and is_current(r[0].workload.mod, r[0].target)]
         if not won:
@@ -156,7 +156,7 @@ def _gain(records: Sequence[ms.database.TuningRecord]) -> float:
 
 
 def _summaries(part: Path) -> list[Summary]:
-    trials, best = held(part / TRIALS), held(part / BEST)
+    trials, best = open_database(part / TRIALS), open_database(part / BEST)
     failures: dict[str, Counter[str]] = {}
     first: dict[str, float] = {}
     for trial in journal(part):

@@ -20,7 +20,7 @@ from .panels import PanelTiles, is_width
 from .quantized_matmul import accumulate_codes
 from .results import Values
 from .runs import Runs, find_runs
-from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store, transpose
+from .vector import LINE, Register, convert, let, load, prefetch, splat, store, transpose
 from .words import Words, words_for
 
 
@@ -158,7 +158,7 @@ class Blocked:
         nr, columns = self.nr, self.matmul.j.extent
         if is_int(self.results.simplify(columns % nr), 0):
             return tirx.const(nr, "int64")
-        return fixed(tirx.min(tirx.const(nr, "int64"), columns - values[self.results.panel] * nr))
+        return let(tirx.min(tirx.const(nr, "int64"), columns - values[self.results.panel] * nr))
 
     def scratch(self) -> dict[str, int]:
         """Elements of the sums' type that `sum_up` needs beside the tile."""
@@ -184,26 +184,26 @@ class Blocked:
         strip = None if self.a_in_place else scratch["strip"]
         one = tirx.const(1, "int64")
         length = self.block_for(rows)
-        blocks = fixed(tirx.max((self.k.extent + (length - 1)) // length, one))
+        blocks = let(tirx.max((self.k.extent + (length - 1)) // length, one))
         with T.serial(blocks) as k_block:
-            k0 = fixed(k_block * length)
-            depth = fixed(tirx.min(length, self.k.extent - k0))
+            k0 = let(k_block * length)
+            depth = let(tirx.min(length, self.k.extent - k0))
             if panel is not None:
                 self.pack(panel, k0, depth, columns)
             # Strips of rows whose heights differ by one at most: seven rows are four and three.
-            strips = fixed(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
-            low, higher = fixed(rows // strips), fixed(rows % strips)
+            strips = let(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
+            low, higher = let(rows // strips), let(rows % strips)
             with T.serial(strips) as i:
-                height, row = fixed(low + tirx.Select(i < higher, one, one - 1)), fixed(i * low + tirx.min(i, higher))
+                height, row = let(low + tirx.Select(i < higher, one, one - 1)), let(i * low + tirx.min(i, higher))
                 place = row
                 if finish is not None:
                     # Rows that wait for no other block of k stay where they are, in the nearest cache.
-                    place = fixed(tirx.Select(blocks <= 1, one - 1, row))
-                    self.results.ask(self.operands.memory, values, fixed(first + row), height, self.column, self.nr)
+                    place = let(tirx.Select(blocks <= 1, one - 1, row))
+                    self.results.ask(self.operands.memory, values, let(first + row), height, self.column, self.nr)
                 ask = self.ask_for_next(k0, depth, i, strips)
                 for h in range(t.mr, 0, -1):
                     with T.If(height == h), T.Then():
-                        self.micro_kernel(h, fixed(first + row), place, k0, depth, tile, panel, strip, ask)
+                        self.micro_kernel(h, let(first + row), place, k0, depth, tile, panel, strip, ask)
                 if finish is not None:
                     with T.If(k_block == blocks - 1), T.Then(), T.serial(height) as r:
                         finish(row + r, place + r)
@@ -214,7 +214,7 @@ class Blocked:
         long = tirx.const(self.kc, "int64")
         if not self.asks or self.runs is not None or self.tiles.streamed_kc >= self.kc:
             return long
-        return fixed(tirx.Select(rows <= self.tiles.streamed_rows, tirx.const(self.tiles.streamed_kc, "int64"), long))
+        return let(tirx.Select(rows <= self.tiles.streamed_rows, tirx.const(self.tiles.streamed_kc, "int64"), long))
 
     @property
     def asks(self) -> bool:
@@ -231,9 +231,9 @@ class Blocked:
             return None
         width = self.nr * self.together
         of_line = LINE // DataType(self.matmul.b.ty).itemsize
-        size = fixed(depth * width)
-        start = fixed(self.at(self.b_offsets[0], k=k0, c=tirx.const(0, "int64")) + size + number * size // strips)
-        share, bits = fixed(tirx.const(1 << 8, "int64") // strips), tirx.const(8, "int64")  # a fixed-point number
+        size = let(depth * width)
+        start = let(self.at(self.b_offsets[0], k=k0, c=tirx.const(0, "int64")) + size + number * size // strips)
+        share, bits = let(tirx.const(1 << 8, "int64") // strips), tirx.const(8, "int64")  # a fixed-point number
 
         def ask(k: Expr) -> None:
             for element in range(0, width, of_line):
@@ -271,16 +271,16 @@ class Blocked:
         lanes, nr, memory = self.lanes, self.nr, self.operands.b
         with T.serial(nr // lanes) as v:
             # The last column stands in for those behind it.
-            at = [fixed(tirx.min(v * lanes + i, columns - 1)) for i in range(lanes)]
-            starts = [fixed(self.at(self.b_offsets[0], k=k0, c=c)) for c in at]
-            squares = fixed(depth // lanes)
+            at = [let(tirx.min(v * lanes + i, columns - 1)) for i in range(lanes)]
+            starts = [let(self.at(self.b_offsets[0], k=k0, c=c)) for c in at]
+            squares = let(depth // lanes)
             with T.serial(squares) as square:
-                k = fixed(square * lanes)
-                rows = [fixed(convert(load(self.operands.b, lanes, start + k), self.acc, self.cpu)) for start in starts]
+                k = let(square * lanes)
+                rows = [let(convert(load(self.operands.b, lanes, start + k), self.acc, self.cpu)) for start in starts]
                 for i, row in enumerate(transpose(rows)):
                     store(panel, row, (k + i) * nr + v * lanes)
             with T.serial(depth - squares * lanes) as rest:
-                k = fixed(squares * lanes + rest)
+                k = let(squares * lanes + rest)
                 for i, start in enumerate(starts):
                     store(panel, read(memory, start + k), k * nr + v * lanes + i)
 
@@ -291,7 +291,7 @@ class Blocked:
             with self.each_run(k0, depth) as (first, behind), T.serial(self.runs.length) as n:
                 body(first + n, behind + n * self.a_step, True)
             return
-        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
+        whole = depth if self.is_whole else let(tirx.min(depth, self.whole - k0))
         with T.serial(whole) as k:
             body(k, k * self.a_step, True)
         if not self.is_whole:
@@ -303,12 +303,12 @@ class Blocked:
         """Of each run of a block of steps the first step, and how far A's element is behind `first_of_row`."""
         assert self.runs is not None
         with T.serial(depth // self.runs.length) as number:
-            first = fixed(number * self.runs.length)
-            yield first, fixed(self.at(self.runs.behind, k=k0 + first))
+            first = let(number * self.runs.length)
+            yield first, let(self.at(self.runs.behind, k=k0 + first))
 
     def first_of_row(self, row: Expr, k0: Expr) -> Expr:
         """Where the elements of A's row begin that a block of steps needs; those of all steps, where there are runs."""
-        return fixed(self.at(self.a_offsets[0], m=row, k=k0 if self.runs is None else tirx.const(0, "int64")))
+        return let(self.at(self.a_offsets[0], m=row, k=k0 if self.runs is None else tirx.const(0, "int64")))
 
     def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
         """The element or the word of a step whose elements lie there."""
@@ -389,7 +389,7 @@ class Blocked:
         """Columns v and up of a panel at step k0 + k."""
         if panel is not None:
             return T.bind(load(panel, self.lanes, k * self.nr + v))
-        start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
+        start = let(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
         if self.words is not None:
             n = self.together
             return self.words.of(load(self.operands.b, n * self.lanes, start + n * v))
@@ -397,7 +397,7 @@ class Blocked:
 
     def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
         """strip[i, k] = step k0 + k of row first + i of A."""
-        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
+        whole = depth if self.is_whole else let(tirx.min(depth, self.whole - k0))
 
         def fill_runs(i: int, length: int) -> None:
             start = self.first_of_row(first + i, k0)

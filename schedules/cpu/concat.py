@@ -25,7 +25,7 @@ from ..reading.values import flat_view
 from ..tiles import Space
 from ..variant import Variant
 from .loops import LoopTiles, split_among_threads, vector_loop
-from .vector import Machine, fixed, machine
+from .vector import Machine, let, machine
 
 _ONE = tirx.const(1, "int64")
 
@@ -59,16 +59,16 @@ def _emit(func: tirx.PrimFunc, joined: Concatenation, cpu: Machine, tiles: Conca
     lanes = cpu.vector_bytes // max(DataType(joined.output.dtype).itemsize, 1)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
-        chunks = fixed(tirx.max((joined.row + (tiles.chunk - 1)) // tiles.chunk, 1))
-        each = fixed((joined.row + (chunks - 1)) // chunks)
+        chunks = let(tirx.max((joined.row + (tiles.chunk - 1)) // tiles.chunk, 1))
+        each = let((joined.row + (chunks - 1)) // chunks)
 
         def task(index: Expr) -> None:
-            row, low = fixed(index // chunks), fixed(index % chunks * each)
-            high = fixed(tirx.min(low + each, joined.row))
+            row, low = let(index // chunks), let(index % chunks * each)
+            high = let(tirx.min(low + each, joined.row))
             for source, start, length in joined.parts:
-                first = fixed(tirx.max(low, start))
-                count = fixed(tirx.max(tirx.min(high, start + length) - first, 0))
-                begin, end = fixed(row * length + (first - start)), fixed(row * joined.row + first)
+                first = let(tirx.max(low, start))
+                count = let(tirx.max(tirx.min(high, start + length) - first, 0))
+                begin, end = let(row * length + (first - start)), let(row * joined.row + first)
                 vector_loop(count, lanes, _copy(memory[source], begin, memory[joined.output], end))
 
         split_among_threads(joined.rows * chunks, joined.rows * joined.row, tiles.parallel_work, task)

@@ -44,7 +44,7 @@ from .vector import (
     at,
     convert,
     exp2,
-    fixed,
+    let,
     like,
     load,
     reduce_lanes,
@@ -63,19 +63,19 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
     """
     p = bound.problem
     most = tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len)) if p.packed else T.int64(1) * bound.S
-    rows = fixed(most * p.group)
-    heads = fixed(T.int64(1) * bound.B * p.kv_heads)
+    rows = let(most * p.group)
+    heads = let(T.int64(1) * bound.B * p.kv_heads)
     splits = _number_of_splits(bound, tiles)
     partial = _Partial(bound, tiles, cpu)
     with (
         using_dot(comes_in_pairs(p, cpu, in_place=True)),
         T.parallel(splits * heads) as work,  # splits slowest: a thread gets the same splits of every head
     ):
-        head, split = fixed(work % heads), fixed(work // heads)
-        with bound.if_rows(fixed(head // p.kv_heads), 1, tiles.q_len):
+        head, split = let(work % heads), let(work // heads)
+        with bound.if_rows(let(head // p.kv_heads), 1, tiles.q_len):
             _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
     work = heads * rows * splits * len(partial.v_starts)
-    split_among_threads(heads * rows, work, tiles.parallel_work, lambda row: partial.merge(fixed(row), rows, splits))
+    split_among_threads(heads * rows, work, tiles.parallel_work, lambda row: partial.merge(let(row), rows, splits))
 
 
 def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
@@ -87,7 +87,7 @@ def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
     with T.serial(T.int64(1) * bound.B) as b, bound.if_rows(b, 1, tiles.q_len):
         keys = length(bound.keys.of_tile(b, T.int64(0), bound.S))
         longest.value = tirx.max(longest.value, keys)
-    return fixed(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
+    return let(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
 
 
 class _Partial:
@@ -107,15 +107,15 @@ class _Partial:
     def merge(self, row: Expr, rows: Expr, splits: Expr) -> None:
         """Y of row `row`, counted over all batches and key/value heads."""
         p = self.bound.problem
-        head, r = fixed(row // rows), fixed(row % rows)
-        b, h, i = fixed(head // p.kv_heads), fixed(head % p.kv_heads * p.group + r % p.group), fixed(r // p.group)
+        head, r = let(row // rows), let(row % rows)
+        b, h, i = let(head // p.kv_heads), let(head % p.kv_heads * p.group + r % p.group), let(r // p.group)
         with self.bound.if_rows(b, 1, self.tiles.q_len), self.bound.if_there(b, i):
-            self.merge_row((b, h, i), fixed(row * splits), splits)
+            self.merge_row((b, h, i), let(row * splits), splits)
 
     def merge_row(self, place: tuple[Expr, Expr, Expr], first: Expr, splits: Expr) -> None:
         """Y at (b, h, i) from so many parts, the first of which is this."""
         b, h, i = place
-        m_0, l_0 = (fixed(x) for x in self.bound.scores.before_keys(h))
+        m_0, l_0 = (let(x) for x in self.bound.scores.before_keys(h))
         m = Register(m_0)
         with T.serial(splits) as s:
             m.value = tirx.max(m.value, self.m[first + s])
@@ -138,7 +138,7 @@ class _Partial:
         """l = sum w_s l_s and sum w_s O_s / l, with the terms before all keys; m is the maximum."""
         zero, log2_e = tirx.const(0, self.acc), tirx.const(LOG2_E, self.acc)
         m_0, l_0 = before
-        shift = fixed(tirx.Select(m == tirx.const(float("-inf"), self.acc), zero, m))
+        shift = let(tirx.Select(m == tirx.const(float("-inf"), self.acc), zero, m))
         l = Register(l_0 * exp2((m_0 - shift) * log2_e))
         o = [Register(splat(0.0, self.Wv, self.acc)) for _ in self.v_starts]
         with T.serial(splits) as s:
@@ -147,8 +147,8 @@ class _Partial:
             for n, register in enumerate(o):
                 weight = splat(w, self.Wv, self.acc)
                 register.value += weight * load(self.O, self.Wv, (first + s) * self.stride + n * self.Wv)
-        inverse = fixed(splat(tirx.Select(l.value == zero, zero, tirx.const(1, self.acc) / l.value), self.Wv, self.acc))
-        return l.value, [fixed(register.value * inverse) for register in o]
+        inverse = let(splat(tirx.Select(l.value == zero, zero, tirx.const(1, self.acc) / l.value), self.Wv, self.acc))
+        return l.value, [let(register.value * inverse) for register in o]
 
 
 class _Split:
@@ -168,8 +168,8 @@ class _Split:
         self.bound, self.problem, self.tiles, self.cpu = bound, bound.problem, tiles, cpu
         self.partial, self.head, self.split, self.splits = partial, head, split, splits
         p, self.acc = self.problem, self.problem.acc_dtype
-        self.b, self.hk = fixed(head // p.kv_heads), fixed(head % p.kv_heads)
-        self.most, self.rows = rows, fixed(bound.rows(self.b) * p.group) if p.packed else rows
+        self.b, self.hk = let(head // p.kv_heads), let(head % p.kv_heads)
+        self.most, self.rows = rows, let(bound.rows(self.b) * p.group) if p.packed else rows
         self.kv = KeyValueTile(bound, cpu, 0, tiles.kv, self.b, self.hk)
         self.Wk, self.Wv, self.vectors = self.kv.Wk, self.kv.Wv, self.kv.vectors
         self.chunks = len(self.kv.k_starts)
@@ -190,15 +190,15 @@ class _Split:
         self.load_queries()
         self.initialize()
         found = self.bound.keys.of_tile(self.b, T.int64(0), self.bound.S)
-        ranges = [(fixed(lo), fixed(hi)) for lo, hi in found]
-        total = fixed(length(ranges))
-        each = fixed(tirx.ceildiv(tirx.ceildiv(total, self.splits), self.Wk) * self.Wk)
-        start = fixed(tirx.min(self.split * each, total))
-        mine = part(ranges, start, fixed(tirx.min(start + each, total)))
-        self.key_tiles = KeyTiles(mine, mine, self.tiles.kv, fixed)
+        ranges = [(let(lo), let(hi)) for lo, hi in found]
+        total = let(length(ranges))
+        each = let(tirx.ceildiv(tirx.ceildiv(total, self.splits), self.Wk) * self.Wk)
+        start = let(tirx.min(self.split * each, total))
+        mine = part(ranges, start, let(tirx.min(start + each, total)))
+        self.key_tiles = KeyTiles(mine, mine, self.tiles.kv, let)
         with T.serial(self.key_tiles.count) as t:
-            self.kv0 = fixed(self.key_tiles.first(t))
-            self.keys = fixed(self.key_tiles.end(t) - self.kv0)
+            self.kv0 = let(self.key_tiles.first(t))
+            self.keys = let(self.key_tiles.end(t) - self.kv0)
             if self.bound.scores.formula is None:
                 self.attend(t)
             else:
@@ -226,11 +226,11 @@ class _Split:
 
     def next_tile(self, t: Expr) -> tuple[Expr, Expr, Expr]:
         """Batch, head and first key of the tile that this thread is likely to read so many tiles after tile t."""
-        p, count, later = self.problem, self.key_tiles.count, fixed(t + self.tiles.ahead)
+        p, count, later = self.problem, self.key_tiles.count, let(t + self.tiles.ahead)
         head = tirx.min(self.head + 1, self.bound.B * p.kv_heads - 1)
-        head = fixed(tirx.Select(later >= count, head, self.head))
-        start = self.key_tiles.first(fixed(tirx.Select(later >= count, tirx.min(later - count, count - 1), later)))
-        return fixed(head // p.kv_heads), fixed(head % p.kv_heads), fixed(start)
+        head = let(tirx.Select(later >= count, head, self.head))
+        start = self.key_tiles.first(let(tirx.Select(later >= count, tirx.min(later - count, count - 1), later)))
+        return let(head // p.kv_heads), let(head % p.kv_heads), let(start)
 
     def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
         """Query head and query row of packed row r."""
@@ -248,7 +248,7 @@ class _Split:
             return words_of(load(buffer, 2 * self.Wk, *indices))
 
         with T.serial(self.rows) as r:
-            h, i = (fixed(x) for x in self.head_and_row(r))
+            h, i = (let(x) for x in self.head_and_row(r))
             for n, d in enumerate(self.kv.k_starts):
                 store(self.Q, vector(h, i, d), (r * self.chunks + n) * self.Wk)
 
@@ -266,22 +266,22 @@ class _Split:
         with T.serial(self.keys // W) as block:
             if height > 1:
                 with T.serial(height) as part, T.serial(self.rows // height) as rows:
-                    j, r = fixed(block * W + part * (W // height)), fixed(rows * height)
+                    j, r = let(block * W + part * (W // height)), let(rows * height)
                     self.tile_of_scores([r + n for n in range(height)], [j + n for n in range(W // height)])
             if self.problem.group % height or height == 1:
                 with T.serial(self.rows % height if height > 1 else self.rows) as r:
-                    j = fixed(block * W)
-                    row = fixed(self.rows // height * height + r) if height > 1 else r
+                    j = let(block * W)
+                    row = let(self.rows // height * height + r) if height > 1 else r
                     self.tile_of_scores([row], [j + n for n in range(W)])
         with T.serial(self.keys % W) as k, T.serial(self.rows) as r:
-            j = fixed(self.keys // W * W + k)
+            j = let(self.keys // W * W + k)
             ((last,),) = self.matmuls([r], [j])
             T.buffer_store(self.S, reduce_lanes(last.value, lambda x, y: x + y), [r * kv + j])
 
     def tile_of_scores(self, rows: list[Expr], keys: list[Expr]) -> None:
         """S of as many pairs as a vector has lanes."""
         matmuls = self.matmuls(rows, keys)
-        sums = fixed(sum_each([x.value for row in matmuls for x in row]))
+        sums = let(sum_each([x.value for row in matmuls for x in row]))
         for n, r in enumerate(rows):
             lanes = list(range(n * len(keys), (n + 1) * len(keys)))
             s = sums if len(rows) == 1 else tirx.Shuffle([sums], lanes)
@@ -295,7 +295,7 @@ class _Split:
 
         def add(n: Expr | int, d: Expr | int, fresh: Expr | None) -> None:
             def only_fresh(x: Expr) -> Expr:
-                return x if fresh is None else fixed(tirx.Select(fresh, x, like(0.0, x)))
+                return x if fresh is None else let(tirx.Select(fresh, x, like(0.0, x)))
 
             for j in keys:
                 self.kv.prefetch("k", j, d)
@@ -307,7 +307,7 @@ class _Split:
                     x.value = self.kv.add_matmul(x.value, q, key, leave_out=False)
 
         with T.serial(full) as n:
-            add(n, fixed(n.astype("int64") * W), None)
+            add(n, let(n.astype("int64") * W), None)
         if full < self.chunks:  # the last vector overlaps the one before: each matmul counts once
             d = self.kv.k_starts[-1]
             add(full, T.int64(d), at(T.int32(d), W) >= splat(full * W, W, "int32"))
@@ -316,27 +316,27 @@ class _Split:
     def softmax(self) -> None:
         """m' = max(m, max S), P = exp(S - m'), alpha = exp(m - m'), l = alpha l + P, m = m'."""
         W, kv = self.Wk, self.tiles.kv
-        blocks = fixed(tirx.ceildiv(self.keys, W))
+        blocks = let(tirx.ceildiv(self.keys, W))
         log2_e = splat(LOG2_E, W, self.acc)
         with T.serial(self.rows) as r:
-            h, i = (fixed(x) for x in self.head_and_row(r))
+            h, i = (let(x) for x in self.head_and_row(r))
             m_old = T.bind(self.m[r])
             maximum = Register(splat(m_old, W, self.acc))
             with T.serial(blocks) as block:
-                place = fixed(r * kv + block * W)
+                place = let(r * kv + block * W)
                 s = self.logits(load(self.S, W, place), h, i, block * W)
                 store(self.S, s, place)
                 maximum.value = tirx.max(maximum.value, s)
-            m = fixed(reduce_lanes(maximum.value, tirx.max))
+            m = let(reduce_lanes(maximum.value, tirx.max))
             # Nothing seen so far: m' = -inf, and S - m' would be NaN.
-            shift = fixed(tirx.Select(m == tirx.const(float("-inf"), self.acc), tirx.const(0, self.acc), m))
+            shift = let(tirx.Select(m == tirx.const(float("-inf"), self.acc), tirx.const(0, self.acc), m))
             alpha = exp2((m_old - shift) * tirx.const(LOG2_E, self.acc))
             l = Register(load(self.l, W, r * W) * splat(alpha, W, self.acc))
             with T.serial(blocks) as block:
-                place = fixed(r * kv + block * W)
+                place = let(r * kv + block * W)
                 p = exp2((load(self.S, W, place) - splat(shift, W, self.acc)) * log2_e)
                 if self.kv.pairs:
-                    store(self.S, words_of(convert(p, "bfloat16", self.cpu)), fixed(r * kv + block * (W // 2)))
+                    store(self.S, words_of(convert(p, "bfloat16", self.cpu)), let(r * kv + block * (W // 2)))
                 else:
                     store(self.S, p, place)
                 l.value += p
@@ -348,11 +348,11 @@ class _Split:
         """The scores s of row i with the Wk keys from kv0 + j, capped and biased; -inf where invisible."""
         W = self.Wk
         scaled = s * splat(self.bound.scores.scale, W, self.acc) if self.kv.pairs else s
-        changed = self.bound.scores.changed(fixed(scaled), self.b, h, i, at(fixed(self.kv0 + j), W), tanh=tanh)
+        changed = self.bound.scores.changed(let(scaled), self.b, h, i, at(let(self.kv0 + j), W), tanh=tanh)
         result = Register(changed)
 
         def mask(inside: bool) -> None:
-            key = at(fixed(self.kv0 + j), W)
+            key = at(let(self.kv0 + j), W)
             bias = None
             if self.bound.scores.has_mask:
                 bias = Register(self.bound.scores.additive(self.b, h, i, key, inside=inside)).value
@@ -373,10 +373,10 @@ class _Split:
         """O = alpha O + P V, for register tiles of `pv_rows` rows x `pv_vectors` vectors, then single rows."""
         height, rows = self.tiles.pv_rows, self.rows
         with T.serial(rows // height) as block:
-            self.add_pv([fixed(block * height + n) for n in range(height)])
+            self.add_pv([let(block * height + n) for n in range(height)])
         if self.problem.group % height:
             with T.serial(rows % height) as r:
-                self.add_pv([fixed(rows // height * height + r)])
+                self.add_pv([let(rows // height * height + r)])
 
     def add_pv(self, rows: list[Expr]) -> None:
         """O = alpha O + P V of these rows, at most `pv_vectors` vectors at a time."""
@@ -392,7 +392,7 @@ class _Split:
         """(m, l, O) into the partial results."""
         to = self.partial
         with T.serial(self.rows) as r:
-            place = fixed((self.head * self.most + r) * self.splits + self.split)
+            place = let((self.head * self.most + r) * self.splits + self.split)
             T.buffer_store(to.m, self.m[r], [place])
             l = reduce_lanes(load(self.l, self.Wk, r * self.Wk), lambda x, y: x + y)
             T.buffer_store(to.l, l, [place])

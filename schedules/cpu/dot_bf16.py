@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .vector import cast, fixed, lanes_of, like, reinterpret, splat, vector_type
+from .vector import cast, lanes_of, let, like, reinterpret, splat, vector_type
 
 LANES = 16
 
@@ -45,9 +45,9 @@ def dot(total: Expr, a: Expr, b: Expr) -> Expr:
 def pair(low: Expr, high: Expr) -> Expr:
     """Words of two vectors of float32 that are no NaN with a full mantissa, rounded to nearest (ties away from 0)."""
     half = like(0x8000, reinterpret(low, "uint32"))
-    low, high = (fixed(reinterpret(x, "uint32") + half) for x in (low, high))
+    low, high = (let(reinterpret(x, "uint32") + half) for x in (low, high))
     upper = T.bitwise_and(high, like(0xFFFF0000, high))
-    return fixed(reinterpret(T.bitwise_or(T.shift_right(low, like(16, low)), upper), "float32"))
+    return let(reinterpret(T.bitwise_or(T.shift_right(low, like(16, low)), upper), "float32"))
 
 
 def zip_rows(low: Expr, high: Expr | None) -> Expr:
@@ -61,18 +61,18 @@ def zip_rows(low: Expr, high: Expr | None) -> Expr:
 
 def words_of(x: Expr) -> Expr:
     """A vector of bfloat16 as half as many words."""
-    return fixed(T.reinterpret(vector_type("float32", lanes_of(x) // 2), reinterpret(x, "uint16")))
+    return let(T.reinterpret(vector_type("float32", lanes_of(x) // 2), reinterpret(x, "uint16")))
 
 
 def non_zero(words: Expr, weights: Expr) -> Expr:
     """The words' numbers where the weights' are not 0, and 0 where they are."""
     numbers, zero = _numbers(words), splat(0, 2 * lanes_of(words), "uint16")
     kept = tirx.Select(_numbers(weights) != zero, numbers, zero)
-    return fixed(T.reinterpret(vector_type("float32", lanes_of(words)), kept))
+    return let(T.reinterpret(vector_type("float32", lanes_of(words)), kept))
 
 
 def _numbers(words: Expr) -> Expr:
-    return fixed(T.reinterpret(vector_type("uint16", 2 * lanes_of(words)), words))
+    return let(T.reinterpret(vector_type("uint16", 2 * lanes_of(words)), words))
 
 
 def zip_halves(rows: list[Expr], half: int) -> Expr:
@@ -84,11 +84,11 @@ def zip_halves(rows: list[Expr], half: int) -> Expr:
     high = rest[0] if rest else splat(0, 2 * LANES, "uint16")
     places = [8 * part + 4 * half + n for part in range(4) for n in range(4)]
     numbers = tirx.Shuffle([low, high], [at for place in places for at in (place, 2 * LANES + place)])
-    return fixed(T.reinterpret(vector_type("float32", LANES), numbers))
+    return let(T.reinterpret(vector_type("float32", LANES), numbers))
 
 
 def shuffled_back(first: Expr, second: Expr) -> list[Expr]:
     """Two vectors of results for both halves of `zip_halves`, in the order of the numbers."""
-    both = [fixed(first), fixed(second)]
+    both = [let(first), let(second)]
     order = [at + n for part in range(0, LANES, 4) for at in (part, LANES + part) for n in range(4)]
     return [tirx.Shuffle(both, order[:LANES]), tirx.Shuffle(both, order[LANES:])]

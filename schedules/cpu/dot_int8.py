@@ -16,7 +16,7 @@ from __future__ import annotations
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .vector import SDOT, Machine, fixed, lanes_of, like, reinterpret, vector_type
+from .vector import SDOT, Machine, lanes_of, let, like, reinterpret, vector_type
 
 _MULTIPLY_BYTES, _SIGN_BYTES = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.psign.b"
 _PAIRS = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
@@ -29,17 +29,17 @@ def dot(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
     if cpu.int8_dot == SDOT:
         halves = like(0x40404040, b)  # 64 in every byte, twice: 128 is no byte with a sign
         for x in (T.bitwise_xor(a, like(-0x7F7F7F80, a)), halves, halves):
-            total = fixed(_added(total, x, b, SDOT))
+            total = let(_added(total, x, b, SDOT))
         return total
     if cpu.int8_dot:
         return _added(total, a, b, cpu.int8_dot)
     if lanes in _PAIRS:
         for x, y in ((_even(a), _signed(b, even=True)), (_even(T.shift_right(a, like(8, a))), _signed(b, even=False))):
-            total = fixed(total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], x, y))
+            total = let(total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], x, y))
         return total
     for n in range(4):
         x = T.bitwise_and(T.shift_right(a, like(8 * n, a)), like(255, a))
-        total = fixed(total + x * T.shift_right(T.shift_left(b, like(24 - 8 * n, b)), like(24, b)))
+        total = let(total + x * T.shift_right(T.shift_left(b, like(24 - 8 * n, b)), like(24, b)))
     return total
 
 
@@ -54,8 +54,8 @@ def dot_signed(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
         return _added(total, a, b, SDOT)
     lanes = lanes_of(total)
     bytes_ = vector_type("int8", 4 * lanes)
-    a, b = (fixed(T.reinterpret(bytes_, x)) for x in (a, b))
-    absolute, signed = (fixed(T.call_llvm_pure_intrin(bytes_, _SIGN_BYTES, x, a)) for x in (a, b))
+    a, b = (let(T.reinterpret(bytes_, x)) for x in (a, b))
+    absolute, signed = (let(T.call_llvm_pure_intrin(bytes_, _SIGN_BYTES, x, a)) for x in (a, b))
     pairs = T.call_llvm_pure_intrin(vector_type("int16", 2 * lanes), _MULTIPLY_BYTES, absolute, signed)
     ones = like(1, pairs)
     return total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], pairs, ones)
@@ -63,7 +63,7 @@ def dot_signed(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
 
 def _added(total: Expr, a: Expr, b: Expr, instruction: str) -> Expr:
     lanes = lanes_of(total)
-    a, b = (fixed(T.reinterpret(vector_type("int8", 4 * lanes), x)) for x in (a, b))
+    a, b = (let(T.reinterpret(vector_type("int8", 4 * lanes), x)) for x in (a, b))
     return T.call_llvm_pure_intrin(vector_type("int32", lanes), instruction, total, a, b)
 
 
@@ -74,19 +74,19 @@ def _even(a: Expr) -> Expr:
 
 def _signed(b: Expr, even: bool) -> Expr:
     """Bytes 0 and 2 of words, or 1 and 3, as 16 bits each with their sign."""
-    halves = fixed(_halves(b))
+    halves = let(_halves(b))
     halves = T.shift_left(halves, like(8, halves)) if even else halves
     return T.shift_right(halves, like(8, halves))
 
 
 def _halves(words: Expr) -> Expr:
     """Words as twice as many integers of 16 bits."""
-    return fixed(T.reinterpret(vector_type("int16", 2 * lanes_of(words)), words))
+    return let(T.reinterpret(vector_type("int16", 2 * lanes_of(words)), words))
 
 
 def words_of(x: Expr) -> Expr:
     """A vector of bytes as a quarter as many words."""
-    return fixed(T.reinterpret(vector_type("int32", lanes_of(x) // 4), x))
+    return let(T.reinterpret(vector_type("int32", lanes_of(x) // 4), x))
 
 
 def word_of(bytes_: list[Expr]) -> Expr:

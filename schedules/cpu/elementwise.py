@@ -24,7 +24,7 @@ from .fast_math import expand
 from .loops import split_among_threads, split_rows
 from .sweep import Sweep, plan_sweep
 from .transposition import SweepTiles, read_transposition
-from .vector import Machine, fixed, machine
+from .vector import Machine, let, machine
 
 
 def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -113,11 +113,11 @@ def _write(
 
 def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None], tiles: SweepTiles) -> None:
     """The sweep at each point of its outer axes. Long ones are cut: there may be one point (a batch of 1)."""
-    one, extent = isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk, fixed(sweep.extent)
-    chunks = Axis(tirx.Var("chunk", "int64"), fixed((extent + (tiles.chunk - 1)) // tiles.chunk))
+    one, extent = isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk, let(sweep.extent)
+    chunks = Axis(tirx.Var("chunk", "int64"), let((extent + (tiles.chunk - 1)) // tiles.chunk))
 
     def emit(point: Mapping[tirx.Var, Expr]) -> None:
-        low = tirx.const(0, "int64") if one else fixed(point[chunks.var] * tiles.chunk)
+        low = tirx.const(0, "int64") if one else let(point[chunks.var] * tiles.chunk)
         window = None if one else (low, tirx.min(low + tiles.chunk, extent))
         sweep.emit(point, lanes, store, window)
 
@@ -130,6 +130,6 @@ def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None
 
     def rows(point: list[Expr], part: Axis) -> None:
         with T.serial(part.extent) as i:
-            emit({**dict(zip((axis.var for axis in axes), point)), last.var: fixed(part.var + i)})
+            emit({**dict(zip((axis.var for axis in axes), point)), last.var: let(part.var + i)})
 
-    split_rows(axes, fixed(tirx.min(extent, tiles.chunk) * sweep.work), tiles, rows)
+    split_rows(axes, let(tirx.min(extent, tiles.chunk) * sweep.work), tiles, rows)

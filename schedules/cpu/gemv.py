@@ -21,7 +21,7 @@ from ..reading.values import read
 from ..tiles import Space
 from .loops import LoopTiles, split_among_threads
 from .operands import Operands
-from .vector import Machine, Register, convert, fixed, load, splat, store, sum_each, workspace
+from .vector import Machine, Register, convert, let, load, splat, store, sum_each, workspace
 
 _ZERO = tirx.const(0, "int64")
 
@@ -96,14 +96,14 @@ def dots(o: Operands, tiles: GemvTiles, few_rows: bool) -> None:
     (small, small_offset, small_var), (large, large_offset, large_var) = sides
     in_place = is_int(o.stride(small_offset, o.k), 1)
     most, chunk = min(tiles.few, lanes), tiles.chunk
-    chunks = fixed((many + (chunk - 1)) // chunk)
+    chunks = let((many + (chunk - 1)) // chunk)
     # Sums of a chunk [few, chunk] or [chunk, few]; what is computed twice lies behind them.
     row = chunk + lanes if few_rows else most
 
     def task(index: Expr) -> None:
         values = o.results.in_batch(index // chunks)
-        first = fixed(index % chunks * chunk)
-        count = fixed(tirx.min(tirx.const(chunk, "int64"), many - first))
+        first = let(index % chunks * chunk)
+        count = let(tirx.min(tirx.const(chunk, "int64"), many - first))
         sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (chunk + lanes), acc)}
         if not in_place:
             sizes["copy"] = (few * o.depth, acc)
@@ -121,12 +121,12 @@ def dots(o: Operands, tiles: GemvTiles, few_rows: bool) -> None:
             """
             width = lanes // height
             with T.serial((count + (width - 1)) // width) as group:
-                n = fixed(group * width)
+                n = let(group * width)
                 x_starts = [
-                    fixed(f * o.depth) if copy is not None else position(small_offset, small_var, f)
+                    let(f * o.depth) if copy is not None else position(small_offset, small_var, f)
                     for f in (tirx.min(few - 1, f) for f in range(height))
                 ]
-                last = fixed(first + count - 1)
+                last = let(first + count - 1)
                 y_starts = [position(large_offset, large_var, tirx.min(first + n + i, last)) for i in range(width)]
                 totals = [Register(splat(0.0, lanes, acc)) for _ in range(height * width)]
 
@@ -143,7 +143,7 @@ def dots(o: Operands, tiles: GemvTiles, few_rows: bool) -> None:
 
                 with T.serial(o.depth // lanes) as k:
                     step(k * lanes)
-                rest = fixed(o.depth % lanes)
+                rest = let(o.depth % lanes)
                 with T.If(rest > 0), T.Then():  # the last vector, but for what is in the one before
                     step(o.depth - lanes, T.ramp(T.int64(0), 1, lanes) >= T.broadcast(lanes - rest, lanes))
                 unused = [splat(0.0, lanes, acc)] * (lanes - height * width)
@@ -154,7 +154,7 @@ def dots(o: Operands, tiles: GemvTiles, few_rows: bool) -> None:
                         store(sums, found.buffer[f * width + i], place)
 
         def position(start: Expr, var: tirx.Var, at: Expr | int) -> Expr:
-            return fixed(substitute(start, {**values, var: at, o.k: _ZERO}))
+            return let(substitute(start, {**values, var: at, o.k: _ZERO}))
 
         if isinstance(few, tirx.IntImm):
             kernel(few.value)
@@ -164,7 +164,7 @@ def dots(o: Operands, tiles: GemvTiles, few_rows: bool) -> None:
                     kernel(height)
         with T.serial(few if few_rows else count) as r:
             m, column, columns = (r, first + o.results.c, count) if few_rows else (first + r, o.results.c, few)
-            o.results.store(o.memory, values, [(sums, fixed(r * row))], fixed(m), column, columns)
+            o.results.store(o.memory, values, [(sums, let(r * row))], let(m), column, columns)
 
     split_among_threads(o.results.batch * chunks, o.results.batch * few * many * o.depth, tiles.parallel_work, task)
 
@@ -173,19 +173,19 @@ def stream(o: Operands, tiles: GemvTiles) -> None:
     """Few rows of A times B, whose rows are read from end to end, several at a time."""
     lanes, acc = o.results.lanes, o.matmul.acc
     unroll, strip = tiles.depth, tiles.strip
-    vectors = fixed(o.results.columns // lanes)
+    vectors = let(o.results.columns // lanes)
     fitting = tirx.max(tiles.sums // lanes // tirx.max(o.results.rows, 1), 1)
-    each = fixed(tirx.max(tirx.min(fitting, (vectors + 1) // 2), 1))  # vectors of a task, of two tasks at least
-    chunks = fixed((vectors + (each - 1)) // each)
-    row = fixed((each + 1) * lanes)
+    each = let(tirx.max(tirx.min(fitting, (vectors + 1) // 2), 1))  # vectors of a task, of two tasks at least
+    chunks = let((vectors + (each - 1)) // each)
+    row = let((each + 1) * lanes)
 
     def task(index: Expr) -> None:
         values = o.results.in_batch(index // chunks)
-        chunk = fixed(index % chunks)
-        first = fixed(chunk * each * lanes)
+        chunk = let(index % chunks)
+        first = let(chunk * each * lanes)
         # The last task has the columns that fill no vector; a vector that overlaps the one before computes them.
-        columns = fixed(tirx.Select(chunk == chunks - 1, o.results.columns - first, each * lanes))
-        count = fixed((columns + (lanes - 1)) // lanes)
+        columns = let(tirx.Select(chunk == chunks - 1, o.results.columns - first, each * lanes))
+        count = let((columns + (lanes - 1)) // lanes)
         sums = workspace(sums=(tiles.sums + tiles.few * lanes, acc))["sums"]
         with T.serial(o.results.rows) as m, T.serial(count) as v:
             store(sums, splat(0.0, lanes, acc), m * row + v * lanes)
@@ -195,14 +195,14 @@ def stream(o: Operands, tiles: GemvTiles) -> None:
             """Rows m .. m + height of sums += A[.., k0 .. k0 + depth] B[k0 .. k0 + depth, ..]."""
             a = [
                 [
-                    fixed(read(o.a, substitute(o.a_offset, {**values, o.results.m: m + i, o.k: k0 + k})))
+                    let(read(o.a, substitute(o.a_offset, {**values, o.results.m: m + i, o.k: k0 + k})))
                     for k in range(depth)
                 ]
                 for i in range(height)
             ]
-            start = fixed(substitute(o.b_offset, {**values, o.k: k0, o.results.j: first}))
+            start = let(substitute(o.b_offset, {**values, o.k: k0, o.results.j: first}))
             with T.serial(count) as v:
-                column = fixed(tirx.min(v * lanes, columns - lanes))
+                column = let(tirx.min(v * lanes, columns - lanes))
                 c = [Register(load(sums, lanes, (m + i) * row + v * lanes)) for i in range(height)]
                 for k in range(depth):
                     b = T.bind(convert(load(o.b, lanes, start + column + k * step), acc, o.results.cpu))
@@ -213,18 +213,18 @@ def stream(o: Operands, tiles: GemvTiles) -> None:
 
         def rows(k0: Expr, depth: int) -> None:
             with T.serial(o.results.rows // strip) as s:
-                add(k0, depth, fixed(s * strip), strip)
+                add(k0, depth, let(s * strip), strip)
             with T.serial(o.results.rows % strip) as s:
-                add(k0, depth, fixed(o.results.rows - 1 - s), 1)
+                add(k0, depth, let(o.results.rows - 1 - s), 1)
 
         with T.serial(o.depth // unroll) as k:
-            rows(fixed(k * unroll), unroll)
+            rows(let(k * unroll), unroll)
         with T.serial(o.depth % unroll) as k:
-            rows(fixed(o.depth - o.depth % unroll + k), 1)
+            rows(let(o.depth - o.depth % unroll + k), 1)
         with T.serial(o.results.rows) as m:
             last = load(sums, lanes, m * row + (count - 1) * lanes)
             store(sums, last, m * row + columns - lanes)
-            o.results.store(o.memory, values, [(sums, fixed(m * row))], m, first + o.results.c, columns)
+            o.results.store(o.memory, values, [(sums, let(m * row))], m, first + o.results.c, columns)
 
     work = o.results.batch * o.results.rows * o.results.columns * o.depth
     split_among_threads(o.results.batch * chunks, work, tiles.parallel_work, task)

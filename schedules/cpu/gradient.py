@@ -40,7 +40,7 @@ from .vector import (
     convert,
     element_type,
     exp2,
-    fixed,
+    let,
     like,
     load,
     machine,
@@ -91,8 +91,8 @@ def _tasks(bound: BoundGradient) -> Iterator[tuple[Expr, Expr]]:
     rest = [T.int64(1) if free else extent for extent, free in zip(extents, apart)]
     with T.parallel(count[0] * count[1]) as work, T.serial(rest[0]) as b, T.serial(rest[1]) as hk:
         yield (
-            fixed(work // count[1] if apart[0] else b),
-            fixed(work % count[1] if apart[1] else hk),
+            let(work // count[1] if apart[0] else b),
+            let(work % count[1] if apart[1] else hk),
         )
 
 
@@ -131,15 +131,15 @@ class _Head:
             for name, size in (("dk", self.D), ("dv", self.Dv)):
                 with T.serial(size) as d:
                     T.buffer_store(self.bound.buffers[name], zero, [self.b, self.hk, j, d])
-        count = fixed(tirx.ceildiv(T.int64(1) * self.bound.bound.S, T.int64(self.tiles.q)))
+        count = let(tirx.ceildiv(T.int64(1) * self.bound.bound.S, T.int64(self.tiles.q)))
         with T.serial(self.problem.group) as g, T.serial(count) as tile:
-            self.h, self.i0 = fixed(self.hk * self.problem.group + g), fixed(tile * self.tiles.q)
-            self.here = fixed(tirx.min(T.int64(self.tiles.q), self.bound.bound.S - self.i0))
-            self.panels = fixed(tirx.ceildiv(self.here, self.panel))
+            self.h, self.i0 = let(self.hk * self.problem.group + g), let(tile * self.tiles.q)
+            self.here = let(tirx.min(T.int64(self.tiles.q), self.bound.bound.S - self.i0))
+            self.panels = let(tirx.ceildiv(self.here, self.panel))
             self.open_rows()
             with T.serial(tirx.ceildiv(keys, T.int64(self.tiles.kv))) as block:
-                self.j0 = fixed(block * self.tiles.kv)
-                self.keys = fixed(tirx.min(T.int64(self.tiles.kv), keys - self.j0))
+                self.j0 = let(block * self.tiles.kv)
+                self.keys = let(tirx.min(T.int64(self.tiles.kv), keys - self.j0))
                 self.key_tile()
             self.store_rows()
 
@@ -175,10 +175,10 @@ class _Head:
         with T.serial(self.panels * (self.panel // w)) as block, T.serial(size // w) as n:
             rows = []
             for lane in range(w):
-                row = fixed(tirx.min(block * w + lane, self.here - 1))
+                row = let(tirx.min(block * w + lane, self.here - 1))
                 x = self.row_vector(name, row, n * w, w)
-                rows.append(fixed(x if factor is None else x * like(self.bound.bound.scores.scale, x)))
-            column = fixed(block * w // self.panel * (size * self.panel) + block * w % self.panel)
+                rows.append(let(x if factor is None else x * like(self.bound.bound.scores.scale, x)))
+            column = let(block * w // self.panel * (size * self.panel) + block * w % self.panel)
             for lane, x in enumerate(transpose(rows)):
                 store(into, x, column + (n * w + lane) * self.panel)
 
@@ -230,7 +230,7 @@ class _Head:
                 magnitude = T.bind(T.bitwise_and(bits, like(2 ** (32 if integer == "int32" else 64) // 2 - 1, bits)))
                 largest.value = T.max(largest.value, magnitude)
             below = reduce_lanes(largest.value, lambda x, y: T.max(x, y)) < tirx.const(infinity, integer)
-            found = fixed(tirx.Select(below, found, tirx.const(0, "int32")))
+            found = let(tirx.Select(below, found, tirx.const(0, "int32")))
         return found
 
     # A tile of keys.
@@ -243,8 +243,8 @@ class _Head:
             return
         rows, keys = (self.i0, self.i0 + self.here - 1), (self.j0, self.j0 + self.keys - 1)
         lowest, highest = scores.mask_extremes(self.b, self.h, 1, rows, keys)
-        shown, zero = fixed(highest), tirx.const(0, self.acc)
-        full = fixed(tirx.all(whole, lowest == zero, shown == zero).astype("int32"))
+        shown, zero = let(highest), tirx.const(0, self.acc)
+        full = let(tirx.all(whole, lowest == zero, shown == zero).astype("int32"))
         with T.If(shown > tirx.const(float("-inf"), self.acc)), T.Then():
             self.attend(full != 0)
 
@@ -272,17 +272,17 @@ class _Head:
         """P and dS, in register tiles of qk_keys x qk_vectors; keys behind the last repeat it, and are not read."""
         t = self.tiles
         with T.serial(tirx.ceildiv(self.keys, T.int64(t.qk_keys))) as block, T.serial(self.panels) as panel:
-            keys = [fixed(tirx.min(block * t.qk_keys + n, self.keys - 1)) for n in range(t.qk_keys)]
-            places = [fixed(block * t.qk_keys + n) for n in range(t.qk_keys)]
-            column = [fixed(panel * self.panel + c * self.W) for c in range(t.qk_vectors)]
+            keys = [let(tirx.min(block * t.qk_keys + n, self.keys - 1)) for n in range(t.qk_keys)]
+            places = [let(block * t.qk_keys + n) for n in range(t.qk_keys)]
+            column = [let(panel * self.panel + c * self.W) for c in range(t.qk_vectors)]
             s = self.matmul.transposed("k", self.D, self.memory["Qt"], keys, panel)
             for n, j in enumerate(keys):
                 for c, r in enumerate(column):
-                    self.probability(fixed(s[n][c].value), r, j, places[n], masked)
+                    self.probability(let(s[n][c].value), r, j, places[n], masked)
             dp = self.matmul.transposed("v", self.Dv, self.memory["dYt"], keys, panel)
             for n, j in enumerate(keys):
                 for c, r in enumerate(column):
-                    self.gradient_of_score(fixed(dp[n][c].value), r, j, places[n], masked)
+                    self.gradient_of_score(let(dp[n][c].value), r, j, places[n], masked)
         if self.bound.reads:
             self.tables()
 
@@ -290,9 +290,9 @@ class _Head:
         """P := exp(score - lse), 0 where masked; and dS := ds'/ds for now, as it is a function of s."""
         at, pair = place * self.tiles.q + r, self.pair(r, j)
         score = self.bound.bound.scores.changed(s, *pair, tanh=tanh)
-        p = exp2(fixed(score) * like(LOG2_E, s) - load(self.memory["lse"], self.W, r))
+        p = exp2(let(score) * like(LOG2_E, s) - load(self.memory["lse"], self.W, r))
         if masked:
-            p = fixed(self.where_visible(p, r, j))
+            p = let(self.where_visible(p, r, j))
         store(self.memory["P"], p, at)
         if self.bound.reads:
             store(self.memory["S"], s, at)
@@ -304,14 +304,14 @@ class _Head:
     def gradient_of_score(self, dp: Expr, r: Expr, j: Expr, place: Expr, masked: bool) -> None:
         """dz := P (dP - delta), dS := dz ds'/ds; 0 where masked."""
         at = place * self.tiles.q + r
-        dz = fixed(load(self.memory["P"], self.W, at) * (dp - load(self.memory["delta"], self.W, r)))
+        dz = let(load(self.memory["P"], self.W, at) * (dp - load(self.memory["delta"], self.W, r)))
         if masked:
-            dz = fixed(self.where_visible(dz, r, j))
+            dz = let(self.where_visible(dz, r, j))
         ds = dz
         if self.bound.changes:
-            ds = fixed(dz * load(self.memory["dS"], self.W, at))
+            ds = let(dz * load(self.memory["dS"], self.W, at))
             if masked:
-                ds = fixed(self.where_visible(ds, r, j))
+                ds = let(self.where_visible(ds, r, j))
         store(self.memory["dS"], ds, at)
         if self.bound.reads:
             store(self.memory["dz"], dz, at)
@@ -341,7 +341,7 @@ class _Head:
             with T.serial(self.keys) as j:
                 by_lane = Register(splat(0.0, self.W, self.acc))
                 with T.serial(self.panels * self.tiles.qk_vectors) as n:
-                    by_lane.value += self.part_of(read, fixed(n * self.W), j, self.W)
+                    by_lane.value += self.part_of(read, let(n * self.W), j, self.W)
                 total.value += reduce_lanes(by_lane.value, lambda x, y: x + y)
                 if "j" in read.over:
                     self.add_to_table(read, T.int64(0), j, total.value)
@@ -353,10 +353,10 @@ class _Head:
         """What pairs of so many rows add to a table: nothing, whatever the derivative is, where dz is 0."""
         at = j * self.tiles.q + r
         rows = T.ramp(self.i0 + r, 1, width) if width > 1 else self.i0 + r
-        dz, s = (fixed(load(self.memory[name], width, at)) for name in ("dz", "S"))
+        dz, s = (let(load(self.memory[name], width, at)) for name in ("dz", "S"))
         part = read.part(self.b, self.h, rows, self.j0 + j, s)
         part = convert(part if lanes_of(part) == width else splat(part, width, element_type(part)), self.acc, self.cpu)
-        return fixed(tirx.Select(dz == like(0.0, dz), like(0.0, dz), dz * part))
+        return let(tirx.Select(dz == like(0.0, dz), like(0.0, dz), dz * part))
 
     def add_to_table(self, read: Read, r: Expr, j: Expr, value: Expr) -> None:
         s = self.memory["S"][j * self.tiles.q + r]

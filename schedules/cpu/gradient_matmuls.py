@@ -9,7 +9,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from .gradient_tiles import GradientTiles
-from .vector import Buffer, Register, fixed, like, load, splat, store
+from .vector import Buffer, Register, let, like, load, splat, store
 
 Operand = Callable[[str, int, Expr, Expr, int], Expr]
 """Elements [d, d + w) of a row of an operand, called with its name, the size of its rows, the row, d and w."""
@@ -65,7 +65,7 @@ class TileMatmuls:
             columns = [n * w for n in range(part * vectors // parts, (part + 1) * vectors // parts)]
             with T.serial(tirx.ceildiv(rows, T.int64(t.pv_rows))) as block:
                 # The last block repeats the last row, whose sums are the same, and stores them again.
-                m = [fixed(tirx.min(block * t.pv_rows + n, rows - 1)) for n in range(t.pv_rows)]
+                m = [let(tirx.min(block * t.pv_rows + n, rows - 1)) for n in range(t.pv_rows)]
                 sums = [[Register(splat(0.0, w, self.acc)) for _ in columns] for _ in m]
                 with T.serial(count) as n:
                     x = [T.bind(self.operand(name, size, n, T.int64(d), w)) for d in columns]
@@ -74,9 +74,9 @@ class TileMatmuls:
                         for c, register in enumerate(sums[k]):
                             new = register.value + weight * x[c]
                             if leave_out:
-                                new = tirx.Select(weight == like(0.0, weight), register.value, fixed(new))
+                                new = tirx.Select(weight == like(0.0, weight), register.value, let(new))
                             register.value = new
-                before = [[fixed(load(result, w, *at(row, d))) for d in columns] for row in m]
+                before = [[let(load(result, w, *at(row, d))) for d in columns] for row in m]
                 for k, row in enumerate(m):
                     for c, d in enumerate(columns):
                         total = sums[k][c].value

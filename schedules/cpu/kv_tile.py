@@ -14,7 +14,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem
 
 from .dot_bf16 import LANES, dot, non_zero, shuffled_back, words_of, zip_halves, zip_rows
-from .vector import LINE, Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
+from .vector import LINE, Buffer, Machine, Register, convert, cover, let, like, load, prefetch, splat, store
 
 
 def load_query(bound: Bound, cpu: Machine, place: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int) -> Expr:
@@ -99,24 +99,24 @@ class KeyValueTile:
     def find(self, which: str, tile: tuple[Expr, Expr, Expr]) -> None:
         """The offsets of as many rows as this tile has, of the one that starts at (b, hk, key): run by run."""
         b, hk, start = tile
-        count, run = fixed((self.end - self.start).astype("int64")), self.bound.addressing.run("k")
+        count, run = let((self.end - self.start).astype("int64")), self.bound.addressing.run("k")
 
         def offset(name: str, j: Expr) -> Expr:
-            return fixed(self.bound.addressing.offset(name, b, hk, fixed(start + j)))
+            return let(self.bound.addressing.offset(name, b, hk, let(start + j)))
 
         def one_by_one(name: str, first: Expr, stop: Expr) -> None:
             with T.serial(stop - first) as n:
-                T.buffer_store(self.memory[f"{name}_{which}"], offset(name, fixed(first + n)), [first + n])
+                T.buffer_store(self.memory[f"{name}_{which}"], offset(name, let(first + n)), [first + n])
 
         if run == 1:
             for name in "kv":
                 one_by_one(name, T.int64(0), count)
             return
-        before = T.int64(0) if run is None else fixed(start % run)  # keys of the first run that come before the tile
-        runs = T.int64(1) if run is None else fixed((before + count + (run - 1)) // run)
+        before = T.int64(0) if run is None else let(start % run)  # keys of the first run that come before the tile
+        runs = T.int64(1) if run is None else let((before + count + (run - 1)) // run)
         with T.serial(runs) as n:
-            first = fixed(tirx.max(n * run - before, 0)) if run is not None else T.int64(0)
-            stop = fixed(tirx.min((n + 1) * run - before, count)) if run is not None else count
+            first = let(tirx.max(n * run - before, 0)) if run is not None else T.int64(0)
+            stop = let(tirx.min((n + 1) * run - before, count)) if run is not None else count
             for name in "kv":
                 _, _, stride = self.bound.addressing.strides(name)
                 at, last = offset(name, first), offset(name, stop - 1)
@@ -129,7 +129,7 @@ class KeyValueTile:
 
     def place(self, name: str, j: Expr) -> Expr | None:
         """Where row j of k or v begins, if tables told: for `k` and `v`, computed once."""
-        return fixed(self.memory[f"{name}_rows"][j]) if self.by_offset else None
+        return let(self.memory[f"{name}_rows"][j]) if self.by_offset else None
 
     def open_pairs(self) -> None:
         """The tile's words. A value behind the last is 0."""
@@ -138,7 +138,7 @@ class KeyValueTile:
             for d in starts:
                 store(self.K, words_of(self.raw("k", j, 2 * d, 2 * w)), j * self.D + d)
         with T.serial(tirx.ceildiv(self.end - self.start, 2)) as pair:
-            low, high = fixed(pair * 2), fixed(tirx.min(pair * 2 + 1, self.end - self.start - 1))
+            low, high = let(pair * 2), let(tirx.min(pair * 2 + 1, self.end - self.start - 1))
             for n, d in enumerate(self.v_starts):
                 words = zip_rows(self.raw("v", low, d, self.Wv), self.raw("v", high, d, self.Wv))
                 alone = zip_rows(self.raw("v", low, d, self.Wv), None)
@@ -163,7 +163,7 @@ class KeyValueTile:
             return decoded(raw, acc)
         if lanes == 1:
             return half_byte(raw, T.int64(1) * d, acc)
-        bytes_ = fixed(raw)
+        bytes_ = let(raw)
         return half_byte(tirx.Shuffle([bytes_] * 2, [lane // 2 for lane in range(lanes)]), T.ramp(0, 1, lanes), acc)
 
     def k(self, j: Expr, d: Expr, lanes: int = 1, place: Expr | None = None) -> Expr:
@@ -196,29 +196,29 @@ class KeyValueTile:
             return convert(raw, acc, self.cpu)
         if addressing.channels:
             buffer, indices = addressing.channel_scales(name, self.hk, d)
-            return fixed(self.decoded(raw, d, lanes) * convert(load(buffer, lanes, *indices), acc, self.cpu))
+            return let(self.decoded(raw, d, lanes) * convert(load(buffer, lanes, *indices), acc, self.cpu))
         if not addressing.group():
-            return fixed(self.decoded(raw, d, lanes))
+            return let(self.decoded(raw, d, lanes))
         if self.by_offset:
             offset = (self.memory[f"{name}_rows"][j] if place is None else place) + d
         else:
             offset = addressing.offset(name, self.b, self.hk, self.start + j, d)
-        matmul, narrow = fixed(decoded(raw, acc) * self.scale(name, offset, lanes)), addressing.product_type()
+        matmul, narrow = let(decoded(raw, acc) * self.scale(name, offset, lanes)), addressing.product_type()
         if narrow == acc:
             return matmul
-        return convert(fixed(convert(matmul, narrow, self.cpu)), acc, self.cpu)
+        return convert(let(convert(matmul, narrow, self.cpu)), acc, self.cpu)
 
     def factor(self, name: str) -> Expr | None:
         """What all of k, or all of v, is to be multiplied by, if there is such a number."""
         factor = self.bound.addressing.factor(name)
-        return None if factor is None else fixed(factor)
+        return None if factor is None else let(factor)
 
     def finished(self, o: Sequence[Expr]) -> list[Expr]:
         """Vectors of O times the factor of v. Where no value has a part, no factor has one."""
         factor = self.factor("v")
         if factor is None:
             return list(o)
-        return [fixed(tirx.Select(x == like(0.0, x), x, x * like(factor, x))) for x in o]
+        return [let(tirx.Select(x == like(0.0, x), x, x * like(factor, x))) for x in o]
 
     def scale(self, name: str, offset: Expr, lanes: int) -> Expr:
         """The scales of so many neighbors of one row. A row is whole groups, and so is a vector, or a group is whole
@@ -231,7 +231,7 @@ class KeyValueTile:
             each = [addressing.scale(name, offset + lane) for lane in range(lanes)]
             return tirx.Shuffle(each, list(range(lanes)))
         buffer, indices = addressing.scales(name, tirx.floordiv(offset, group))
-        some = fixed(convert(load(buffer, lanes // group, *indices), acc, self.cpu))
+        some = let(convert(load(buffer, lanes // group, *indices), acc, self.cpu))
         # TVM wants as many lanes as it gets.
         return tirx.Shuffle([some] * group, [lane // group for lane in range(lanes)])
 
@@ -318,7 +318,7 @@ class KeyValueTile:
             add(j)
         if self.zips:
             with T.If(keys % 2 != 0), T.Then():
-                add(fixed(keys // 2), alone=True)
+                add(let(keys // 2), alone=True)
         for k, r in enumerate(rows):
             for n, register in zip(columns, o[k]):
                 store(O, register.value, (r * self.vectors + n) * self.Wv)
@@ -327,8 +327,8 @@ class KeyValueTile:
         """total + weight * v, of one key or of the two of a word."""
         if self.pairs:
             return dot(total, weight, non_zero(v, weight) if leave_out else v)
-        new = fixed(total + weight * v)
-        return fixed(tirx.Select(weight == like(0.0, weight), total, new)) if leave_out else new
+        new = let(total + weight * v)
+        return let(tirx.Select(weight == like(0.0, weight), total, new)) if leave_out else new
 
 
 def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:

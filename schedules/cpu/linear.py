@@ -28,7 +28,7 @@ from .linear_head import Head
 from .linear_steps import Steps
 from .linear_tiles import LinearTiles
 from .loops import split_among_threads
-from .vector import Machine, fixed, machine
+from .vector import Machine, let, machine
 
 _PARALLEL_WORK = 1 << 17
 """Multiplications from which on threads share the heads."""
@@ -57,9 +57,9 @@ def linear_kernel(problem: LinearAttention, cpu: Machine, tiles: LinearTiles) ->
         work = bound.tokens * (problem.v_heads * problem.head_dim * problem.v_head_dim)
 
         def task(index: Expr) -> None:
-            sequence = bound.sequence(fixed(index // problem.v_heads), fixed)
+            sequence = bound.sequence(let(index // problem.v_heads), let)
             with T.If(sequence.count > 0), T.Then():
-                _tokens(Head(bound, tiles, cpu, sequence, fixed(index % problem.v_heads)))
+                _tokens(Head(bound, tiles, cpu, sequence, let(index % problem.v_heads)))
 
         split_among_threads(tasks, work, _PARALLEL_WORK, task)
     return builder.get()
@@ -72,14 +72,14 @@ def _tokens(head: Head) -> None:
         if head.width > head.Dv:
             head.clear(head.memory[name])
     head.read_state()
-    chunks = fixed(length // head.C)
+    chunks = let(length // head.C)
     with T.serial(chunks) as n:
-        first, count = fixed(n * head.C), T.int64(head.C)
+        first, count = let(n * head.C), T.int64(head.C)
         head.open(first, count)
         Chunk(head).emit()
         head.close(first, count)
-    behind = fixed(chunks * head.C)
-    rest = fixed(length - behind)
+    behind = let(chunks * head.C)
+    rest = let(length - behind)
     with T.If(rest > 0), T.Then():
         head.open(behind, rest)
         head.column_blocks(head.tiles.step_vectors, lambda column, vectors: Steps(head).emit(rest, column, vectors))

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.linear import ACC
 
 from .linear_head import Head, total_of
-from .vector import Register, fixed, like, load, splat, store, transpose
+from .vector import Register, let, like, load, splat, store, transpose
 
 _Rows: TypeAlias = tuple[str, str, Expr]
 """A tile, the tile of its matmuls with keys, and the first row of both."""
@@ -35,7 +35,7 @@ class Chunk:
         k, kt, W, D, C = self.head.memory["k"], self.head.memory["kt"], self.head.W, self.head.D, self.head.C
         with T.serial(T.int64(C // W)) as block:
             with T.serial(T.int64(D // W)) as n:
-                rows = [fixed(load(k, W, (block * W + j) * D + n * W)) for j in range(W)]
+                rows = [let(load(k, W, (block * W + j) * D + n * W)) for j in range(W)]
                 for d, column in enumerate(transpose(rows)):
                     store(kt, column, (n * W + d) * C + block * W)
             with T.grid(T.int64(D % W), T.int64(W)) as (d, j):
@@ -47,12 +47,12 @@ class Chunk:
         head, W, C = self.head, self.head.W, self.head.C
         rows: list[_Rows] = [("k", "kk", T.int64(0))] * bool(head.p.betas)
         rows += [("q", "qk", T.int64(g * C)) for g in range(head.G)]
-        lanes = [fixed(T.ramp(T.int32(v * W), 1, W)) for v in range(C // W)]
+        lanes = [let(T.ramp(T.int32(v * W), 1, W)) for v in range(C // W)]
         by_head = [Register(splat(1.0, W, ACC)) for _ in lanes] if head.p.decay == 1 else None
         with T.serial(T.int64(C)) as i:
-            row = fixed(splat(i.astype("int32"), W, "int32"))
+            row = let(splat(i.astype("int32"), W, "int32"))
             for lane, register in zip(lanes, by_head or []):
-                faded = fixed(register.value * head.number("a", i))
+                faded = let(register.value * head.number("a", i))
                 register.value = tirx.Select(lane < row, faded, like(1.0, faded))
             if head.p.decay > 1:
                 self.fade_keys(i, lanes, row)
@@ -66,8 +66,8 @@ class Chunk:
             decay = T.bind(head.one_decay(i, d))
             for v, lane in enumerate(lanes):
                 at = d * head.C + v * head.W
-                key = fixed(load(kt, head.W, at))
-                faded = fixed(key * decay)
+                key = let(load(kt, head.W, at))
+                faded = let(key * decay)
                 store(kt, tirx.Select(lane < row, faded, key), at)
 
     def dot_products(self, i: Expr, some: list[_Rows], by_head: list[Register] | None) -> None:
@@ -100,14 +100,14 @@ class Chunk:
         def vector(d: Expr, w: int) -> None:
             p = Register(splat(1.0, w, ACC))
             with T.serial(T.int64(C)) as n:
-                j = fixed(C - 1 - n)
+                j = let(C - 1 - n)
                 store(memory["kw"], load(memory["k"], w, j * D + d) * p.value, j * D + d)
                 p.value = p.value * self.head.decay(j, d, w)
             p.value = splat(1.0, w, ACC)
             with T.serial(T.int64(C)) as i:
                 p.value = p.value * self.head.decay(i, d, w)
                 for name, row in [("k", T.int64(0)), *(("q", T.int64(g * C)) for g in range(self.head.G))]:
-                    at = fixed((row + i) * D + d)
+                    at = let((row + i) * D + d)
                     store(memory[name], load(memory[name], w, at) * p.value, at)
             if self.head.p.decay > 1:
                 store(memory["a"], p.value, T.int64((C - 1) * D) + d)
@@ -121,7 +121,7 @@ class Chunk:
 
     def columns(self, first: Expr, count: int) -> None:
         """So many vectors of columns of a chunk."""
-        columns = [fixed(first + c * self.head.W) for c in range(count)]
+        columns = [let(first + c * self.head.W) for c in range(count)]
         if self.head.p.betas:
             self.remembered(columns)
             for c in columns:
@@ -142,7 +142,7 @@ class Chunk:
         """u_i = v_i - S^T (P_i k_i)."""
         rows, u = self.head.tiles.rows, self.head.memory["u"]
         with T.serial(T.int64(self.head.C // rows)) as block:
-            i = [fixed(block * rows + r) for r in range(rows)]
+            i = [let(block * rows + r) for r in range(rows)]
             sums = [[Register(load(u, self.head.W, row * self.head.width + c)) for c in columns] for row in i]
             with T.serial(T.int64(self.head.D)) as d:
                 state = [self.head.state(d, c) for c in columns]
@@ -169,7 +169,7 @@ class Chunk:
     def output_rows(self, g: Expr, first: int, columns: list[Expr]) -> None:
         head = self.head
         W, C, D, u = head.W, head.C, head.D, head.memory["u"]
-        i = [fixed(g * C + first + r) for r in range(head.tiles.rows)]
+        i = [let(g * C + first + r) for r in range(head.tiles.rows)]
         sums = [[Register(splat(0.0, W, ACC)) for _ in columns] for _ in i]
 
         def done(j: Expr) -> list[Expr]:
@@ -195,7 +195,7 @@ class Chunk:
         keys = "kw" if self.head.p.decay else "k"
 
         def block(first: Expr, count: int) -> None:
-            d = [fixed(first + r) for r in range(count)]
+            d = [let(first + r) for r in range(count)]
             sums = []
             for row in d:
                 old = [self.head.state(row, c) for c in columns]
@@ -212,6 +212,6 @@ class Chunk:
 
         if D // rows:
             with T.serial(T.int64(D // rows)) as n:
-                block(fixed(n * rows), rows)
+                block(let(n * rows), rows)
         if D % rows:
             block(T.int64(D // rows * rows), D % rows)

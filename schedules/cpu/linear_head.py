@@ -12,7 +12,7 @@ from lowering.attention.expr.emit import widened
 from lowering.attention.linear import ACC, BoundLinear, Sequence
 
 from .linear_tiles import LinearTiles
-from .vector import LOG2_E, Buffer, Machine, Register, convert, exp2, fixed, like, load, splat, store, workspace
+from .vector import LOG2_E, Buffer, Machine, Register, convert, exp2, let, like, load, splat, store, workspace
 
 
 class Head:
@@ -50,7 +50,7 @@ class Head:
         while first < size:
             if size - first >= w:
                 with T.serial(T.int64((size - first) // w)) as n:
-                    body(fixed(n * w + first), w)
+                    body(let(n * w + first), w)
                 first += (size - first) // w * w
             w //= 2
 
@@ -60,7 +60,7 @@ class Head:
 
     def index(self, t: Expr) -> tuple[Expr, Expr]:
         """Where row t of a parameter is."""
-        return self.sequence.batch, fixed(self.sequence.first + t)
+        return self.sequence.batch, let(self.sequence.first + t)
 
     def read_state(self) -> None:
         """The state before the first token comes to where tokens find it."""
@@ -70,7 +70,7 @@ class Head:
             with T.If(self.sequence.is_new), T.Then():
                 zeros = splat(0.0, self.W, ACC)
                 with T.serial(T.int64(self.D)) as d, T.serial(T.int64(self.width // self.W)) as n:
-                    self.put_state(zeros, d, fixed(n * self.W))
+                    self.put_state(zeros, d, let(n * self.W))
 
     def copy_state(self, out: bool) -> None:
         S, state = self.memory["S"], self.bound.state
@@ -115,7 +115,7 @@ class Head:
         """The rows of so many tokens come into tiles."""
         p, bound, memory = self.p, self.bound, self.memory
         with T.serial(count) as i:
-            t = fixed(first + i)
+            t = let(first + i)
 
             def copy(name: str, to: str, at: Callable[[Expr], Expr], row: Expr, size: int) -> None:
                 self.row(size, lambda d, w: store(memory[to], self.read(name, t, at(d), w), row + d))
@@ -151,14 +151,14 @@ class Head:
         whole, rest = divmod(self.width // self.W, vectors)
         if whole:
             with T.serial(T.int64(whole)) as n:
-                body(fixed(n * (vectors * self.W)), vectors)
+                body(let(n * (vectors * self.W)), vectors)
         if rest:
             body(T.int64(whole * vectors * self.W), rest)
 
 
 def _exp(x: Expr) -> Expr:
     """e^x, infinity where float32 has no such number."""
-    power = fixed(x * like(LOG2_E, x))
+    power = let(x * like(LOG2_E, x))
     return tirx.Select(power >= like(128.0, power), like(float("inf"), power), exp2(power))
 
 

@@ -8,7 +8,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.linear import ACC
 
 from .linear_head import Head, total_of
-from .vector import Register, fixed, load, splat, store
+from .vector import Register, let, load, splat, store
 
 _READERS = 4
 """Query heads that read a row of the state while it is in registers."""
@@ -22,7 +22,7 @@ class Steps:
 
     def emit(self, count: Expr, first: Expr, vectors: int) -> None:
         """So many tokens, on vectors of columns from the first on."""
-        columns = [fixed(first + c * self.head.W) for c in range(vectors)]
+        columns = [let(first + c * self.head.W) for c in range(vectors)]
         u = self.head.memory["u"]
         with T.serial(count) as i:
             new = [Register(load(u, self.head.W, i * self.head.width + c)) for c in columns]
@@ -60,7 +60,7 @@ class Steps:
                 value = self.head.state(d, c)
                 value = value if decay is None else value * decay
                 value = value if update is None else value + key * update[n].value
-                value = fixed(value)
+                value = let(value)
                 if update is not None:
                     self.head.put_state(value, d, c)
                 for r, weight in enumerate(weights):

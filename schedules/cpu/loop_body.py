@@ -15,7 +15,7 @@ from lowering.tensorir.expressions import Expr, rewrite, substitute, uses, walk
 from lowering.tensorir.moves import is_reinterpreted
 
 from ..reading.values import Program
-from .vector import fixed
+from .vector import let
 
 _ZERO = tirx.const(0, "int64")
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
@@ -76,7 +76,7 @@ def before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Exp
             bindings.append((var, expr))
             hoist.varying.add(var)
         else:
-            hoist.values[var] = fixed(expr)
+            hoist.values[var] = let(expr)
     return Body(index, bindings, [hoist.expression(result) for result in program.results])
 
 
@@ -142,7 +142,7 @@ class _Hoist:
         for known, var in self.named:
             if prim.expr_deep_equal(known, expr):
                 return var
-        self.named.append((expr, fixed(expr)))
+        self.named.append((expr, let(expr)))
         return self.named[-1][1]
 
 

@@ -14,7 +14,7 @@ from lowering.tensorir.expressions import Expr, is_int
 
 from ..reading.stages import Axis, unravel, volume
 from ..tiles import Space, Tiles
-from .vector import Machine, fixed
+from .vector import Machine, let
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11
@@ -75,13 +75,13 @@ def split_rows(
     the range begins. There must be an axis.
     """
     *outer, last = axes
-    rows = fixed(tirx.max(tiles.task_work // tirx.max(row_work, 1), 1))
-    blocks = fixed((last.extent + (rows - 1)) // rows)
+    rows = let(tirx.max(tiles.task_work // tirx.max(row_work, 1), 1))
+    blocks = let((last.extent + (rows - 1)) // rows)
 
     def task(index: Expr) -> None:
-        point = unravel(fixed(index // blocks), outer, fixed)
-        first = fixed(index % blocks * rows)
-        body(point, Axis(first, fixed(tirx.min(rows, last.extent - first))))
+        point = unravel(let(index // blocks), outer, let)
+        first = let(index % blocks * rows)
+        body(point, Axis(first, let(tirx.min(rows, last.extent - first))))
 
     split_among_threads(volume(outer) * blocks, volume(axes) * row_work, tiles.parallel_work, task)
 

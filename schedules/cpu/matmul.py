@@ -50,7 +50,7 @@ from .loops import split_among_threads
 from .operands import Operands
 from .panels import PanelTiles, is_width
 from .results import Results, Values
-from .vector import Machine, fixed, machine, workspace
+from .vector import Machine, let, machine, workspace
 
 Plan = list[list[Blocked]]
 """Kernels of the matmuls of each group."""
@@ -181,17 +181,17 @@ def _blocked(kernels: Plan) -> None:
         alone = tirx.all(every[0].k_blocks <= 1, batch * all_panels >= tiles.many_tasks)
         most = tirx.Select(alone, tirx.max(rows, most), most)
     # Blocks of equal height, so that no thread gets all the short ones.
-    row_blocks = fixed(tirx.max((rows + (most - 1)) // most, 1))
+    row_blocks = let(tirx.max((rows + (most - 1)) // most, 1))
     block_rows = T.bind((rows + (row_blocks * tiles.mr - 1)) // (row_blocks * tiles.mr) * tiles.mr)
 
     sum_rows = _panel if results.selection is None else _panel_by_runs
 
     def task(index: Expr) -> None:
         """One panel's columns for one block of rows."""
-        panel = fixed(index % all_panels)
+        panel = let(index % all_panels)
         values = results.in_batch(index // (all_panels * row_blocks))
-        first = fixed(index // all_panels % row_blocks * block_rows)
-        height = fixed(tirx.min(block_rows, rows - first))
+        first = let(index // all_panels % row_blocks * block_rows)
+        height = let(tirx.min(block_rows, rows - first))
 
         def of(number: int, start: Expr) -> None:
             """In the groups from this number on, whose panels begin at `start`."""
@@ -228,12 +228,12 @@ def _panel_by_runs(group: list[Blocked], values: Values, panel: Expr, first: Exp
     begin = T.alloc_buffer((1,), "int64")
     T.buffer_store(begin, first, [0])
     with T.serial(rows) as i:
-        row = fixed(first + i)
-        following = fixed(tirx.min(row + 1, results.rows - 1))
+        row = let(first + i)
+        following = let(tirx.min(row + 1, results.rows - 1))
         with T.If(tirx.any(i == rows - 1, table[row] != table[following])), T.Then():
-            start = fixed(begin[0])
-            chosen = {**values, selection.group: fixed(selection.nearest(table[row]))}
-            sum_panel(group, chosen, panel, start, fixed(row + 1 - start), scratch)
+            start = let(begin[0])
+            chosen = {**values, selection.group: let(selection.nearest(table[row]))}
+            sum_panel(group, chosen, panel, start, let(row + 1 - start), scratch)
             T.buffer_store(begin, row + 1, [0])
 
 
@@ -251,14 +251,14 @@ def sum_panel(
 ) -> None:
     """One panel's columns of a group's matmuls for `rows` rows from `first` on."""
     results, last = group[0].results, group[-1]
-    values = {**values, results.panel: fixed(panel)}
+    values = {**values, results.panel: let(panel)}
     columns = last.columns_of(values)
     tiles = [scratch[f"tile{n}"] for n in range(len(group))]
 
     def finish(row: Expr, place: Expr) -> None:
         """A row of the block, whose sums of the last matmul are in row `place` of its tile."""
-        sums = [(tile, fixed((place if b is last else row) * b.nr)) for b, tile in zip(group, tiles)]
-        results.store(last.operands.memory, values, sums, fixed(first + row), last.column, columns)
+        sums = [(tile, let((place if b is last else row) * b.nr)) for b, tile in zip(group, tiles)]
+        results.store(last.operands.memory, values, sums, let(first + row), last.column, columns)
 
     for b, tile in zip(group, tiles):
         b.sum_up(values, first, rows, columns, tile, scratch, finish if b is last else None)

@@ -39,7 +39,7 @@ from .vector import (
     combine,
     cover,
     exp2,
-    fixed,
+    let,
     like,
     load,
     prefetch,
@@ -59,21 +59,21 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine, more_than: int = 0)
     Where batches have packed rows of their own, those with more rows than so many are served.
     """
     heads, group = bound.problem.kv_heads, bound.problem.group
-    most = fixed(T.int64(1) * bound.S * group)
-    count = fixed(tirx.max(tirx.ceildiv(most, tiles.q), T.int64(1)))
+    most = let(T.int64(1) * bound.S * group)
+    count = let(tirx.max(tirx.ceildiv(most, tiles.q), T.int64(1)))
     with (
         using_dot(comes_in_pairs(bound.problem, cpu)),
         T.parallel(T.int64(1) * bound.B * heads * count) as work,
     ):
-        b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
+        b, hk, turn = let(work // (heads * count)), let(work // count % heads), let(work % count)
         # First, last, second, last but one: late rows cost more under a causal mask, and threads take neighbors.
         tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
-        r0 = fixed(tile * tiles.q)
+        r0 = let(tile * tiles.q)
         if not bound.problem.packed:
             _QueryTile(bound, tiles, cpu, b, hk, r0, most).emit()
             return
-        with bound.if_rows(b, more_than + 1, None), bound.if_there(b, fixed(r0 // group)):
-            _QueryTile(bound, tiles, cpu, b, hk, r0, fixed(bound.rows(b) * group)).emit()
+        with bound.if_rows(b, more_than + 1, None), bound.if_there(b, let(r0 // group)):
+            _QueryTile(bound, tiles, cpu, b, hk, r0, let(bound.rows(b) * group)).emit()
 
 
 class _QueryTile:
@@ -87,8 +87,8 @@ class _QueryTile:
         self.acc = self.problem.acc_dtype
         self.W = cpu.lanes(self.acc)
         self.panel = tiles.qk_vectors * self.W
-        self.here = fixed(tirx.min(T.int64(tiles.q), rows - r0))  # rows of the tile that exist
-        self.panels = fixed(tirx.ceildiv(self.here, self.panel))
+        self.here = let(tirx.min(T.int64(tiles.q), rows - r0))  # rows of the tile that exist
+        self.panels = let(tirx.ceildiv(self.here, self.panel))
         self.kv = KeyValueTile(bound, cpu, tiles.kv, tiles.kv, b, hk)
         self.Wv, self.vectors = self.kv.Wv, self.kv.vectors
         per_row = bound.scores.mask_per_row
@@ -116,7 +116,7 @@ class _QueryTile:
         else:
             again = Register(tirx.const(1, "int32"))
             with T.serial(2) as turn, T.If(again.value != 0), T.Then():
-                careful = fixed(turn.astype("int32"))
+                careful = let(turn.astype("int32"))
                 skipped = self.attempt(careful)
                 again.value = tirx.Select(tirx.any(self.hopeless(skipped), self.is_not_finite()), 1 - careful, 0)
         self.store_y()
@@ -126,7 +126,7 @@ class _QueryTile:
         worst = Register(tirx.const(0, self.acc))
         with T.serial(self.here) as r:
             worst.value = tirx.min(worst.value, self.m[r])
-        return fixed(tirx.all(skipped.value != 0, worst.value <= tirx.const(HIDDEN / 2, self.acc)))
+        return let(tirx.all(skipped.value != 0, worst.value <= tirx.const(HIDDEN / 2, self.acc)))
 
     def is_not_finite(self) -> Expr:
         """Whether O holds a NaN or an infinity: perhaps an invisible one, times P = 0."""
@@ -136,7 +136,7 @@ class _QueryTile:
             bits = reinterpret(load(self.O, self.Wv, n * self.Wv), integer)
             magnitude = T.bind(T.bitwise_and(bits, like(2 ** (32 if integer == "int32" else 64) // 2 - 1, bits)))
             largest.value = T.max(largest.value, magnitude)
-        return fixed(reduce_lanes(largest.value, lambda x, y: T.max(x, y)) >= tirx.const(infinity, integer))
+        return let(reduce_lanes(largest.value, lambda x, y: T.max(x, y)) >= tirx.const(infinity, integer))
 
     def attempt(self, careful: Expr) -> Register:
         """O, m and l of the tile; 1 if it left out keys that finite numbers hide, as their weight is 0 in most rows.
@@ -146,19 +146,19 @@ class _QueryTile:
         self.careful = careful
         self.initialize()
         hidden = (tirx.const(x, self.acc) for x in (HIDDEN, float("-inf")))
-        threshold = fixed(tirx.Select(careful == 0, *hidden))
+        threshold = let(tirx.Select(careful == 0, *hidden))
         skipped = Register(tirx.const(0, "int32"))
         i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
         keys = self.bound.keys
-        tiles = KeyTiles(keys.of_tile(self.b, i0, i1), keys.of_all(self.b, i0, i1), self.tiles.kv, fixed)
+        tiles = KeyTiles(keys.of_tile(self.b, i0, i1), keys.of_all(self.b, i0, i1), self.tiles.kv, let)
         with T.serial(tiles.count) as t:
-            self.kv0, self.end = fixed(tiles.first(t)), fixed(tiles.end(t))
-            self.range = fixed(tiles.number(t) * self.tiles.q)  # where the rows' `lo` and `hi` of it are
+            self.kv0, self.end = let(tiles.first(t)), let(tiles.end(t))
+            self.range = let(tiles.number(t) * self.tiles.q)  # where the rows' `lo` and `hi` of it are
             full = tiles.full(t)
             if not self.bound.scores.has_mask:
                 self.attend(full)
             else:
-                self.attend_under_mask((i0, i1 - 1), fixed(full), threshold, skipped)
+                self.attend_under_mask((i0, i1 - 1), let(full), threshold, skipped)
         return skipped
 
     def attend_under_mask(self, rows: Interval, full: Expr, threshold: Expr, skipped: Register) -> None:
@@ -202,8 +202,8 @@ class _QueryTile:
 
     def attend_masked(self) -> None:
         """A tile that some row does not see in full, or that is shorter than B_c."""
-        keys = fixed(self.end - self.kv0)
-        steps = fixed(tirx.ceildiv(keys, self.tiles.qk_keys))
+        keys = let(self.end - self.kv0)
+        steps = let(tirx.ceildiv(keys, self.tiles.qk_keys))
         self.scores(steps * self.tiles.qk_keys, masked=True)
         self.softmax(steps * self.tiles.qk_keys)
         if not self.bound.rows_differ:
@@ -238,24 +238,24 @@ class _QueryTile:
         def vector(row: tuple[Expr, Expr], d: Expr) -> Expr:
             h, i = row
             if not self.kv.pairs:
-                return fixed(load_query(self.bound, self.cpu, (self.b, h, i), d, w) * scale)
+                return let(load_query(self.bound, self.cpu, (self.b, h, i), d, w) * scale)
             buffer, indices = self.bound.addressing.at("q", self.b, h, i, T.int64(2) * d)
             return words_of(load(buffer, 2 * w, *indices))
 
         with T.serial(self.panels * (self.panel // w)) as block:
             rows = []
             for k in range(w):
-                rows.append(self.head_and_row(fixed(tirx.min(self.r0 + block * w + k, self.rows - 1))))
-            column = fixed(block * w // self.panel * (D * self.panel) + block * w % self.panel)
+                rows.append(self.head_and_row(let(tirx.min(self.r0 + block * w + k, self.rows - 1))))
+            column = let(block * w // self.panel * (D * self.panel) + block * w % self.panel)
             with T.serial(len(starts)) as n:
-                d = fixed(tirx.min(n * w, D - w))
+                d = let(tirx.min(n * w, D - w))
                 for k, x in enumerate(transpose([vector(row, d) for row in rows])):
                     store(self.Q, x, column + (d + k) * self.panel)
 
     def initialize(self) -> None:
         """m, l, O before the first key, and [lo, hi): the keys that each row sees before the mask tensor."""
         with T.serial(self.tiles.q) as r:
-            h, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))
+            h, i = self.head_and_row(let(tirx.min(self.r0 + r, self.rows - 1)))
             for buffer, value in zip((self.m, self.l), self.bound.scores.before_keys(h)):
                 T.buffer_store(buffer, value, [r])
             T.buffer_store(self.memory["m_new"], self.m[r], [r])
@@ -304,13 +304,13 @@ class _QueryTile:
                 return
             rows = []
             for k in range(W):
-                row = fixed(tirx.min(r + k, self.here - 1))
+                row = let(tirx.min(r + k, self.here - 1))
                 rows.append((row, *self.head_and_row(self.r0 + row)))
             for k, x in enumerate(transpose(block(j, rows, inside))):
                 store(self.memory["M"], x, (j + k) * self.tiles.q + r)
 
         with T.serial(tirx.ceildiv(keys, W)) as j_block, T.serial(row_blocks) as r_block:
-            j, r = fixed(j_block * W), fixed(r_block * W)
+            j, r = let(j_block * W), let(r_block * W)
             with T.If(j + W <= keys):
                 with T.Then():
                     load_block(j, r, inside=True)
@@ -348,7 +348,7 @@ class _QueryTile:
         m_new, scale = self.memory["m_new"], self.bound.scores.scale
         with T.serial(keys // t.qk_keys) as block, T.serial(self.panels) as panel:
             j = [T.bind(block * t.qk_keys + k) for k in range(t.qk_keys)]
-            row = [fixed(tirx.min(x, self.end - 1 - self.kv0)) for x in j] if masked else j
+            row = [let(tirx.min(x, self.end - 1 - self.kv0)) for x in j] if masked else j
             s = [[Register(splat(0.0, W, self.acc)) for _ in range(t.qk_vectors)] for _ in j]
             with T.serial(D) as d:
                 q = [T.bind(load(self.Q, W, (panel * D + d) * self.panel + c * W)) for c in range(t.qk_vectors)]
@@ -357,12 +357,12 @@ class _QueryTile:
                     for c in range(t.qk_vectors):
                         s[k][c].value = self.kv.add_matmul(s[k][c].value, key, q[c], leave_out=False)
             for c in range(t.qk_vectors):
-                r = fixed(panel * self.panel + c * W)
+                r = let(panel * self.panel + c * W)
                 largest = []
                 for k in range(t.qk_keys):
                     scaled = s[k][c].value * splat(scale, W, self.acc) if self.kv.pairs else s[k][c].value
                     place = self.b, *self.heads_and_rows(r), self.kv0 + j[k]
-                    x = T.bind(self.bound.scores.changed(fixed(scaled), *place, tanh=tanh))
+                    x = T.bind(self.bound.scores.changed(let(scaled), *place, tanh=tanh))
                     largest.append(Register(self.masked(x, r, j[k]) if masked else x))
                     store(self.S, largest[-1].value, j[k] * t.q + r)
                 store(m_new, T.max(load(m_new, W, r), combine(tirx.max, largest)), r)

@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, substitute
 
 from ..reading.codes import Codes
-from .vector import LINE, Machine, Register, cast, convert, element_type, fixed, like, load, prefetch, splat, store
+from .vector import LINE, Machine, Register, cast, convert, element_type, let, like, load, prefetch, splat, store
 
 if TYPE_CHECKING:
     from .blocked import Blocked
@@ -23,7 +23,7 @@ def accumulate_codes(
     `Blocked.micro_kernel` does for numbers; row i of A begins at starts[i] of `a`."""
     cpu = b.cpu
     vectors, group = range(0, b.nr, b.lanes), codes.group
-    panel = fixed(substitute(codes.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
+    panel = let(substitute(codes.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
     stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
     memory = b.operands.memory
     whole = codes.block or b.kc  # the length of a block
@@ -32,7 +32,7 @@ def accumulate_codes(
 
     def block(start: Expr, length: int) -> None:
         """The block from k0 + start on."""
-        place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * b.nr)
+        place = let((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * b.nr)
         if codes.block and waiting:
             _ask(memory[codes.scale.source], place, b.nr, b.tiles.ahead // 4)
         zeros = [
@@ -42,14 +42,14 @@ def accumulate_codes(
         c = [[Register(splat(0.0, b.lanes, "float32")) for _ in vectors] for _ in starts]
 
         with T.serial((length + group - 1) // group) as g:
-            first = fixed((panel * stored + (k0 + start) // group + g) * b.nr)
+            first = let((panel * stored + (k0 + start) // group + g) * b.nr)
             if waiting:
                 _ask(b.operands.b, first, b.nr, b.tiles.ahead)
             codes_of_step = [Register(load(b.operands.b, b.lanes, first + v)) for v in vectors]
             with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                 for n, zero in enumerate(zeros):
                     code = _next(codes, codes_of_step[n], cpu)
-                    b_v = fixed(code if zero is None else code - zero)
+                    b_v = let(code if zero is None else code - zero)
                     for row_start, accumulators in zip(starts, c):
                         a_ik = splat(a[row_start + start + g * group + k], b.lanes, "float32")
                         accumulators[n].value += a_ik * b_v
@@ -78,7 +78,7 @@ def _next(codes: Codes, stored: Register, cpu: Machine) -> Expr:
     """The code of the lowest k in a vector of stored integers, as a float32 vector; the integers move on."""
     if codes.group == 1:
         return cast(stored.value, "float32")
-    bits = fixed(stored.value)
+    bits = let(stored.value)
     stored.value = T.shift_right(bits, like(4, bits))
     if cpu.vector_bytes == 64:
         # A table of 16 floats in one register, looked up by the lowest four bits of each lane.

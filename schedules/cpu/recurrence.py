@@ -18,7 +18,7 @@ from ..tiles import Space, Tiles
 from ..variant import Variant
 from .dot_int8 import dot, dot_signed, multiplies_signed
 from .loops import split_among_threads
-from .vector import Machine, fixed, machine, of_vectors
+from .vector import Machine, let, machine, of_vectors
 
 _PARALLEL_WORK = 1 << 18
 """Multiplications from which on threads share the batches."""
@@ -69,13 +69,13 @@ def _kernel(problem: Recurrence, cpu: Machine, tiles: RecurrenceTiles) -> tirx.P
         work = L * B * (problem.units * problem.units * problem.gates)
 
         def rows(group: Expr) -> None:
-            first = fixed(group * tiles.rows)
-            left = fixed(B - first)
+            first = let(group * tiles.rows)
+            left = let(B - first)
             with T.If(left >= tiles.rows):
                 with T.Then():
                     Rows(problem, buffers, first, tiles.rows, lanes, function, multiply).emit()
                 with T.Else(), T.serial(left) as row:
-                    Rows(problem, buffers, fixed(first + row), 1, lanes, function, multiply).emit()
+                    Rows(problem, buffers, let(first + row), 1, lanes, function, multiply).emit()
 
         split_among_threads(groups, work, _PARALLEL_WORK, rows)
     return builder.get()

@@ -34,7 +34,7 @@ from .loop_body import before_loop, emit, is_vectorizable
 from .loops import LoopTiles, nest, split_rows
 from .results import Memory
 from .sweep import Piece, plan_sweep
-from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat
+from .vector import Machine, Register, convert, let, machine, reduce_lanes, splat
 
 # Operations per element of a stage that calls functions or divides.
 _COSTLY = 8
@@ -81,7 +81,7 @@ def _write(kernel: RowKernel) -> tirx.PrimFunc:
         def rows(outer: list[Expr], last: Axis) -> None:
             scratch = kernel.allocate()
             with T.serial(last.extent) as i:
-                point = iter([*outer, fixed(last.var + i)])
+                point = iter([*outer, let(last.var + i)])
                 kernel.row([next(point) if axis in long else _ZERO for axis in axes], scratch)
 
         if long:
@@ -180,7 +180,7 @@ class RowKernel:
 
     def keep(self, stage: Stage, value: Expr) -> None:
         """Names the only value of the row, and stores it if it is an output."""
-        point, value = self.whole(stage), fixed(value)
+        point, value = self.whole(stage), let(value)
         self.known[stage.output] = [(point, value)]
         if stage.output in self.outputs:
             position = self.facts.simplify(offset(stage.output.shape, point))

@@ -17,7 +17,7 @@ from ..reading.values import Evaluator
 from .fast_math import expand
 from .loop_body import before_loop, is_vectorizable
 from .loops import vector_loop
-from .vector import LINE, Machine, fixed, prefetch
+from .vector import LINE, Machine, let, prefetch
 
 Memory = Mapping[tirx.Buffer, tirx.Buffer]
 """A function's tensors as vectors of their elements (`flat_view`)."""
@@ -54,7 +54,7 @@ class Results:
 
     def in_batch(self, index: Expr) -> Values:
         """The batch axes at the batch's matmul of this number."""
-        return {axis.var: fixed(value) for axis, value in zip(self.batch_axes, unravel(index, self.batch_axes))}
+        return {axis.var: let(value) for axis, value in zip(self.batch_axes, unravel(index, self.batch_axes))}
 
     def _indices(self, column: Expr) -> list[Expr]:
         """The place in C of row m and this column."""
@@ -66,7 +66,7 @@ class Results:
         for output in self.group.outputs:
             position = self.simplify(offset(output.shape, self._indices(column)))
             with T.serial(height) as i:
-                start = fixed(substitute(position, {**values, self.m: row + i, self.c: tirx.const(0, "int64")}))
+                start = let(substitute(position, {**values, self.m: row + i, self.c: tirx.const(0, "int64")}))
                 for c in range(0, columns, LINE // DataType(output.dtype).itemsize):
                     prefetch(memory[output], start + c, level=1, write=True)
 

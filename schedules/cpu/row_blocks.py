@@ -33,7 +33,7 @@ from .matmul import panel_memory, plan_stages, sum_panel
 from .panels import PanelTiles
 from .reduction import ReductionTiles, RowKernel
 from .results import Memory
-from .vector import Machine, fixed, machine, workspace
+from .vector import Machine, let, machine, workspace
 
 _STRIP = PanelTiles.mr  # a block of a multiple of them has strips of equal height
 
@@ -121,18 +121,18 @@ class _Blocks:
         one, size = tirx.const(1, "int64"), tirx.const(0, "int64")
         for buffer in self.read.between:
             size = size + buffer.shape[-1] * DataType(buffer.dtype).itemsize
-        fitting = fixed(tirx.min(tirx.max(tiles.cache // tirx.max(size, one), tiles.least), tiles.rows))
+        fitting = let(tirx.min(tirx.max(tiles.cache // tirx.max(size, one), tiles.least), tiles.rows))
         enough = tirx.min((tiles.many_tasks - 1) // tirx.max(batch, one), (rows - 1) // tiles.least) + 1
-        blocks = fixed(tirx.max(tirx.max((rows + (fitting - 1)) // fitting, enough), one))
+        blocks = let(tirx.max(tirx.max((rows + (fitting - 1)) // fitting, enough), one))
         # Blocks of equal height, of whole strips.
         strips = (rows + (blocks * _STRIP - 1)) // (blocks * _STRIP)
-        height = fixed(tirx.max(tirx.min(strips * _STRIP, rows), one))
-        count = fixed((rows + (height - 1)) // height)
+        height = let(tirx.max(tirx.min(strips * _STRIP, rows), one))
+        count = let((rows + (height - 1)) // height)
 
         def task(index: Expr) -> None:
             # The same rows of all batches one after the other: heads share a mask.
-            first = fixed(index // batch * height)
-            self.block(fixed(index % batch), first, fixed(tirx.min(height, rows - first)), height)
+            first = let(index // batch * height)
+            self.block(let(index % batch), first, let(tirx.min(height, rows - first)), height)
 
         split_among_threads(batch * count, batch * rows * self.work(), tiles.parallel_work, task)
 
@@ -168,8 +168,8 @@ class _Blocks:
         matmul = self.read.groups[0].matmuls[0]
         values = self.results.in_batch(number)
         with T.serial(height) as r:
-            places = unravel(fixed(first + r), matmul.rows)
-            at = {**values, **{axis.var: fixed(place) for axis, place in zip(matmul.rows, places)}}
+            places = unravel(let(first + r), matmul.rows)
+            at = {**values, **{axis.var: let(place) for axis, place in zip(matmul.rows, places)}}
             axes = matmul.stage.axes[:-1]
             kernel.row([tirx.const(0, "int64") if is_int(axis.extent, 1) else at[axis.var] for axis in axes], scratch)
 
@@ -198,7 +198,7 @@ class _Blocks:
         views = {}
         for n, buffer in enumerate(self.read.between):
             view = scratch[f"between_{n}"]
-            start = fixed(view.elem_offset - row * buffer.shape[-1])
+            start = let(view.elem_offset - row * buffer.shape[-1])
             size = self.results.simplify(self.results.batch * self.results.rows * buffer.shape[-1])
             views[buffer] = T.decl_buffer((size,), buffer.dtype, data=view.data, elem_offset=start, layout=None)
         return views

@@ -40,7 +40,7 @@ from .cycles import LATENCY, TYPICAL
 from .fast_math import expand
 from .loop_body import before_loop, emit
 from .loops import LoopTiles, split_among_threads
-from .vector import Machine, fixed, machine
+from .vector import Machine, let, machine
 from .window import Windows, read_windows
 
 _UNROLLED = 16  # elements of a window's row whose code is written out
@@ -120,13 +120,13 @@ class _Kernel:
         """All windows, in parts of rows of about equal length."""
         problem, width, most = self.problem, self.tiles.width, self.tiles.chunk
         outer, places = problem.stage.axes[:-2], problem.places.extent
-        parts = fixed(tirx.max((places + (most - 1)) // most, 1))
-        each = fixed((places + (parts * width - 1)) // (parts * width) * width)
+        parts = let(tirx.max((places + (most - 1)) // most, 1))
+        each = let((places + (parts * width - 1)) // (parts * width) * width)
 
         def task(index: Expr) -> None:
-            values = {axis.var: fixed(value) for axis, value in zip(outer, unravel(index // parts, outer))}
-            first = fixed(tirx.min(index % parts * each, places))
-            end = fixed(tirx.min(first + each, places))
+            values = {axis.var: let(value) for axis, value in zip(outer, unravel(index // parts, outer))}
+            first = let(tirx.min(index % parts * each, places))
+            end = let(tirx.min(first + each, places))
             self.vectors(lambda channel, lanes: self.part(values, first, end, channel, lanes))
 
         elements = math.prod(axis.extent.value for axis in problem.stage.reduce)
@@ -141,7 +141,7 @@ class _Kernel:
             count = Analyzer().simplify(self.problem.channels.extent - start)
             if not isinstance(count, tirx.IntImm) or count.value >= lanes:
                 with T.serial(count // lanes) as n:
-                    body(fixed(start + n * lanes), lanes)
+                    body(let(start + n * lanes), lanes)
                 start = Analyzer().simplify(start + count // lanes * lanes)
             lanes = lanes // 2 if isinstance(count, tirx.IntImm) or lanes == 1 else 1
 
@@ -154,13 +154,13 @@ class _Kernel:
                 above, below = guard.range_of_places()
                 low = low if above is None else tirx.max(low, above)
                 high = high if below is None else tirx.min(high, below)
-        low = fixed(tirx.min(self.facts.simplify(low), end))
-        high = fixed(tirx.max(self.facts.simplify(high), low))
-        blocks = fixed((high - low) // width)
+        low = let(tirx.min(self.facts.simplify(low), end))
+        high = let(tirx.max(self.facts.simplify(high), low))
+        blocks = let((high - low) // width)
 
         def loop(start: Expr, count: Expr, step: int, whole: bool) -> None:
             with T.serial(count) as n:
-                place = fixed(start + n * step)
+                place = let(start + n * step)
                 points = [{**point, problem.places.var: place + k if k else place} for k in range(step)]
                 self.block(points, channel, lanes, whole)
 
@@ -235,7 +235,7 @@ class _Kernel:
                 return
             low, high = self.inside(axes[0], point, whole)
             with T.serial(high - low) as n:
-                values[axes[0].var] = fixed(low + n)
+                values[axes[0].var] = let(low + n)
                 yield from loops(axes[1:])
 
         yield from loops([*outer, *([] if unrolled else [last])])
@@ -249,5 +249,5 @@ class _Kernel:
                 above, below = guard.range_of_k(point[guard.axis.var])
                 low = low if above is None else tirx.max(low, above)
                 high = high if below is None else tirx.min(high, below)
-        low, high = fixed(low), fixed(high)
-        return low, fixed(tirx.max(high, low))
+        low, high = let(low), let(high)
+        return low, let(tirx.max(high, low))

@@ -21,7 +21,7 @@ from ..reading.stages import Axis, unravel, volume
 from ..reading.values import Program
 from .loop_body import Body, before_loop, is_vectorizable
 from .loops import nest, vector_loop
-from .vector import fixed
+from .vector import let
 
 Write = Callable[[list[Expr], Facts], Program]
 """The program at a point, with what is known about the free variables in it."""
@@ -64,8 +64,8 @@ class Sweep:
         for piece in self.pieces:
             low, high = piece.low, piece.high
             if window is not None:
-                low, high = (fixed(x) for x in (tirx.max(low, window[0]), tirx.min(high, window[1])))
-                high = low + fixed(tirx.max(high - low, 0))
+                low, high = (let(x) for x in (tirx.max(low, window[0]), tirx.min(high, window[1])))
+                high = low + let(tirx.max(high - low, 0))
 
             inside = before_loop(piece.program, piece.index, outer)
 

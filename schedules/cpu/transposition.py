@@ -28,7 +28,7 @@ from ..tiles import Space
 from .loop_body import before_loop, is_vectorizable
 from .loops import LoopTiles, split_among_threads
 from .sweep import Sweep
-from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, store, transpose
+from .vector import Machine, element_type, let, load, prefetch, reinterpret, store, transpose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +98,17 @@ class Transposition:
 
         def task(index: Expr) -> None:
             point = unravel(index, [*others, Axis(last.var, strips), Axis(first.var, rows)])
-            *outer, strip, row = (fixed(i) for i in point)
+            *outer, strip, row = (let(i) for i in point)
             values = {axis.var: value for axis, value in zip(others, outer)}
             tiles = [
                 [T.alloc_buffer((self.rows * side,), str(_bits(node).ty)) for _ in range(side // self.rows)]
                 for node in self.loads
             ]
-            low, high = fixed(strip * width), fixed(tirx.min(strip * width + width, last.extent))
-            top, bottom = fixed(row * height), fixed(tirx.min(row * height + height, first.extent))
+            low, high = let(strip * width), let(tirx.min(strip * width + width, last.extent))
+            top, bottom = let(row * height), let(tirx.min(row * height + height, first.extent))
             with T.serial((bottom - top + (side - 1)) // side) as i, T.serial((high - low + (side - 1)) // side) as j:
-                i0 = fixed(tirx.min(top + i * side, first.extent - side))
-                j0 = fixed(tirx.min(low + j * side, last.extent - side))
+                i0 = let(tirx.min(top + i * side, first.extent - side))
+                j0 = let(tirx.min(low + j * side, last.extent - side))
                 self._tile(values, i0, j0, tiles, body)
 
         work = self.sweep.extent * self.sweep.work * volume(self.sweep.outer)
@@ -125,7 +125,7 @@ class Transposition:
         side, i, j = self.side, self.first.var, self.last.var
         for node, parts in zip(self.loads, tiles):
             (position,) = node.indices
-            starts = [fixed(substitute(position, {**values, i: i0, j: j0 + k})) for k in range(side)]
+            starts = [let(substitute(position, {**values, i: i0, j: j0 + k})) for k in range(side)]
             for start in starts:
                 prefetch(node.source, start + side)
             columns = transpose([T.bind(_bits(load(node.source, side, start))) for start in starts])

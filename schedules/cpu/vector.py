@@ -158,7 +158,7 @@ def _bytes(dtype: str) -> int:
     return DataType(dtype).bits // 8
 
 
-def fixed(x: Expr) -> Expr:
+def let(x: Expr) -> Expr:
     """x, a scalar or a vector, as a variable that TVM does not look into: for values that are used more than once.
 
     TVM's simplifier replaces a variable bound by `T.bind` by its definition wherever it is used, for minutes where
@@ -203,10 +203,10 @@ def combine(operation: Callable[[Expr, Expr], Expr], registers: list[Register]) 
 
 def reduce_lanes(x: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     """All lanes combined into a scalar, as a tree."""
-    x = fixed(x)
+    x = let(x)
     while (n := lanes_of(x)) > 1:
         low, high = list(range(n // 2)), list(range(n // 2, n))
-        x = fixed(combine(tirx.Shuffle([x], low), tirx.Shuffle([x], high)))
+        x = let(combine(tirx.Shuffle([x], low), tirx.Shuffle([x], high)))
     return x
 
 
@@ -219,7 +219,7 @@ def transpose(rows: list[Expr]) -> list[Expr]:
         lower = [k + n if k & half else k + half for k in range(n)]
         for i in (i for i in range(n) if not i & half):
             pair = [rows[i], rows[i + half]]
-            rows[i], rows[i + half] = fixed(tirx.Shuffle(pair, upper)), T.bind(tirx.Shuffle(pair, lower))
+            rows[i], rows[i + half] = let(tirx.Shuffle(pair, upper)), T.bind(tirx.Shuffle(pair, lower))
         half //= 2
     return rows
 
@@ -232,7 +232,7 @@ def sum_each(rows: list[Expr]) -> Expr:
         upper = [k - half + n if k & half else k for k in range(n)]
         lower = [k + n if k & half else k + half for k in range(n)]
         pairs = [[rows[i], rows[i + half]] for i in range(half)]
-        rows = [fixed(tirx.Shuffle(pair, upper) + tirx.Shuffle(pair, lower)) for pair in pairs]
+        rows = [let(tirx.Shuffle(pair, upper) + tirx.Shuffle(pair, lower)) for pair in pairs]
         half //= 2
     return rows[0]
 
@@ -261,17 +261,17 @@ def exp2(x: Expr) -> Expr:
     dtype = element_type(x)
     integer, mantissa, lowest = _FLOAT_FORMAT[dtype]
     magic = like(1.5 * 2.0**mantissa, x)
-    x = fixed(x)
-    x = fixed(tirx.Select(x < like(float(lowest), x), like(float(lowest), x), x))
-    n_bits = fixed(reinterpret(x + magic, integer))
-    f = fixed(x - (reinterpret(n_bits, dtype) - magic))
+    x = let(x)
+    x = let(tirx.Select(x < like(float(lowest), x), like(float(lowest), x), x))
+    n_bits = let(reinterpret(x + magic, integer))
+    f = let(x - (reinterpret(n_bits, dtype) - magic))
     bits = reinterpret(polynomial(f, _EXP2[dtype]), integer)
-    return fixed(reinterpret(bits + T.shift_left(n_bits, like(mantissa, n_bits)), dtype))
+    return let(reinterpret(bits + T.shift_left(n_bits, like(mantissa, n_bits)), dtype))
 
 
 def of_vectors(name: str, operands: list[Expr]) -> Expr | None:
     """A function of TVM's name of vectors in float32; None for one that goes lane by lane."""
-    return function_of_vectors(name, operands, fixed)
+    return function_of_vectors(name, operands, let)
 
 
 def polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
@@ -292,17 +292,17 @@ def tanh(x: Expr) -> Expr:
     """tanh of a float32 vector to 3e-7 relative, of a float64 vector to 3e-16 absolute; NaN stays NaN."""
     if element_type(x) == "float64":  # 1 - 2 / (e^2x + 1)
         x = clamp(x, 20.0)
-        return fixed(like(1.0, x) - like(2.0, x) / (exp2(x * like(2 * LOG2_E, x)) + like(1.0, x)))
+        return let(like(1.0, x) - like(2.0, x) / (exp2(x * like(2 * LOG2_E, x)) + like(1.0, x)))
     x = clamp(x, _TANH_LIMIT)
-    u = fixed(x * x)
-    return fixed(x * polynomial(u, _TANH_P) / polynomial(u, _TANH_Q))
+    u = let(x * x)
+    return let(x * polynomial(u, _TANH_P) / polynomial(u, _TANH_Q))
 
 
 def clamp(x: Expr, limit: float) -> Expr:
     """x limited to [-limit, limit]; NaN stays NaN."""
-    x = fixed(x)
-    x = fixed(tirx.Select(x > like(limit, x), like(limit, x), x))
-    return fixed(tirx.Select(x < like(-limit, x), like(-limit, x), x))
+    x = let(x)
+    x = let(tirx.Select(x > like(limit, x), like(limit, x), x))
+    return let(tirx.Select(x < like(-limit, x), like(-limit, x), x))
 
 
 # Half precision.
@@ -320,44 +320,44 @@ def convert(x: Expr, dtype: str, cpu: Machine) -> Expr:
         return convert(convert(x, "float32", cpu), dtype, cpu)
     if source == "bfloat16":
         bits = cast(reinterpret(x, "uint16"), "uint32")
-        return fixed(reinterpret(T.shift_left(bits, like(16, bits)), "float32"))
+        return let(reinterpret(T.shift_left(bits, like(16, bits)), "float32"))
     if dtype == "bfloat16":
         return _round_to_bf16(x)
     if source == "float16" and not cpu.f16_conversion:
         return _widen_f16(x)
     if dtype == "float16" and not cpu.f16_conversion:
         return _round_to_f16(x)
-    return fixed(cast(x, dtype))
+    return let(cast(x, dtype))
 
 
 def _round_to_bf16(x: Expr) -> Expr:
     """The upper half of a float32, after adding half a unit of its last place (less one where that bit is 0)."""
-    bits = fixed(reinterpret(x, "uint32"))
+    bits = let(reinterpret(x, "uint32"))
     sixteen = like(16, bits)
     odd = T.bitwise_and(T.shift_right(bits, sixteen), like(1, bits))
     rounded = T.shift_right(bits + (like(0x7FFF, bits) + odd), sixteen)
     quiet = T.bitwise_or(T.shift_right(bits, sixteen), like(0x40, bits))  # a NaN must not be rounded to infinity
     is_nan = T.bitwise_and(bits, like(0x7FFFFFFF, bits)) > like(0x7F800000, bits)
-    return reinterpret(fixed(cast(tirx.Select(is_nan, quiet, rounded), "uint16")), "bfloat16")
+    return reinterpret(let(cast(tirx.Select(is_nan, quiet, rounded), "uint16")), "bfloat16")
 
 
 def _widen_f16(x: Expr) -> Expr:
     """float16 to float32 by integers: a multiplication rebiases the exponent, and normalizes subnormals."""
-    half = fixed(cast(reinterpret(x, "uint16"), "uint32"))
-    magnitude = fixed(T.bitwise_and(half, like(0x7FFF, half)))
+    half = let(cast(reinterpret(x, "uint16"), "uint32"))
+    magnitude = let(T.bitwise_and(half, like(0x7FFF, half)))
     scaled = reinterpret(T.shift_left(magnitude, like(13, half)), "float32")
     scaled = reinterpret(scaled * like(2.0**112, scaled), "uint32")
     special = T.bitwise_or(T.shift_left(magnitude, like(13, half)), like(0x7F800000, half))  # infinity and NaN
     bits = tirx.Select(magnitude >= like(0x7C00, half), special, scaled)
     sign = T.shift_left(T.bitwise_and(half, like(0x8000, half)), like(16, half))
-    return fixed(reinterpret(T.bitwise_or(bits, sign), "float32"))
+    return let(reinterpret(T.bitwise_or(bits, sign), "float32"))
 
 
 def _round_to_f16(x: Expr) -> Expr:
     """float32 to float16 by integers."""
-    bits = fixed(reinterpret(x, "uint32"))
+    bits = let(reinterpret(x, "uint32"))
     sign = T.shift_right(T.bitwise_and(bits, like(0x80000000, bits)), like(16, bits))
-    magnitude = fixed(T.bitwise_and(bits, like(0x7FFFFFFF, bits)))
+    magnitude = let(T.bitwise_and(bits, like(0x7FFFFFFF, bits)))
     odd = T.bitwise_and(T.shift_right(magnitude, like(13, bits)), like(1, bits))
     # Normal: rebias the exponent by -112, round the 13 bits that go. Overflow carries into the exponent of infinity.
     normal = T.shift_right(magnitude + odd + like((0xFFF - (112 << 23)) & 0xFFFFFFFF, bits), like(13, bits))
@@ -370,4 +370,4 @@ def _round_to_f16(x: Expr) -> Expr:
     half = tirx.Select(magnitude < like(0x38800000, bits), subnormal, normal)  # below 2^-14
     half = tirx.Select(magnitude >= like(0x47800000, bits), like(0x7C00, bits), half)  # from 2^16
     half = tirx.Select(magnitude > like(0x7F800000, bits), nan, half)
-    return fixed(reinterpret(cast(T.bitwise_or(half, sign), "uint16"), "float16"))
+    return let(reinterpret(cast(T.bitwise_or(half, sign), "uint16"), "float16"))

@@ -18,7 +18,7 @@ from lowering.tensorir.moves import BITS
 
 from ..half_precision import HALF
 from ..reading.values import Program
-from .ptx import fixed, pack, put, registers, unrolled
+from .ptx import let, pack, put, registers, unrolled
 
 CHUNK = 8
 
@@ -99,7 +99,7 @@ def evaluate(
             return next((chunk[x] for known, chunk in chunks if node.same_as(known)), None)
 
         for var, expr in program.bindings:
-            here[var] = fixed(substitute(rewrite(expr, loaded), here))
+            here[var] = let(substitute(rewrite(expr, loaded), here))
         body(x, [substitute(rewrite(result, loaded), here) for result in program.results])
 
 
@@ -119,7 +119,7 @@ def _whole(row: Row, program: Program, width: int) -> list[ir.TensorLoad]:
 
 
 def _load(node: ir.TensorLoad, row: Row, values: Mapping[tirx.Var, Expr], first: Expr, width: int) -> tirx.Buffer:
-    at = fixed(substitute(node.indices[0], {**values, row.j: first}))
+    at = let(substitute(node.indices[0], {**values, row.j: first}))
     chunk = registers(width, str(node.ty))
     load(chunk, 0, node.source, at, width)
     return chunk

@@ -8,7 +8,7 @@ from tvm.script.ir_builder import tirx as T
 
 from . import ptx
 from .kv_codes import KvCodes, arriving_bytes, code_bytes
-from .ptx import fixed, registers
+from .ptx import let, registers
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 
@@ -58,7 +58,7 @@ class CodedRows:
             else:  # a row has an even number of them
                 odd = tirx.EQ(tirx.truncmod(tirx.truncdiv(chunk * CHUNK, group), 2), 1)
                 scale = tirx.Select(odd, *reversed(ptx.unpack("float16", word[0])))
-            self.codes.scale(half, [fixed(scale)] * CHUNK)
+            self.codes.scale(half, [let(scale)] * CHUNK)
         ptx.store_chunk(tile.at(row, chunk), half)
 
     def _code(self, slot: Expr, row: Expr, chunk: Expr) -> ptx.Element:

@@ -17,7 +17,7 @@ from ..reading.stages import read_stages
 from ..reading.values import flat_view
 from .chunks import CHUNK, store
 from .elementwise import launch
-from .ptx import fixed
+from .ptx import let
 from .threads import ThreadTiles
 
 
@@ -61,10 +61,10 @@ class CacheRows:
         """Stores what is at this place of all new rows; registers."""
         bound, size = self.bound, row_size(self.bound.update)
         assert size is not None
-        row, column = fixed(at // size), fixed(at % size)
-        prefix, s = (fixed(place) for place in bound.of_source_row(row))
-        with bound.position(fixed(bound.first_position(prefix)), s) as position:
-            to = fixed((prefix * bound.max_len + position) * size + column)
+        row, column = let(at // size), let(at % size)
+        prefix, s = (let(place) for place in bound.of_source_row(row))
+        with bound.position(let(bound.first_position(prefix)), s) as position:
+            to = let((prefix * bound.max_len + position) * size + column)
             if not bound.update.circular:
                 store(self.cache, to, chunk)
                 return

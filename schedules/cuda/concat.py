@@ -23,7 +23,7 @@ from ..variant import Variant
 from .chunks import load, store_words
 from .device import device
 from .host import on_host
-from .ptx import CHUNK_BYTES, fixed, registers
+from .ptx import CHUNK_BYTES, let, registers
 from .threads import ThreadTiles, each
 
 
@@ -74,7 +74,7 @@ def _copy(
     total = on_host(joined.rows * pieces)
     row_length, start, length = on_host(joined.row), on_host(start), on_host(length)
     with each(total, tiles) as number:
-        row, column = fixed(tirx.truncdiv(number, pieces)), fixed(tirx.truncmod(number, pieces) * count)
+        row, column = let(tirx.truncdiv(number, pieces)), let(tirx.truncmod(number, pieces) * count)
         chunk = registers(count, str(source.dtype))
-        load(chunk, 0, memory[source], fixed(row * length + column), count)
-        store_words(memory[joined.output], fixed(row * row_length + start + column), chunk, count)
+        load(chunk, 0, memory[source], let(row * length + column), count)
+        store_words(memory[joined.output], let(row * row_length + start + column), chunk, count)

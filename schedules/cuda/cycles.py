@@ -61,7 +61,7 @@ class Load:
     at_once: int
 
 
-def held(device: Device, threads: int, registers: int, shared_memory: int) -> int:
+def resident_blocks(device: Device, threads: int, registers: int, shared_memory: int) -> int:
     """Return how many blocks an SM holds, of so many threads, registers per thread and bytes of shared
     memory."""
     warps = -(-threads // 32)
@@ -76,7 +76,7 @@ def held(device: Device, threads: int, registers: int, shared_memory: int) -> in
 def load(blocks: int, device: Device, threads: int, registers: int, shared_memory: int) -> Load:
     """Blocks of so many threads, registers per thread and bytes of shared memory, shared out."""
     most = -(-blocks // device.sm_count)
-    return Load(most, max(min(held(device, threads, registers, shared_memory), most), 1))
+    return Load(most, max(min(resident_blocks(device, threads, registers, shared_memory), most), 1))
 
 
 def step(units: float, alone: float, at_once: int) -> float:

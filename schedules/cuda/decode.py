@@ -47,7 +47,7 @@ from .host import on_host, sm_count
 from .kv_codes import KvCodes, arriving_bytes
 from .mask_words import MaskWords
 from .partial import KeySplits, Partial, each_element, merged
-from .ptx import WARP, fixed, put, shared_memory, unrolled
+from .ptx import WARP, let, put, shared_memory, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 from .shown_tiles import ShownTiles
@@ -78,11 +78,11 @@ def decode(bound: Bound, tiles: DecodeTiles, gpu: Device) -> None:
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
             ptx.all_registers() if codes is not None or bound.scores.has_tensor else nullcontext(),
         ):
-            row_blocks, parts = (fixed(size.astype("int32")) for size in (row_blocks, splits))
-            row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))
-            head, split = fixed(tirx.truncdiv(work, parts)), fixed(tirx.truncmod(work, parts))
-            with partial.if_served(fixed(tirx.truncdiv(head, p.kv_heads))):
-                _Split(bound, tiles, codes, partial, keys, (head, split, row_block), fixed(thread)).emit()
+            row_blocks, parts = (let(size.astype("int32")) for size in (row_blocks, splits))
+            row_block, work = let(tirx.truncmod(block, row_blocks)), let(tirx.truncdiv(block, row_blocks))
+            head, split = let(tirx.truncdiv(work, parts)), let(tirx.truncmod(work, parts))
+            with partial.if_served(let(tirx.truncdiv(head, p.kv_heads))):
+                _Split(bound, tiles, codes, partial, keys, (head, split, row_block), let(thread)).emit()
         partial.merge(keys.used)
 
 
@@ -101,10 +101,10 @@ class _Split:
     ) -> None:
         self.bound, self.tiles, self.problem, self.partial, self.splits = bound, tiles, bound.problem, partial, splits
         self.head, self.split, row_block = place
-        self.thread, self.warp, self.lane = thread, fixed(thread // WARP), fixed(thread % WARP)
-        self.b, self.hk = (fixed(f(self.head, self.problem.kv_heads)) for f in (tirx.truncdiv, tirx.truncmod))
+        self.thread, self.warp, self.lane = thread, let(thread // WARP), let(thread % WARP)
+        self.b, self.hk = (let(f(self.head, self.problem.kv_heads)) for f in (tirx.truncdiv, tirx.truncmod))
         rows = bound.rows(self.b) * self.problem.group if self.problem.packed else partial.rows
-        self.rows, self.r0 = fixed(rows.astype("int32")), fixed(row_block * ROWS)
+        self.rows, self.r0 = let(rows.astype("int32")), let(row_block * ROWS)
         self.chunks = {"q": padded(self.problem.head_dim) // CHUNK, "v": self.problem.v_head_dim // CHUNK}
         self.chunks["k"] = self.chunks["q"]
         size = tiles.shared_memory(self.problem) // 2
@@ -119,26 +119,24 @@ class _Split:
         """The warp's rings for codes of K and V, behind a place of each warp where it expands them."""
         tiles, room = self.tiles, self.tiles.keys * max(self.chunks["k"], self.chunks["v"]) * CHUNK
         first = ROWS * self.chunks["q"] * CHUNK
-        self.expanded = fixed(first + self.warp * room)
+        self.expanded = let(first + self.warp * room)
         each = tiles.stages * tiles.keys * (self.chunks["k"] + self.chunks["v"]) * arriving_bytes(self.problem) // 2
-        start = fixed(first + tiles.warps * room + self.warp * each)
+        start = let(first + tiles.warps * room + self.warp * each)
         for name in ("k", "v"):
             rows = Rows(self.bound, name, self.b, self.hk, self.lane, WARP)
             self.rings[name] = CodedRows(codes, rows, self.memory, start, tiles.keys)
-            start = fixed(start + tiles.stages * self.rings[name].size)
+            start = let(start + tiles.stages * self.rings[name].size)
 
     def emit(self) -> None:
         self.keys = self.splits.of(self.b, self.split)
-        self.alone = fixed(self.splits.splits.astype("int32")) == 1
+        self.alone = let(self.splits.splits.astype("int32")) == 1
         with T.If(tirx.any(length(self.keys) > 0, self.alone)), T.Then():
             self.attend()
 
     def attend(self) -> None:
         tiles = self.tiles
-        self.key_tiles = KeyTiles(self.keys, self.without_mask_code(), tiles.keys, lambda x: fixed(x.astype("int32")))
-        self.steps = fixed(
-            tirx.truncdiv(tirx.max(self.key_tiles.count - self.warp, 0) + (tiles.warps - 1), tiles.warps)
-        )
+        self.key_tiles = KeyTiles(self.keys, self.without_mask_code(), tiles.keys, lambda x: let(x.astype("int32")))
+        self.steps = let(tirx.truncdiv(tirx.max(self.key_tiles.count - self.warp, 0) + (tiles.warps - 1), tiles.warps))
         self.load_queries()
         ptx.commit_copies()
         if self.bound.scores.formula is None:
@@ -163,7 +161,7 @@ class _Split:
             self.load(u + (tiles.stages - 1))
             with self.if_shown():
                 t = self.warp + u * tiles.warps
-                kv0, full = fixed(self.key_tiles.first(t)), self.key_tiles.full(t)
+                kv0, full = let(self.key_tiles.first(t)), self.key_tiles.full(t)
                 warp.scores(self.Q, self.read("k", u))
                 softmax.step(warp.S, kv0, full, self.key_tiles.number(t), words, self.key_tiles.stop(t))
                 softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
@@ -175,17 +173,17 @@ class _Split:
     def ask(self, softmax: OnlineSoftmax, u: Expr) -> MaskWords:
         """The mask's elements for the warp's tile number u, on their way while it waits for the tile."""
         t = self.warp + u * self.tiles.warps
-        return softmax.ask(fixed(self.key_tiles.first(t)), self.key_tiles.number(t), self.key_tiles.stop(t))
+        return softmax.ask(let(self.key_tiles.first(t)), self.key_tiles.number(t), self.key_tiles.stop(t))
 
     # Tiles that a formula hides.
 
     def is_shown(self, u: Expr) -> Expr:
         """Whether the formula shows a key of the warp's tile u to some row of the block."""
-        t = fixed(self.warp + u * self.tiles.warps)
-        keys = (fixed(key.astype("int64")) for key in (self.key_tiles.first(t), self.key_tiles.end(t) - 1))
+        t = let(self.warp + u * self.tiles.warps)
+        keys = (let(key.astype("int64")) for key in (self.key_tiles.first(t), self.key_tiles.end(t) - 1))
         group, b, hk = self.problem.group, self.b.astype("int64"), self.hk.astype("int64")
         ends = (tirx.min(r, self.rows - 1) for r in (self.r0, self.r0 + (ROWS - 1)))
-        (i0, i1), (j0, j1) = (fixed(tirx.truncdiv(r, group).astype("int64")) for r in ends), keys
+        (i0, i1), (j0, j1) = (let(tirx.truncdiv(r, group).astype("int64")) for r in ends), keys
         _, highest = self.bound.scores.mask_extremes(b, hk * group, group, (i0, i1), (j0, j1))
         return highest > T.float32(HIDDEN)
 
@@ -202,7 +200,7 @@ class _Split:
 
     def row_of(self, r: int) -> tuple[Expr, Expr]:
         """Query head and query row of the thread's row r; rows that do not exist repeat the last one."""
-        row = fixed(tirx.min(self.r0 + (self.lane // 4 + 8 * r), self.rows - 1))
+        row = let(tirx.min(self.r0 + (self.lane // 4 + 8 * r), self.rows - 1))
         _, h, i = self.partial.row_of(self.head, row)
         return h, i
 
@@ -210,7 +208,7 @@ class _Split:
         """Q: rows that do not exist are zeros."""
 
         def load(row: Expr, chunk: Expr) -> None:
-            _, h, i = self.partial.row_of(self.head, fixed(self.r0 + row))
+            _, h, i = self.partial.row_of(self.head, let(self.r0 + row))
             exists = tirx.all(self.r0 + row < self.rows, chunk < self.problem.head_dim // CHUNK)
             buffer, indices = self.bound.addressing.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
             ptx.copy_chunk(self.Q.at(row, chunk), buffer[tuple(indices)], exists)
@@ -225,15 +223,15 @@ class _Split:
         """body(row, chunk) for those of the thread."""
         chunks, threads = self.chunks["q"], self.tiles.threads
         with unrolled(-(-ROWS * chunks // threads)) as n:
-            c = fixed(n * threads + self.thread)
+            c = let(n * threads + self.thread)
             with T.If(c < ROWS * chunks), T.Then():
-                body(fixed(tirx.truncdiv(c, chunks)), fixed(tirx.truncmod(c, chunks)))
+                body(let(tirx.truncdiv(c, chunks)), let(tirx.truncmod(c, chunks)))
 
     # Keys and values.
 
     def without_mask_code(self) -> list[Range]:
         """Of each range of the split, the keys that need no mask code; none where there is a mask."""
-        i0, i1 = (fixed(tirx.truncdiv(r, self.problem.group)) for r in (self.r0, self.r0 + ROWS - 1))
+        i0, i1 = (let(tirx.truncdiv(r, self.problem.group)) for r in (self.r0, self.r0 + ROWS - 1))
         found = self.bound.without_mask_code(self.b, i0.astype("int64"), i1.astype("int64") + 1)
         return [
             (lo.astype("int32"), tirx.min(hi.astype("int32"), stop)) for (lo, hi), (_, stop) in zip(found, self.keys)
@@ -246,7 +244,7 @@ class _Split:
         start = (
             ROWS * k * CHUNK + stage * (tiles.keys * (k + v) * CHUNK) + (tiles.keys * k * CHUNK if name == "v" else 0)
         )
-        return SharedTile(self.memory, fixed(start), self.chunks[name])
+        return SharedTile(self.memory, let(start), self.chunks[name])
 
     def read(self, name: str, u: Expr) -> SharedTile:
         """The warp's tile number u of K, and then of V, which is there; codes are expanded in one place."""
@@ -264,7 +262,7 @@ class _Split:
         exists = u < self.steps if self.shown is None else self.shown.ask(u)
         with T.If(exists), T.Then():
             t = self.warp + u * self.tiles.warps
-            kv0, stop = fixed(self.key_tiles.first(t)), fixed(self.key_tiles.stop(t))
+            kv0, stop = let(self.key_tiles.first(t)), let(self.key_tiles.stop(t))
             for name in ("k", "v"):
                 if self.codes is None:
                     self.load_rows(name, self.tile(name, u), kv0, stop)
@@ -278,11 +276,11 @@ class _Split:
         whole = (self.problem.head_dim if name == "k" else self.problem.v_head_dim) // CHUNK
         across = math.gcd(chunks, WARP)
         at_once = WARP // across
-        row0, chunk0 = fixed(self.lane // across), fixed(self.lane % across)
+        row0, chunk0 = let(self.lane // across), let(self.lane % across)
 
         def load_row(step: Expr) -> None:
             row = row0 + step * at_once
-            j = fixed((kv0 + row).astype("int64"))
+            j = let((kv0 + row).astype("int64"))
             with unrolled(chunks // across) as n:
                 exists = kv0 + row < stop
                 if chunks > whole:
@@ -308,7 +306,7 @@ class _Split:
         memory = T.decl_buffer((W * ROWS * (2 + pitch),), "float32", data=self.memory.data, scope="shared.dyn")
         m_start, l_start, o_start = 0, W * ROWS, 2 * W * ROWS
         for r in range(2):
-            place = fixed(self.warp * ROWS + self.lane // 4 + 8 * r)
+            place = let(self.warp * ROWS + self.lane // 4 + 8 * r)
             l = ptx.reduce_quad(softmax.l[r], lambda x, y: x + y)
             with T.If(self.lane % 4 == 0), T.Then():
                 put(memory, m_start + place, softmax.maximum(r))
@@ -319,8 +317,8 @@ class _Split:
                 )
         ptx.synchronize()
         with T.serial(-(-ROWS // W)) as n:
-            row = fixed(n * W + self.warp)
-            r = fixed(self.r0 + row)
+            row = let(n * W + self.warp)
+            r = let(self.r0 + row)
             with T.If(tirx.all(row < ROWS, r < self.rows)), T.Then():
                 b, h, i = self.partial.row_of(self.head, r)
                 nothing = T.float32(float("-inf")), T.float32(0)

@@ -21,7 +21,7 @@ from .decode_tiles import RowTiles
 from .host import on_host, sm_count
 from .partial import KeySplits, Partial
 from .plain import WarpRow, plain
-from .ptx import WARP, fixed, put
+from .ptx import WARP, let, put
 
 
 def decode_rows(bound: Bound, tiles: RowTiles) -> None:
@@ -43,9 +43,9 @@ def decode_rows(bound: Bound, tiles: RowTiles) -> None:
                 T.launch_thread("blockIdx.x", tirx.ceildiv(work, T.int64(tiles.block)).astype("int32")) as block,
                 T.launch_thread("threadIdx.x", tiles.block * WARP) as thread,
             ):
-                turn = fixed(block * tiles.block + thread // WARP)
+                turn = let(block * tiles.block + thread // WARP)
                 with T.If(turn < work), T.Then():
-                    _split(partial, keys, turn, fixed(thread % WARP), tiles.keys)
+                    _split(partial, keys, turn, let(thread % WARP), tiles.keys)
             partial.merge(keys.used)
         with T.Else():
             plain(bound, tiles)
@@ -53,9 +53,9 @@ def decode_rows(bound: Bound, tiles: RowTiles) -> None:
 
 def _split(partial: Partial, splits: KeySplits, turn: Expr, lane: Expr, at_once: int) -> None:
     """The code of warp number `turn`."""
-    rows, parts = (fixed(size.astype("int32")) for size in (partial.rows, partial.splits))
-    r, rest = fixed(tirx.truncmod(turn, rows)), fixed(tirx.truncdiv(turn, rows))
-    split, head = fixed(tirx.truncmod(rest, parts)), fixed(tirx.truncdiv(rest, parts))
+    rows, parts = (let(size.astype("int32")) for size in (partial.rows, partial.splits))
+    r, rest = let(tirx.truncmod(turn, rows)), let(tirx.truncdiv(turn, rows))
+    split, head = let(tirx.truncmod(rest, parts)), let(tirx.truncdiv(rest, parts))
     b, h, i = partial.row_of(head, r)
     keys = splits.of(b, split)
     with T.If(length(keys) > 0), T.Then(), partial.bound.if_there(b, i):
@@ -77,8 +77,8 @@ class _SplitRow(WarpRow):
         super().__init__(bound, *place, lane, at_once)
         shared = []
         for (lo, hi), (start, stop) in zip(self.ranges, keys):
-            lo = fixed(tirx.max(lo, start.astype("int64")))
-            shared.append((lo, fixed(tirx.max(tirx.min(hi, stop.astype("int64")), lo))))
+            lo = let(tirx.max(lo, start.astype("int64")))
+            shared.append((lo, let(tirx.max(tirx.min(hi, stop.astype("int64")), lo))))
         self.take(shared)
 
     def before_keys(self) -> tuple[Expr, Expr]:

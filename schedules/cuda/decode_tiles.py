@@ -11,7 +11,7 @@ from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
 from .attention_tiles import ADDRESSES, REGISTERS, packed_heads, padded
-from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, TYPICAL, Waves, held, load
+from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, TYPICAL, Waves, load, resident_blocks
 from .device import Device
 from .kv_codes import arriving_bytes
 from .shared_tile import CHUNK
@@ -109,7 +109,7 @@ class DecodeTiles(Tiles):
         splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
         key = (d + dv) // CHUNK * arriving_bytes(problem)
         registers = min(dv // 2 + self.keys // 2 + ADDRESSES, REGISTERS)
-        fit = held(device, self.threads, registers, self.shared_memory(problem))
+        fit = resident_blocks(device, self.threads, registers, self.shared_memory(problem))
         unit = self.keys * self.warps
         steps = math.ceil(math.ceil(keys / unit) / splits)
         own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS)

@@ -23,7 +23,7 @@ from ..variant import Variant
 from .chunks import Row, evaluate, result_registers, store
 from .device import device
 from .host import on_host
-from .ptx import fixed, put
+from .ptx import let, put
 from .threads import ThreadTiles, each
 
 
@@ -98,8 +98,8 @@ class Chunks:
 
     def emit(self, number: Expr, put_chunk: Callable[[Stage, Expr, tirx.Buffer], None]) -> None:
         """The code for a chunk: put_chunk(output, place of its first element, registers) for each output."""
-        values = {self.m: fixed(tirx.truncdiv(number, self.in_row))}
-        first = fixed(tirx.truncmod(number, self.in_row) * self.width)
+        values = {self.m: let(tirx.truncdiv(number, self.in_row))}
+        first = let(tirx.truncmod(number, self.in_row) * self.width)
         results = result_registers(self.program, len(self.outputs), self.width)
 
         def keep(x: Expr, found: list[Expr]) -> None:
@@ -108,4 +108,4 @@ class Chunks:
 
         evaluate(self.row, self.program, self.width, values, first, keep)
         for stage, place, register in zip(self.outputs, self.targets, results):
-            put_chunk(stage, fixed(substitute(place, {**values, self.row.j: first})), register)
+            put_chunk(stage, let(substitute(place, {**values, self.row.j: first})), register)

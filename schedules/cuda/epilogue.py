@@ -11,7 +11,7 @@ from lowering.tensorir.expressions import Expr, offset, substitute
 from ..reading.values import Evaluator, flat_view
 from .chunks import Row, evaluate, result_registers, store
 from .matmul_reader import Matmuls
-from .ptx import fixed, put
+from .ptx import let, put
 
 Sum = Callable[[Expr], Expr]
 """Of a matmul, at a column of the chunk."""
@@ -45,8 +45,8 @@ class Epilogue:
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:
         """C at a row and `width` columns from that one on, all of which exist. where: the batch axes."""
-        values = {**where, self.matmuls.m: fixed(row.astype("int64"))}
-        first = fixed(column.astype("int64"))
+        values = {**where, self.matmuls.m: let(row.astype("int64"))}
+        first = let(column.astype("int64"))
         results = result_registers(self.program, len(self.places), self.width)
 
         def keep(x: Expr, found: list[Expr]) -> None:
@@ -55,7 +55,7 @@ class Epilogue:
 
         evaluate(self.row, self.program, self.width, values, first, keep, dict(zip(self.sums, sums)))
         for output, place, register in zip(self.matmuls.group.outputs, self.places, results):
-            at = fixed(substitute(place, {**values, self.matmuls.j: first}))
+            at = let(substitute(place, {**values, self.matmuls.j: first}))
             self.put(output, at, register)
 
     def put(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:

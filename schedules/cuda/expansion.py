@@ -17,7 +17,7 @@ from lowering.tensorir.expressions import Expr
 from ..reading.codes import Codes
 from . import ptx
 from .chunks import load
-from .ptx import fixed, put
+from .ptx import let, put
 from .shared_tile import CHUNK
 
 _TWO_TO_23 = 0x4B000000  # as a float32, of which the low bits are ones
@@ -51,7 +51,7 @@ class Expansion:
         for n in range(2):
             put(to, n, T.float32(0))
         with T.If(there), T.Then():
-            place = fixed((column * self.blocks + k // self.block).astype("int64"))
+            place = let((column * self.blocks + k // self.block).astype("int64"))
             put(to, 0, self.scale[place].astype("float32"))
             if self.zero is not None:
                 put(to, 1, self.zero[place].astype("float32"))
@@ -61,14 +61,14 @@ class Expansion:
         each = 32 // self.bits
         sign = 1 << self.bits - 1  # which makes of a code in two's complement one of as much more
         signs = sum(sign << self.bits * n for n in range(each))
-        words = [fixed(T.bitwise_xor(codes[start + n], T.uint32(signs))) for n in range(self.words)]
+        words = [let(T.bitwise_xor(codes[start + n], T.uint32(signs))) for n in range(self.words)]
 
         def element(n: int) -> Expr:
             code = T.bitwise_and(words[n // each] >> T.uint32(n % each * self.bits), T.uint32((1 << self.bits) - 1))
             value = T.reinterpret("float32", T.bitwise_or(code, T.uint32(_TWO_TO_23))) - T.float32((1 << 23) + sign)
             if self.zero is not None:
                 value = value - scale_and_zero[1]
-            return fixed(value * scale_and_zero[0])
+            return let(value * scale_and_zero[0])
 
         for pair in range(CHUNK // 2):
             ptx.pack(self.dtype, to[at + pair], element(2 * pair), element(2 * pair + 1))

@@ -19,7 +19,7 @@ from lowering.tensorir.expressions import Expr
 from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
-from .ptx import WARP, ballot, fixed, put, reduce_warp, registers, synchronize
+from .ptx import WARP, ballot, let, put, reduce_warp, registers, synchronize
 from .threads import ThreadTiles
 
 
@@ -41,15 +41,15 @@ def _kernel(func: tirx.PrimFunc, what: Grouped, tiles: ThreadTiles) -> tirx.Prim
             T.launch_thread("blockIdx.x", what.groups) as group,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
         ):
-            warp, lane = fixed(tirx.truncdiv(thread, WARP)), fixed(tirx.truncmod(thread, WARP))
-            turns = fixed(tirx.ceildiv(rows, T.int64(WARP * warps)))
-            first = fixed(warp.astype("int64") * turns * WARP + lane.astype("int64"))
+            warp, lane = let(tirx.truncdiv(thread, WARP)), let(tirx.truncmod(thread, WARP))
+            turns = let(tirx.ceildiv(rows, T.int64(WARP * warps)))
+            first = let(warp.astype("int64") * turns * WARP + lane.astype("int64"))
 
             def group_of(row: Expr) -> Expr:
                 """The group of a row, or one behind all for rows beyond the last."""
-                known = fixed(chosen[tirx.min(row, rows - 1)].astype("int64"))
+                known = let(chosen[tirx.min(row, rows - 1)].astype("int64"))
                 nearest = tirx.max(tirx.min(known, T.int64(what.groups - 1)), T.int64(0))
-                return fixed(tirx.Select(row < rows, nearest, T.int64(what.groups)).astype("int32"))
+                return let(tirx.Select(row < rows, nearest, T.int64(what.groups)).astype("int32"))
 
             counts = registers(2, "int32")  # rows of earlier groups, and of this one
             for n in range(2):
@@ -60,11 +60,11 @@ def _kernel(func: tirx.PrimFunc, what: Grouped, tiles: ThreadTiles) -> tirx.Prim
                 put(counts, 1, counts[1] + tirx.EQ(own, group).astype("int32"))
             place = _first_place(counts, warps, (warp, lane))
             with T.serial(turns) as turn:
-                row = fixed(first + turn * WARP)
-                mine = fixed(tirx.EQ(group_of(row), group))
+                row = let(first + turn * WARP)
+                mine = let(tirx.EQ(group_of(row), group))
                 lanes = ballot(mine)
-                before = fixed(tirx.bitwise_and(lanes, T.shift_left(T.uint32(1), lane.astype("uint32")) - T.uint32(1)))
-                at = fixed(place[0] + tirx.popcount(before).astype("int64"))
+                before = let(tirx.bitwise_and(lanes, T.shift_left(T.uint32(1), lane.astype("uint32")) - T.uint32(1)))
+                at = let(place[0] + tirx.popcount(before).astype("int64"))
                 with T.If(mine), T.Then():
                     put(ordered, at, group.astype("int64"))
                     put(order, at, row)
@@ -77,7 +77,7 @@ def _first_place(counts: tirx.Buffer, warps: int, thread: tuple[Expr, Expr]) -> 
     """Where the warp's first row of the block's group goes; thread: its warp, and its lane of that."""
     shared, (warp, lane) = T.alloc_buffer((2 * warps,), "int32", scope="shared"), thread
     for n in range(2):
-        total = fixed(reduce_warp(counts[n], lambda a, b: a + b))
+        total = let(reduce_warp(counts[n], lambda a, b: a + b))
         with T.If(tirx.EQ(lane, 0)), T.Then():
             put(shared, n * warps + warp, total)
     synchronize()

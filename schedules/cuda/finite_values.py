@@ -14,7 +14,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from .pipeline import named_sync
-from .ptx import WARP, fixed, put, registers
+from .ptx import WARP, let, put, registers
 from .tma import CHUNKS, TensorMap, fence_async, panels
 
 EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
@@ -43,11 +43,11 @@ class FiniteValues:
     def clean(self, at: Expr, slot: Expr, fill: Expr, thread: Expr, barrier: int) -> None:
         """The tile at memory[at:] (words), which is a fill in that slot, made finite by all threads; they meet then."""
         rows, chunks = self.values.rows, self.values.rows * CHUNKS
-        first = fixed(tirx.truncdiv(at, 4))
+        first = let(tirx.truncdiv(at, 4))
         with T.serial(-(-chunks // self.threads)) as turn:
-            chunk = fixed(turn * self.threads + thread)  # a warp has whole rows, and so their marks to itself
+            chunk = let(turn * self.threads + thread)  # a warp has whole rows, and so their marks to itself
             with T.If(chunk < chunks), T.Then(), T.serial(panels(self.values.dim)) as panel:
-                found = self.clean_chunk(fixed(first + panel * chunks + chunk))
+                found = self.clean_chunk(let(first + panel * chunks + chunk))
                 with T.If(found), T.Then():
                     put(self.keys, slot * rows + tirx.truncdiv(chunk, CHUNKS), fill + 1)
                     put(self.keys, self.by_warp(slot) + tirx.truncdiv(thread, WARP), fill + 1)
@@ -65,7 +65,7 @@ class FiniteValues:
             overflow = exponents + T.uint32((0x8000 - EXPONENT[self.dtype]) * 0x10001)
             put(wrong, n, T.bitwise_and(overflow >> T.uint32(15), T.uint32(0x10001)) * T.uint32(0xFFFF))
         any_wrong = T.bitwise_or(T.bitwise_or(wrong[0], wrong[1]), T.bitwise_or(wrong[2], wrong[3]))
-        found = tirx.NE(fixed(any_wrong), T.uint32(0))
+        found = tirx.NE(let(any_wrong), T.uint32(0))
         with T.If(found), T.Then():
             for n in range(4):
                 put(self.memory, chunk * 4 + n, T.bitwise_and(words[n], T.bitwise_not(wrong[n])))

@@ -20,7 +20,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.keys import Range
 
 from .mask_words import MaskWords, Span
-from .ptx import LOG2_E, exp2, fixed, int32, pack, put, reciprocal, reduce_quad, registers, tanh
+from .ptx import LOG2_E, exp2, int32, let, pack, put, reciprocal, reduce_quad, registers, tanh
 
 ROWS = 2  # of a thread, in one accumulator
 AT_ONCE = 4  # columns for which a mask is computed, which divide those of a thread
@@ -44,12 +44,12 @@ class OnlineSoftmax:
         split: Expr | bool = False,
     ) -> None:
         self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
-        self.column = fixed(lane % 4 * 2)
+        self.column = let(lane % 4 * 2)
         self.biased = bound.scores.has_bias
         self.lowest = self.biased or self.problem.score is not None  # a score may be the lowest number
         scale = self.problem.scale or 0.0  # that is known
         factor = bound.addressing.factor("k")
-        self.scale = bound.scores.scale if factor is None else fixed(bound.scores.scale * factor)
+        self.scale = bound.scores.scale if factor is None else let(bound.scores.scale * factor)
         self.raw = not bound.scores.changes and not self.biased and scale > 0 and factor is None
         self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
@@ -83,7 +83,7 @@ class OnlineSoftmax:
             for r, (h, i) in enumerate(self.rows):
                 with T.unroll(self.keys // 4) as n:
                     at, key = _element(n, r), kv0 + self.column + (n // 2 * 8 + n % 2)
-                    s = fixed(S[at] * self.scale)
+                    s = let(S[at] * self.scale)
                     put(S, at, self.bound.scores.changed(s, self.b, h, i, key, tanh=tanh))
         if words is not None:
             self._under_words(S, words)
@@ -98,7 +98,7 @@ class OnlineSoftmax:
                 put(m_new, 0, tirx.max(m_new[0], S[_element(n, r)]))
             m = T.bind(reduce_quad(m_new[0], tirx.max))
             # Nothing seen so far: m' = -inf, and S - m' would be NaN.
-            shift = T.bind(fixed(tirx.Select(tirx.EQ(m, _f32(float("-inf"))), _f32(0), self._scaled(m))))
+            shift = T.bind(let(tirx.Select(tirx.EQ(m, _f32(float("-inf"))), _f32(0), self._scaled(m))))
             put(self.alpha, r, self._exponential(self.m[r], shift))
             put(self.m, r, m)
             put(self.l, r, self.l[r] * self.alpha[r])
@@ -122,25 +122,25 @@ class OnlineSoftmax:
     def ask(self, kv0: Expr, number: Expr, stop: Expr | None = None) -> MaskWords:
         """The elements of a mask that is a tensor for the `step` of the keys from kv0: on their way to registers while
         the kernel does something else."""
-        first = fixed(kv0 + self.column)
+        first = let(kv0 + self.column)
         rows = [(h, self._inside(i), self._span(i, first, number, stop)) for h, i in self.rows]
         return MaskWords(self.bound.scores, self.b, first, rows, self.keys // 8)
 
     def _span(self, i: Expr, first: Expr, number: Expr, stop: Expr | None) -> Span:
         """Which keys, counted from `first`, row i may see."""
         lo, hi = self._range(i, number)
-        end = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
-        return Span(None if isinstance(lo, tirx.IntImm) else fixed(lo - first), end)
+        end = let((hi if stop is None else tirx.min(hi, stop)) - first)
+        return Span(None if isinstance(lo, tirx.IntImm) else let(lo - first), end)
 
     def _inside(self, i: Expr) -> Expr:
         """The row, or the last one."""
-        return fixed(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
+        return let(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
 
     def _mask(self, S: tirx.Buffer, r: int, kv0: Expr, number: Expr, stop: Expr | None) -> None:
         """S := logits, or -inf where a key is invisible: selected, as what is there may be NaN. Of the thread's row r,
         where the mask is no tensor."""
         # What depends on the row alone is computed here, as it would cost registers in all other tiles.
-        first, (h, i) = fixed(kv0 + self.column), self.rows[r]
+        first, (h, i) = let(kv0 + self.column), self.rows[r]
         span, row = self._span(i, first, number, stop), self._inside(i)
 
         def under_mask(s: Expr, n: Expr) -> tuple[Expr, Expr]:
@@ -219,7 +219,7 @@ class OnlineSoftmax:
     def finish(self) -> tirx.Buffer:
         """1 / l of the rows, 0 where l = 0: no key was visible. NaN is no 0 and stays. Stores the lse output."""
         for r in range(ROWS):
-            l = fixed(reduce_quad(self.l[r], lambda x, y: x + y))
+            l = let(reduce_quad(self.l[r], lambda x, y: x + y))
             put(self.alpha, r, tirx.Select(tirx.EQ(l, _f32(0)), _f32(0), reciprocal(l)))
             if self.problem.lse or self.problem.max:
                 h, i = self.rows[r]

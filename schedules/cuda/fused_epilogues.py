@@ -23,7 +23,7 @@ from .computed_rows import CacheRows, row_size
 from .elementwise import Chunks
 from .epilogue import HALF, Ends, Epilogue, Sum
 from .matmul_reader import Matmuls
-from .ptx import fixed, put
+from .ptx import let, put
 from .threads import ThreadTiles, each
 
 Put = Callable[[tirx.Buffer, Expr, tirx.Buffer], None]
@@ -73,7 +73,7 @@ class FusedEpilogues(Ends):
                 with T.Then():
                     own()
                 with T.Else():
-                    emit(n + 1, fixed(number - parts[n].count))
+                    emit(n + 1, let(number - parts[n].count))
 
         with each(count, self.tiles) as number:
             emit(0, number)
@@ -156,9 +156,9 @@ class PairedEpilogue(Epilogue):
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:
         """Both halves, of which the first one begins at that column; `sums` has one behind the other."""
-        first = fixed((column % self.head_dim).astype("int64"))
-        head = fixed((column // self.head_dim).astype("int64"))
-        values = {**where, self.matmuls.m: fixed(row.astype("int64")), self.h: head}
+        first = let((column % self.head_dim).astype("int64"))
+        head = let((column // self.head_dim).astype("int64"))
+        values = {**where, self.matmuls.m: let(row.astype("int64")), self.h: head}
         results = result_registers(self.program, len(self.outputs), CHUNK)
 
         def keep(x: Expr, found: list[Expr]) -> None:
@@ -169,7 +169,7 @@ class PairedEpilogue(Epilogue):
         elements = {self.sums[0]: own, self.sums[1]: lambda x: own(x + HALF)}
         evaluate(self.row, self.program, CHUNK, values, first, keep, elements)
         for output, place, register in zip(self.outputs, self.places, results):
-            at = fixed(substitute(place, {**values, self.i: first}))
+            at = let(substitute(place, {**values, self.i: first}))
             if output is self.epilogue.rows:
                 self.put(output, at, register)
             else:

@@ -24,7 +24,7 @@ from ..tiles import Space, Tiles
 from ..variant import Variant
 from .device import Device, device
 from .lanes import lane_elements, per_lane
-from .ptx import WARP, fixed, shuffle_xor
+from .ptx import WARP, let, shuffle_xor
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def _launch(batches: Expr, heads: int, length: Expr, block: int, emit: Callable[
         T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(count, block), T.int64(1))) as index,
         T.launch_thread("threadIdx.x", block * WARP) as thread,
     ):
-        n = fixed(index.astype("int64") * block + thread // WARP)
+        n = let(index.astype("int64") * block + thread // WARP)
         with T.If(n < count), T.Then():
-            head, at = fixed(tirx.truncdiv(n, length)), fixed(tirx.truncmod(n, length))
-            emit(fixed(thread % WARP), (fixed(tirx.truncdiv(head, heads)), fixed(tirx.truncmod(head, heads)), at))
+            head, at = let(tirx.truncdiv(n, length)), let(tirx.truncmod(n, length))
+            emit(let(thread % WARP), (let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads)), at))
 
 
 def _clear(buffer: tirx.Buffer, threads: int) -> None:
@@ -96,7 +96,7 @@ def _clear(buffer: tirx.Buffer, threads: int) -> None:
         T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(size, threads), T.int64(1))) as index,
         T.launch_thread("threadIdx.x", threads) as thread,
     ):
-        n = fixed(index.astype("int64") * threads + thread)
+        n = let(index.astype("int64") * threads + thread)
         with T.If(n < size), T.Then():
             place = [T.int64(0)] * (len(buffer.shape) - 1) + [n]
             T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), place)
@@ -118,9 +118,9 @@ class WarpPart(Part):
             yield place
 
     def total(self, value: Expr) -> Expr:
-        total = fixed(value)
+        total = let(value)
         for lanes in (16, 8, 4, 2, 1):
-            total = fixed(total + shuffle_xor(total, lanes))
+            total = let(total + shuffle_xor(total, lanes))
         return total
 
     def add_to_table(self, read: Read, pair: tuple[Expr, Expr, Expr, Expr], s: Expr, value: Expr) -> None:

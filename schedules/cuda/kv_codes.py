@@ -22,7 +22,7 @@ from lowering.attention.problem import AttentionProblem
 
 from . import ptx
 from .device import Device
-from .ptx import fixed, put, registers, unrolled
+from .ptx import let, put, registers, unrolled
 from .shared_tile import CHUNK
 
 _ONE = {"float16": 0x3C00, "bfloat16": 0x3F80}
@@ -84,14 +84,14 @@ class KvCodes:
     def scale(self, half: tirx.Buffer, scales: list[Expr]) -> None:
         """half := its numbers times these, rounded."""
         for n in range(CHUNK // 2):
-            low, high = (fixed(x) for x in ptx.unpack(self.dtype, half[n]))
+            low, high = (let(x) for x in ptx.unpack(self.dtype, half[n]))
             ptx.pack(self.dtype, half[n], low * scales[2 * n], high * scales[2 * n + 1])
 
     # Pairs of numbers from the codes of a word, which come in order.
 
     def _int8(self, word: Expr) -> list[Expr]:
         if self.dtype == "float16":
-            word = fixed(T.bitwise_xor(word, T.uint32(0x80808080)))
+            word = let(T.bitwise_xor(word, T.uint32(0x80808080)))
             pairs = [ptx.permute(word, _twice(_MAGIC["float16"] >> 8, 8), place) for place in (0x4140, 0x4342)]
             return [self._fma(pair, _twice(_ONE["float16"]), _twice(0xE480)) for pair in pairs]  # less 1024 + 128
         numbers = []
@@ -119,12 +119,12 @@ class KvCodes:
         numbers = []
         for place in (0x1404, 0x3424):
             pair = ptx.permute(word, T.uint32(0), place)
-            magnitude = fixed(T.bitwise_and(pair, _twice(0x7F00)))
+            magnitude = let(T.bitwise_and(pair, _twice(0x7F00)))
             sign = T.bitwise_and(pair, _twice(_SIGN))
             moved = T.bitwise_or(magnitude >> T.uint32(_SHIFT[self.dtype]), sign)
             number = self._fma(moved, _twice(_REBIAS[self.dtype]), _twice(_SIGN))
-            nan = fixed(T.bitwise_and(magnitude + _twice(0x100), _twice(_SIGN)))
-            numbers.append(fixed(T.bitwise_or(number, nan - (nan >> T.uint32(_NAN_BY)))))
+            nan = let(T.bitwise_and(magnitude + _twice(0x100), _twice(_SIGN)))
+            numbers.append(let(T.bitwise_or(number, nan - (nan >> T.uint32(_NAN_BY)))))
         return numbers
 
     def _fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
@@ -150,7 +150,7 @@ class KvCodes:
         if self.codec.group:
             return
         tensor = self.bound.addressing.factor("v")
-        factor = None if tensor is None else fixed(tensor)
+        factor = None if tensor is None else let(tensor)
         with unrolled(int(O.shape[0]) // 4) as column, unrolled(4) as x:
             at = column * 4 + x
             scale = factor

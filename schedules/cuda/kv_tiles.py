@@ -19,7 +19,7 @@ from . import ptx
 from .attention_tiles import MmaTiles, padded
 from .coded_rows import CodedRows
 from .kv_codes import KvCodes
-from .ptx import fixed
+from .ptx import let
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 
@@ -77,7 +77,7 @@ class KeyValueTiles(ABC):
         """Asks for tile u of k or v, if there is one."""
         with T.If(u < self.work.stop), T.Then():
             first, end = self.work.keys(u)
-            self.copy(name, u, fixed(first), end)
+            self.copy(name, u, let(first), end)
         ptx.commit_copies()
 
     @abstractmethod

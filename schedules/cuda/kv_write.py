@@ -22,7 +22,7 @@ from lowering.attention.kv_write import ATTRIBUTE, BoundKvWrite, KvWrite, group_
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .device import Device, device
-from .ptx import fixed
+from .ptx import let
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
             T.launch_thread("blockIdx.x", blocks) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
         ):
-            b, share = (fixed(x) for x in (block.astype("int64") // tiles.shares, block.astype("int64") % tiles.shares))
+            b, share = (let(x) for x in (block.astype("int64") // tiles.shares, block.astype("int64") % tiles.shares))
             with T.If(b < T.int64(1) * bound.B), T.Then():
-                count = fixed(bound.rows(b))
+                count = let(bound.rows(b))
                 steps = tirx.ceildiv(tirx.max(count - share, T.int64(0)), T.int64(tiles.shares))
                 rounds = -(-(keys + values) // tiles.threads)
-                with T.serial(fixed(steps)) as step, T.serial(T.int64(rounds)) as turn:
-                    i = fixed(share + step * tiles.shares)
-                    unit = fixed(turn * tiles.threads + thread.astype("int64"))
+                with T.serial(let(steps)) as step, T.serial(T.int64(rounds)) as turn:
+                    i = let(share + step * tiles.shares)
+                    unit = let(turn * tiles.threads + thread.astype("int64"))
                     with T.If(bound.stays(b, i)), T.Then():
                         with T.If(unit < keys), T.Then():
                             _Group(bound, b, i, 0, dims[0], group, unit).emit()
                         if values:
                             with T.If(tirx.all(unit >= keys, unit < keys + values)), T.Then():
-                                _Group(bound, b, i, 1, dims[1], group, fixed(unit - keys)).emit()
+                                _Group(bound, b, i, 1, dims[1], group, let(unit - keys)).emit()
     return builder.get()
 
 
@@ -94,9 +94,9 @@ class _Group:
 
     def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, part: int, dim: int, group: int, unit: Expr) -> None:
         self.bound, self.part, self.dim, self.group = bound, part, dim, group
-        self.b, self.n = b, fixed(bound.buffers["row_starts"][b] + i)
-        self.t = fixed(bound.buffers["starts"][b] + i)
-        self.h, self.g = fixed(unit // (dim // group)), fixed(unit % (dim // group))
+        self.b, self.n = b, let(bound.buffers["row_starts"][b] + i)
+        self.t = let(bound.buffers["starts"][b] + i)
+        self.h, self.g = let(unit // (dim // group)), let(unit % (dim // group))
 
     def emit(self) -> None:
         bound, codec = self.bound, self.bound.layout.codec
@@ -113,7 +113,7 @@ class _Group:
             else:
                 scale = self.put_scale(codec.group)
                 with T.serial(T.int64(codec.group)) as e:
-                    d = fixed(self.g * codec.group + e)
+                    d = let(self.g * codec.group + e)
                     put(d, group_code(rounded(self.value(d) / scale, bound.record.dtype)))
 
     def put_scale(self, group: int) -> Expr:
@@ -122,8 +122,8 @@ class _Group:
         largest = T.alloc_buffer((1,), "float32", scope="local")
         T.buffer_store(largest, tirx.const(0.0, "float32"), [0])
         with T.serial(T.int64(group)) as e:
-            T.buffer_store(largest, tirx.max(largest[0], tirx.abs(self.value(fixed(self.g * group + e)))), [0])
-        scale = fixed(group_scale(largest[0], bound.record.dtype))
+            T.buffer_store(largest, tirx.max(largest[0], tirx.abs(self.value(let(self.g * group + e)))), [0])
+        scale = let(group_scale(largest[0], bound.record.dtype))
         with bound.slot(self.part, self.b, self.t, scale=True) as (scales, where):
             T.buffer_store(
                 scales, cast(scale, scales.dtype), bound.index(where, self.h, self.g, self.dim // self.group)
@@ -137,8 +137,8 @@ class _Group:
         if rotary is not None and self.part == 0:
             half = rotary.dim // 2
             pair, second = (d // 2, d % 2 != 0) if rotary.interleaved else (d % half, d >= half)
-            pair = fixed(tirx.Select(d < rotary.dim, pair, T.int64(0)))
+            pair = let(tirx.Select(d < rotary.dim, pair, T.int64(0)))
             one, other = (bound.element(0, self.n, self.h, place) for place in bound.pair(pair))
-            turned = bound.turned(self.n, pair, fixed(one), fixed(other))
+            turned = bound.turned(self.n, pair, let(one), let(other))
             x = tirx.Select(d < rotary.dim, tirx.Select(second, turned[1], turned[0]), x)
-        return fixed(rounded(fixed(x), bound.record.dtype))
+        return let(rounded(let(x), bound.record.dtype))

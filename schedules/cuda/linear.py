@@ -24,7 +24,7 @@ from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinear, LinearAttenti
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .device import Device, device
-from .ptx import WARP, fixed, put, registers, shuffle_xor, unrolled
+from .ptx import WARP, let, put, registers, shuffle_xor, unrolled
 
 _LANES = 8  # of a column
 _LARGEST_HEAD = 64 * _LANES  # whose part of a column fits a thread's registers
@@ -71,14 +71,14 @@ def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
             T.launch_thread("blockIdx.x", tirx.max(count, T.int64(1))) as block,
             T.launch_thread("threadIdx.x", tiles.warps * WARP) as thread,
         ):
-            index = fixed(block.astype("int64"))
+            index = let(block.astype("int64"))
             with T.If(index < count), T.Then():
-                head = fixed(tirx.truncdiv(index, T.int64(shares)))
+                head = let(tirx.truncdiv(index, T.int64(shares)))
                 b, h = (f(head, T.int64(problem.v_heads)) for f in (tirx.truncdiv, tirx.truncmod))
                 c = tirx.truncmod(index, T.int64(shares)) * columns + (thread // _LANES).astype("int64")
-                sequence = bound.sequence(fixed(b), fixed)
+                sequence = bound.sequence(let(b), let)
                 with T.If(sequence.count > 0), T.Then():
-                    _Column(bound, sequence, fixed(h), fixed(c), fixed((thread % _LANES).astype("int64"))).emit()
+                    _Column(bound, sequence, let(h), let(c), let((thread % _LANES).astype("int64"))).emit()
     return builder.get()
 
 
@@ -87,7 +87,7 @@ class _Column:
 
     def __init__(self, bound: BoundLinear, sequence: Sequence, h: Expr, c: Expr, lane: Expr) -> None:
         self.bound, self.p, self.sequence, self.h, self.c, self.lane = bound, bound.linear, sequence, h, c, lane
-        self.there = fixed(c < self.p.v_head_dim)
+        self.there = let(c < self.p.v_head_dim)
         self.count = -(-self.p.head_dim // _LANES)
         self.S = registers(self.count, ACC)
 
@@ -97,7 +97,7 @@ class _Column:
             d = self.row(m)
             put(self.S, m, self.guarded(self.is_element(m), lambda: self.before(d)))
         with T.serial(self.sequence.count) as t:
-            self.token(fixed(self.sequence.first + t))
+            self.token(let(self.sequence.first + t))
         with unrolled(self.count) as m, T.If(self.is_element(m)), T.Then():
             T.buffer_store(state, cast(self.S[m], p.state_dtype), [self.sequence.state, self.h, self.row(m), self.c])
 
@@ -131,7 +131,7 @@ class _Column:
     def token(self, t: Expr) -> None:
         p, bound, S, h = self.p, self.bound, self.S, self.h
         if p.decay == 1:
-            a = fixed(tirx.exp(self.element("decay", t, bound.decay_at(h, T.int64(0)), self.there)))
+            a = let(tirx.exp(self.element("decay", t, bound.decay_at(h, T.int64(0)), self.there)))
         if p.decay:
             with unrolled(self.count) as m:
                 if p.decay > 1:

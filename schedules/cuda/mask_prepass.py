@@ -22,7 +22,7 @@ from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
 from .host import on_host
-from .ptx import WARP, all_registers, ballot, fixed, int32, put, reduce_warp, registers
+from .ptx import WARP, all_registers, ballot, int32, let, put, reduce_warp, registers
 
 _MASKED, _ALL, _END, _FIRST = range(4)
 """Of a list: how many of its tiles need mask code, how many there are, the key behind the last one, and from there on
@@ -50,24 +50,24 @@ class MaskPrepass:
             T.launch_thread("threadIdx.x", warps * WARP) as thread,
             all_registers(),
         ):
-            place = fixed(block.astype("int64") * warps + thread // WARP)
+            place = let(block.astype("int64") * warps + thread // WARP)
             with T.If(place < total), T.Then():
-                head, tile = fixed(tirx.truncdiv(place, self.count)), fixed(tirx.truncmod(place, self.count))
-                b, h = fixed(tirx.truncdiv(head, self.heads)), fixed(tirx.truncmod(head, self.heads))
-                i0 = fixed(tile * rows)
+                head, tile = let(tirx.truncdiv(place, self.count)), let(tirx.truncmod(place, self.count))
+                b, h = let(tirx.truncdiv(head, self.heads)), let(tirx.truncmod(head, self.heads))
+                i0 = let(tile * rows)
                 with bound.if_there(b, i0):
-                    _QueryTile(self, (b, h, i0), fixed(thread % WARP), self.list_at(place)).write()
+                    _QueryTile(self, (b, h, i0), let(thread % WARP), self.list_at(place)).write()
 
     def list_at(self, place: Expr) -> Expr:
         """Where the list of that number begins."""
-        return fixed(place * (self.room + _FIRST))
+        return let(place * (self.room + _FIRST))
 
     def key_tiles(self, b: Expr, h: Expr, i0: Expr) -> KeyTiles:
         """The tiles of keys that some row of the tile from row i0 of query head h sees; int32."""
         if not self.lists:
-            rows = i0, fixed(i0 + self.rows)
+            rows = i0, let(i0 + self.rows)
             ranges, whole = self.bound.keys.of_tile(b, *rows), self.bound.without_mask_code(b, *rows)
-            return KeyTiles(ranges, whole, self.keys, lambda value: fixed(int32(value)))
+            return KeyTiles(ranges, whole, self.keys, lambda value: let(int32(value)))
         head = b.astype("int64") * self.heads + (h if self.heads > 1 else 0)
         return _Listed(self, self.list_at(head * self.count + tirx.truncdiv(i0.astype("int64"), self.rows)))
 
@@ -76,15 +76,15 @@ class _Listed(KeyTiles):
     """Tiles of a list, those that need mask code first. Ranges are of the list's places, `size` for each tile."""
 
     def __init__(self, prepass: MaskPrepass, at: Expr) -> None:
-        self.memory, self.tiles = prepass.memory, fixed(at + _FIRST)
-        self.masked, count, self.last = (fixed(prepass.memory[at + n]) for n in (_MASKED, _ALL, _END))
-        self.gap = fixed(prepass.room - count)
+        self.memory, self.tiles = prepass.memory, let(at + _FIRST)
+        self.masked, count, self.last = (let(prepass.memory[at + n]) for n in (_MASKED, _ALL, _END))
+        self.gap = let(prepass.room - count)
         size = prepass.keys
-        super().__init__([(T.int32(0), count * size)], [(self.masked * size, count * size)], size, fixed)
+        super().__init__([(T.int32(0), count * size)], [(self.masked * size, count * size)], size, let)
 
     def first(self, u: Expr) -> Expr:
         place = self.tiles + u + tirx.Select(u < self.masked, T.int64(0), self.gap)
-        return fixed(self.memory[place])
+        return let(self.memory[place])
 
     def end(self, u: Expr) -> Expr:
         return tirx.min(self.first(u) + self.size, self.last)
@@ -105,11 +105,11 @@ class _QueryTile:
     def __init__(self, prepass: MaskPrepass, place: tuple[Expr, Expr, Expr], lane: Expr, at: Expr) -> None:
         self.prepass, self.bound, self.size, self.lane, self.at = prepass, prepass.bound, prepass.keys, lane, at
         self.b, self.h, self.i0 = place
-        self.i1 = fixed(tirx.min(self.i0 + prepass.rows, T.int64(1) * self.bound.rows(self.b)))
+        self.i1 = let(tirx.min(self.i0 + prepass.rows, T.int64(1) * self.bound.rows(self.b)))
         ((lo, hi),) = self.bound.keys.of_tile(self.b, self.i0, self.i1)
         ((all_lo, all_hi),) = self.bound.keys.of_all(self.b, self.i0, self.i1)
-        self.lo, self.hi, self.seen_by_all = fixed(lo), fixed(hi), (fixed(all_lo), fixed(all_hi))
-        self.count = fixed(tirx.ceildiv(self.hi - self.lo, T.int64(self.size)))
+        self.lo, self.hi, self.seen_by_all = let(lo), let(hi), (let(all_lo), let(all_hi))
+        self.count = let(tirx.ceildiv(self.hi - self.lo, T.int64(self.size)))
 
     def write(self) -> None:
         """Puts the list there."""
@@ -136,7 +136,7 @@ class _QueryTile:
         put(self.span[0], 0, self.count)
         put(self.span[1], 0, tirx.const(0, "int64"))
         with T.serial(tirx.ceildiv(self.count, T.int64(WARP))) as n:
-            self.look(fixed(n * WARP))
+            self.look(let(n * WARP))
         with T.If(self.lane == 0), T.Then():
             put(self.prepass.memory, self.at + _MASKED, self.masked[0])
             put(self.prepass.memory, self.at + _ALL, self.masked[0] + self.full[0])
@@ -144,14 +144,14 @@ class _QueryTile:
 
     def look(self, first: Expr) -> None:
         """At 32 tiles from number `first` on."""
-        t, key = fixed(first + self.lane), fixed(self.lo + (first + self.lane) * self.size)
+        t, key = let(first + self.lane), let(self.lo + (first + self.lane) * self.size)
         masked, full = registers(1, "bool"), registers(1, "bool")
         put(masked, 0, tirx.const(False, "bool"))
         put(full, 0, tirx.const(False, "bool"))
         with T.If(t < self.count), T.Then():
-            end = fixed(tirx.min(key + self.size, self.hi))
+            end = let(tirx.min(key + self.size, self.hi))
             ends = self.bound.scores.mask_extremes(self.b, self.h, 1, (self.i0, self.i1 - 1), (key, end - 1))
-            lowest, highest = (fixed(end) for end in ends)
+            lowest, highest = (let(end) for end in ends)
             zero, (all_lo, all_hi) = T.float32(0), self.seen_by_all
             shown = tirx.all(tirx.EQ(lowest, zero), tirx.EQ(highest, zero), key >= all_lo, key + self.size <= all_hi)
             put(full, 0, shown)
@@ -175,24 +175,24 @@ class _QueryTile:
         lanes = ballot(wanted)
         before = T.bitwise_and(lanes, (T.uint32(1) << self.lane.astype("uint32")) - T.uint32(1))
         with T.If(wanted), T.Then():
-            n = fixed(count[0] + tirx.popcount(before).astype("int32"))
+            n = let(count[0] + tirx.popcount(before).astype("int32"))
             put(self.prepass.memory, self.at + _FIRST + place(n), int32(key))
         put(count, 0, count[0] + tirx.popcount(lanes).astype("int32"))
 
     def some_row_sees_nothing(self) -> Expr:
         """Whether the keys of the listed tiles are all hidden from some row, if only by a number."""
-        start = fixed(self.lo + reduce_warp(self.span[0][0], tirx.min) * self.size)
-        stop = fixed(tirx.min(self.lo + reduce_warp(self.span[1][0], tirx.max) * self.size, self.hi))
+        start = let(self.lo + reduce_warp(self.span[0][0], tirx.min) * self.size)
+        stop = let(tirx.min(self.lo + reduce_warp(self.span[1][0], tirx.max) * self.size, self.hi))
         hopeless, i, found, j = (registers(1, kind) for kind in ("int32", "int64", "int32", "int64"))
         put(hopeless, 0, tirx.const(0, "int32"))
         put(i, 0, self.i0)
         with T.While(tirx.all(hopeless[0] == 0, i[0] < self.i1)):
             ((lo, hi),) = self.bound.keys.of_row(self.b, i[0])
-            lo, hi = fixed(tirx.max(lo, start)), fixed(tirx.min(hi, stop))
+            lo, hi = let(tirx.max(lo, start)), let(tirx.min(hi, stop))
             put(found, 0, tirx.const(0, "int32"))
             put(j, 0, lo)
             with T.While(tirx.all(found[0] == 0, j[0] < hi)):
-                better, key = registers(1, "int32"), fixed(j[0] + self.lane)
+                better, key = registers(1, "int32"), let(j[0] + self.lane)
                 put(better, 0, tirx.const(0, "int32"))
                 with T.If(key < hi), T.Then():
                     bias = self.bound.scores.additive(self.b, self.h, i[0], key, inside=True)

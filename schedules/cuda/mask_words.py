@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.mask_pairs import MaskPairs
 from lowering.attention.scores import Scores
 
-from .ptx import fixed, put, registers
+from .ptx import let, put, registers
 
 APART = 8
 """Keys from a pair of a thread to its next one."""
@@ -45,7 +45,7 @@ class MaskWords:
     def __init__(self, scores: Scores, b: Expr, first: Expr, rows: list[tuple[Expr, Expr, Span]], count: int) -> None:
         self.pairs, self.b, self.first, self.count = MaskPairs(scores), b, first, count
         self.words = [registers(count, self.pairs.word) for _ in rows]
-        whole = fixed(self.pairs.whole(b, first))
+        whole = let(self.pairs.whole(b, first))
         for words in self.words:
             with T.unroll(count) as n:
                 put(words, n, self.pairs.hidden)
@@ -58,7 +58,7 @@ class MaskWords:
 
     def read_pairs(self, words: tirx.Buffer, h: Expr, i: Expr, span: Span) -> None:
         """Those of which both keys are seen."""
-        place = fixed(self.pairs.place(self.b, h, i, self.first))
+        place = let(self.pairs.place(self.b, h, i, self.first))
         with T.unroll(self.count) as n, T.If(span.holds(n * APART, n * APART + 1)), T.Then():
             put(words, n, self.pairs.at(place + n * (APART // 2)))
 
@@ -75,5 +75,5 @@ class MaskWords:
         """The score of row r and key x of its pair n under the mask, of which elements are added or only hide; -inf
         where the key is invisible, whatever the score is."""
         hidden = tirx.const(float("-inf"), "float32")
-        element = fixed(self.pairs.added(self.words[r][n], x))
+        element = let(self.pairs.added(self.words[r][n], x))
         return tirx.Select(tirx.NE(element, hidden), score + element if added else score, hidden)

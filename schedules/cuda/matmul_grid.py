@@ -19,7 +19,7 @@ from ..reading.stages import unravel
 from .host import on_host, sm_count
 from .matmul_reader import Matmuls
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
-from .ptx import fixed, int32
+from .ptx import int32, let
 
 Where: TypeAlias = dict[tirx.Var, Expr]
 """The batch axes at a batch."""
@@ -108,50 +108,50 @@ class Grid:
 
     def place(self, block: Expr) -> Place:
         """The tile of that number: `swizzle` tiles of rows are worked on together, column by column."""
-        m_tiles, n_tiles = (fixed(n.astype("int32")) for n in (self.m_tiles, self.n_tiles))
-        per_batch = fixed(m_tiles * n_tiles)
-        rest = fixed(tirx.truncmod(block, per_batch))
-        wide = fixed(self.tiles.swizzle * n_tiles)
-        first = fixed(tirx.truncdiv(rest, wide) * self.tiles.swizzle)
-        high = fixed(tirx.min(m_tiles - first, self.tiles.swizzle))
-        within = fixed(tirx.truncmod(rest, wide))
-        m0 = fixed((first + tirx.truncmod(within, high)) * int32(self.high))
-        n0 = fixed(tirx.truncdiv(within, high) * self.each)
+        m_tiles, n_tiles = (let(n.astype("int32")) for n in (self.m_tiles, self.n_tiles))
+        per_batch = let(m_tiles * n_tiles)
+        rest = let(tirx.truncmod(block, per_batch))
+        wide = let(self.tiles.swizzle * n_tiles)
+        first = let(tirx.truncdiv(rest, wide) * self.tiles.swizzle)
+        high = let(tirx.min(m_tiles - first, self.tiles.swizzle))
+        within = let(tirx.truncmod(rest, wide))
+        m0 = let((first + tirx.truncmod(within, high)) * int32(self.high))
+        n0 = let(tirx.truncdiv(within, high) * self.each)
         return Place(m0, n0, self.where(tirx.truncdiv(block, per_batch)))
 
     def where(self, batch: Expr) -> Where:
         """The batch axes at the batch of that number."""
         axes = self.matmuls.batch_axes
-        return {axis.var: fixed(i) for axis, i in zip(axes, unravel(fixed(batch.astype("int64")), axes))}
+        return {axis.var: let(i) for axis, i in zip(axes, unravel(let(batch.astype("int64")), axes))}
 
     def part(self, tile: Expr, part: Expr) -> Piece:
         """That part of a tile, after `split`."""
-        steps, parts = (fixed(n.astype("int32")) for n in (self.steps, self.parts))
-        first, last = (fixed(tirx.truncdiv(n * steps, parts)) for n in (part, part + 1))
-        slot = fixed(tile * parts + part + tile)
+        steps, parts = (let(n.astype("int32")) for n in (self.steps, self.parts))
+        first, last = (let(tirx.truncdiv(n * steps, parts)) for n in (part, part + 1))
+        slot = let(tile * parts + part + tile)
         return Piece(self.place(tile), first, last, self.parts == 1, slot, int32(self.rows))
 
     def share(self, number: Expr) -> tuple[Expr, Expr]:
         """The first step of a share, and the one behind its last, of those in shares; int32. There are shares."""
-        steps, number = fixed(self.shared * self.steps), number.astype("int64")
+        steps, number = let(self.shared * self.steps), number.astype("int64")
         first, behind = (tirx.truncdiv(n * steps, self.shares).astype("int32") for n in (number, number + 1))
-        return fixed(first), fixed(behind)
+        return let(first), let(behind)
 
     def piece(self, tile: Expr, share: Expr, steps: tuple[Expr, Expr]) -> Piece:
         """Of a tile what is in a share of such steps, or all of it if the tile is in none."""
-        all_steps, whole = (fixed(n.astype("int32")) for n in (self.steps, self.whole))
-        among = fixed(tile - whole)
-        before = fixed(among * all_steps)
-        first = fixed(tirx.Select(among < 0, T.int32(0), tirx.max(steps[0] - before, T.int32(0))))
-        last = fixed(tirx.Select(among < 0, all_steps, tirx.min(steps[1] - before, all_steps)))
+        all_steps, whole = (let(n.astype("int32")) for n in (self.steps, self.whole))
+        among = let(tile - whole)
+        before = let(among * all_steps)
+        first = let(tirx.Select(among < 0, T.int32(0), tirx.max(steps[0] - before, T.int32(0))))
+        last = let(tirx.Select(among < 0, all_steps, tirx.min(steps[1] - before, all_steps)))
         is_whole = tirx.EQ(last - first, all_steps)
-        return Piece(self.place(tile), first, last, is_whole, fixed(share + among), int32(self.rows))
+        return Piece(self.place(tile), first, last, is_whole, let(share + among), int32(self.rows))
 
     def shares_of(self, among: Expr) -> tuple[Expr, Expr]:
         """The first and the last share that has steps of a tile, by its number among those in shares; int64."""
-        steps = fixed(self.shared * self.steps)
+        steps = let(self.shared * self.steps)
 
         def share(step: Expr) -> Expr:
-            return fixed(tirx.truncdiv((step + 1) * self.shares - 1, steps))
+            return let(tirx.truncdiv((step + 1) * self.shares - 1, steps))
 
         return share(among * self.steps), share((among + 1) * self.steps - 1)

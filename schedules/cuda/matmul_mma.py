@@ -29,7 +29,7 @@ from .matmul_grid import Grid
 from .matmul_reader import Matmuls, Operand, Order
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
-from .ptx import WARP, fixed, put, registers, shared_memory, unrolled
+from .ptx import WARP, let, put, registers, shared_memory, unrolled
 from .shared_tile import SharedTile
 
 
@@ -89,9 +89,9 @@ class _Tile:
         for n, b in enumerate(bs):
             loader = _Loader if b.codes is None else _Expander
             self.loaders.append(loader(self, b, (tiles.m + n * grid.each) * tiles.k, outer, chunks))
-        self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
-        self.warp_row = fixed(self.warp // tiles.warps_n * tiles.warp_m)
-        self.warp_column = fixed(self.warp % tiles.warps_n * self.warp_n)
+        self.lane, self.warp = let(self.thread % WARP), let(self.thread // WARP)
+        self.warp_row = let(self.warp // tiles.warps_n * tiles.warp_m)
+        self.warp_column = let(self.warp % tiles.warps_n * self.warp_n)
         self.m_blocks, self.n_blocks = tiles.warp_m // 16, self.warp_n // 8
         self.C = [registers(self.m_blocks * self.n_blocks * 4, "float32") for _ in bs]
         self.a_words = registers(self.m_blocks * 4 * self.type.parts, "uint32")
@@ -119,7 +119,7 @@ class _Tile:
     def load(self, step: Expr, slot: Expr, last: Expr) -> None:
         with T.If(step < last), T.Then():
             for loader in self.loaders:
-                loader.copy(fixed(slot * self.stage), fixed(step * self.tiles.k))
+                loader.copy(let(slot * self.stage), let(step * self.tiles.k))
         ptx.commit_copies()
 
     def expand(self, step: Expr, slot: Expr, last: Expr) -> None:
@@ -128,11 +128,11 @@ class _Tile:
         if expanders:
             with T.If(step < last), T.Then():
                 for expander in expanders:
-                    expander.expand(fixed(slot * self.stage))
+                    expander.expand(let(slot * self.stage))
 
     def multiply(self, slot: Expr) -> None:
         """C += A B^T of a stage."""
-        at, parts = fixed(slot * self.stage), range(self.type.parts)
+        at, parts = let(slot * self.stage), range(self.type.parts)
         a, *bs = self.loaders
         read_a = a.reader(at, self.warp_row, first=True)
         readers = [b.reader(at, self.warp_column, first=False) for b in bs]
@@ -155,14 +155,14 @@ class _Tile:
     def store(self) -> None:
         size = self.tiles.shared_memory(self.grid.matmuls.shape) // 4
         memory = T.decl_buffer((size,), "float32", data=self.memory.data, scope="shared.dyn")
-        mine = fixed(self.warp * (16 * self.sums.pitch(self.warp_n)))
+        mine = let(self.warp * (16 * self.sums.pitch(self.warp_n)))
         for m in range(self.m_blocks):
 
             def fragment(C: tirx.Buffer, m: int = m) -> Fragment:
                 return lambda n, y: C[(m * self.n_blocks + n) * 4 + y]
 
-            row0 = fixed(self.place.m0 + self.warp_row + m * 16)
-            rows = (row0, fixed(self.place.n0 + self.warp_column), self.warp_n)
+            row0 = let(self.place.m0 + self.warp_row + m * 16)
+            rows = (row0, let(self.place.n0 + self.warp_column), self.warp_n)
             self.sums.store(self.piece, rows, [fragment(C) for C in self.C], (memory, mine), self.lane)
 
 
@@ -179,7 +179,7 @@ class _Loader:
         self.chunk_size = tile.type.chunk
         self.chunks = length // self.chunk_size
         thread = tile.thread
-        self.row, self.chunk = fixed(thread // self.chunks), fixed(thread % self.chunks)
+        self.row, self.chunk = let(thread // self.chunks), let(thread % self.chunks)
         self.at_once = tile.tiles.threads // self.chunks
         self.passes = self.rows // self.at_once
         self.memory = tile.sums.epilogue.memory[operand.buffer]
@@ -205,7 +205,7 @@ class _Loader:
             row = self.row + n * self.at_once
             along = self.chunk * self.chunk_size
             outer, k = (row, along) if self.order is Order.K else (along, row)
-            outer, k = fixed(self.first + outer), fixed(k0 + k)
+            outer, k = let(self.first + outer), let(k0 + k)
             place = to.at(row, self.chunk)
             if self.whole:
                 source = self.starts[n if self.order is Order.K else 0] + self.along(k)
@@ -216,7 +216,7 @@ class _Loader:
     def copy_elements(self, place: ptx.Element, outer: Expr, k: Expr, depth: Expr) -> None:
         """A chunk, element by element: whatever lies between them."""
         with unrolled(self.chunk_size) as x:
-            o, kk = (outer, fixed(k + x)) if self.order is Order.K else (fixed(outer + x), k)
+            o, kk = (outer, let(k + x)) if self.order is Order.K else (let(outer + x), k)
             there = tirx.all(o < self.extent, kk < depth)
             source = self.start_of(o) + self.along(kk)
             zero = tirx.const(0, self.tile.type.element)
@@ -231,13 +231,13 @@ class _Loader:
         low, high = lane % 8, lane // 8
         inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
         if self.order is Order.K:
-            along_k = tile.reader(fixed(outer + inner * 8 + low), k)
+            along_k = tile.reader(let(outer + inner * 8 + low), k)
             return lambda words, n, step: ptx.load_matrices(words, along_k(n * 16, step * 2))
         if not tile.down:
-            across = tile.reader(fixed(k * 8 + low), fixed(outer // self.chunk_size + inner))
+            across = tile.reader(let(k * 8 + low), let(outer // self.chunk_size + inner))
             return lambda words, n, step: ptx.load_matrices(words, across(step * 16, n * 2), transposed=True)
-        each = tile.reader(lane % 4, fixed(outer // 4 + lane // 16))
-        within = fixed(lane // 4 % 4)
+        each = tile.reader(lane % 4, let(outer // 4 + lane // 16))
+        within = let(lane // 4 % 4)
 
         def one_by_one(words: Sequence[ptx.Element], n: Expr, step: Expr) -> None:
             for x, word in enumerate(words):
@@ -262,15 +262,15 @@ class _Expander(_Loader):
 
     def copy(self, at: Expr, k0: Expr) -> None:
         """To registers."""
-        k, words = fixed(k0 + self.chunk * self.chunk_size), self.expansion.words
+        k, words = let(k0 + self.chunk * self.chunk_size), self.expansion.words
         for n in range(self.passes):
-            column = fixed(self.first + self.row + n * self.at_once)
+            column = let(self.first + self.row + n * self.at_once)
             there = tirx.all(column < self.extent, k < self.tile.grid.depth.astype("int32"))
             for x in range(words):
                 put(self.fetched, n * words + x, T.uint32(0))
             with T.If(there), T.Then():
                 self.expansion.fetch(self.fetched, n * words, self.starts[n] + k.astype("int64"), 1)
-            stored = fixed(column + substitute(self.operand.first, self.tile.place.where).astype("int32"))
+            stored = let(column + substitute(self.operand.first, self.tile.place.where).astype("int32"))
             self.expansion.scale_and_zero(self.scales[n], stored, k, there)
 
     def expand(self, at: Expr) -> None:

@@ -21,7 +21,7 @@ from .epilogue import Ends
 from .host import on_host
 from .matmul_grid import Place
 from .pieces import Ring
-from .ptx import WARP, fixed
+from .ptx import WARP, let
 from .runs import each_run
 from .small_m_matmul import COLUMNS, Columns, Group
 from .small_m_tiles import SmallMTiles
@@ -54,8 +54,8 @@ def matmul_runs(group: Group, tiles: SmallMTiles, device: Device, ends: Ends) ->
         ring = Ring(thread, tiles.threads, tiles.shared_memory(matmuls.shape), 0)
         if device.begins_early:
             ptx.wait_for_earlier_kernels()
-        count = fixed(high.astype("int32"))
-        first, n0 = fixed(block % count * tiles.rows), fixed(epilogue.first(block // count))
+        count = let(high.astype("int32"))
+        first, n0 = let(block % count * tiles.rows), let(epilogue.first(block // count))
 
         def run(start: Expr, end: Expr, number: Expr) -> None:
             ring.taken = 0
@@ -63,5 +63,5 @@ def matmul_runs(group: Group, tiles: SmallMTiles, device: Device, ends: Ends) ->
             Columns(group, tiles, epilogue, place, ring, False, None).emit(end - start, columns)
             ptx.synchronize()  # the ring is free for the next run
 
-        behind = fixed(tirx.min(first + tiles.rows, rows.astype("int32")))
+        behind = let(tirx.min(first + tiles.rows, rows.astype("int32")))
         each_run(epilogue.memory[selection.table], selection, first, behind, run)

@@ -19,7 +19,7 @@ from .chunks import load, store
 from .epilogue import Epilogue, Sum, row_of
 from .host import on_host
 from .matmul_grid import Grid, Piece
-from .ptx import WARP, fixed, int32, put, registers, unrolled
+from .ptx import WARP, int32, let, put, registers, unrolled
 from .threads import ThreadTiles, each
 
 PAD = 8  # floats behind a row in shared memory, by which the columns of a fragment meet each bank once
@@ -55,18 +55,18 @@ class Sums:
         width, (row0, column0, columns), (shared, mine) = self.epilogue.width, rows, memory
         pitch, across = self.pitch(columns), columns // width
         for p, fragment in enumerate(fragments):
-            own = fixed(mine + tirx.truncdiv(lane, 4) * pitch + tirx.truncmod(lane, 4) * 2 + p * columns)
+            own = let(mine + tirx.truncdiv(lane, 4) * pitch + tirx.truncmod(lane, 4) * 2 + p * columns)
             with unrolled(columns // 8) as n:
                 for y in range(4):
                     put(shared, own + n * 8 + (y // 2 * 8 * pitch + y % 2), fragment(n, y))
         ptx.synchronize_warp()
         all_columns = int32(self.grid.columns)
         with T.serial(16 * across // WARP) as n:
-            chunk = fixed(n * WARP + lane)
-            r, c = fixed(tirx.truncdiv(chunk, across)), fixed(tirx.truncmod(chunk, across) * width)
-            row, column = fixed(row0 + r), fixed(column0 + c)
+            chunk = let(n * WARP + lane)
+            r, c = let(tirx.truncdiv(chunk, across)), let(tirx.truncmod(chunk, across) * width)
+            row, column = let(row0 + r), let(column0 + c)
             with T.If(tirx.all(row < piece.end, column < all_columns)), T.Then():
-                at = fixed(mine + r * pitch + c)
+                at = let(mine + r * pitch + c)
                 sums = [row_of(shared, at + p * columns) for p in range(self.grid.count)]
                 with T.If(piece.whole):
                     with T.Then():
@@ -81,7 +81,7 @@ class Sums:
             ours = registers(self.epilogue.width, "float32")
             with unrolled(self.epilogue.width) as x:
                 put(ours, x, of(x))
-            store(self.partial, fixed(self.at(slot, p, row) + (place[1] - piece.place.n0)), ours)
+            store(self.partial, let(self.at(slot, p, row) + (place[1] - piece.place.n0)), ours)
 
     def at(self, slot: Expr, matmul: int, row: Expr) -> Expr:
         """Where a row of a slot begins."""
@@ -93,10 +93,10 @@ class Sums:
         across = grid.each // width
         of_tile = grid.high * across
         with each(on_host(grid.shared * of_tile), ThreadTiles()) as number:
-            among, inside = fixed(tirx.truncdiv(number, of_tile)), fixed(tirx.truncmod(number, of_tile))
-            place = grid.place(fixed((grid.whole + among).astype("int32")))
-            r, c = fixed(tirx.truncdiv(inside, across)), fixed(tirx.truncmod(inside, across) * width)
-            row, column = fixed(place.m0 + r), fixed(place.n0 + c)
+            among, inside = let(tirx.truncdiv(number, of_tile)), let(tirx.truncmod(number, of_tile))
+            place = grid.place(let((grid.whole + among).astype("int32")))
+            r, c = let(tirx.truncdiv(inside, across)), let(tirx.truncmod(inside, across) * width)
+            row, column = let(place.m0 + r), let(place.n0 + c)
             first, last = grid.shares_of(among)
             with T.If(tirx.all(first < last, row < grid.rows, column < grid.columns)), T.Then():
                 sums = registers(grid.count * width, "float32")
@@ -104,7 +104,7 @@ class Sums:
                     put(sums, n, T.float32(0))
                 with T.serial((last - first + 1).astype("int32")) as part:
                     for p in range(grid.count):
-                        at = fixed(self.at(first + part + among, p, r) + c)
+                        at = let(self.at(first + part + among, p, r) + c)
                         ours = registers(width, "float32")
                         load(ours, 0, self.partial, at, width)
                         with unrolled(width) as x:

@@ -43,7 +43,7 @@ from .matmul_reader import Matmuls, Order
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import WARPGROUP, Ring, initialize, named_arrive, named_sync, specialize
-from .ptx import WARP, fixed, int32, put, registers, shared_memory, synchronize, synchronize_cluster
+from .ptx import WARP, int32, let, put, registers, shared_memory, synchronize, synchronize_cluster
 from .reach import Reach
 from .runs import each_run
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
@@ -230,40 +230,40 @@ class _Block:
     def each_run_of_tiles(self, selection: Selection, body: Callable[[_Turn], None]) -> None:
         """For the runs of rows with one matrix in each tile of this block."""
         grid, count, table = self.grid, registers(1, "int32"), self.sums.epilogue.memory[selection.table]
-        whole, steps, rows = (fixed(n.astype("int32")) for n in (grid.whole, grid.steps, grid.rows))
-        turns = fixed(tirx.truncdiv(whole - self.cluster + self.clusters - 1, self.clusters))
+        whole, steps, rows = (let(n.astype("int32")) for n in (grid.whole, grid.steps, grid.rows))
+        turns = let(tirx.truncdiv(whole - self.cluster + self.clusters - 1, self.clusters))
         put(count, 0, 0)
         with T.serial(turns) as turn:
-            place = grid.place(fixed(self.cluster + turn * self.clusters))
-            behind = fixed(tirx.min(place.m0 + int32(grid.high), rows))
+            place = grid.place(let(self.cluster + turn * self.clusters))
+            behind = let(tirx.min(place.m0 + int32(grid.high), rows))
 
             def run(start: Expr, end: Expr, number: Expr) -> None:
                 of_run = Place(start, place.n0, {selection.group: number})
                 piece = Piece(of_run, T.int32(0), steps, T.bool(True), T.int32(0), end)
-                more = fixed(tirx.any(end < behind, turn + 1 < turns))
-                body(_Turn(fixed(count[0]), more, piece, start))
+                more = let(tirx.any(end < behind, turn + 1 < turns))
+                body(_Turn(let(count[0]), more, piece, start))
                 put(count, 0, count[0] + 1)
 
             each_run(table, selection, place.m0, behind, run)
 
     def each_tile(self, body: Callable[[_Turn], None]) -> None:
         """For the whole tiles of this block, every so many, and then for those in its share."""
-        grid, clusters = self.grid, fixed(self.clusters)
-        whole, steps = (fixed(n.astype("int32")) for n in (grid.whole, grid.steps))
-        wholes = fixed(tirx.truncdiv(whole - self.cluster + clusters - 1, clusters))
+        grid, clusters = self.grid, let(self.clusters)
+        whole, steps = (let(n.astype("int32")) for n in (grid.whole, grid.steps))
+        wholes = let(tirx.truncdiv(whole - self.cluster + clusters - 1, clusters))
         share = registers(2, "int32")  # its first step, and the one behind its last
         for n in range(2):
             put(share, n, T.int32(0))
         with T.If(grid.shares > 0), T.Then():
             for n, step in enumerate(grid.share(self.cluster)):
                 put(share, n, step)
-        first = fixed(tirx.truncdiv(share[0], steps))
-        turns = fixed(wholes + tirx.truncdiv(share[1] + steps - 1, steps) - first)
+        first = let(tirx.truncdiv(share[0], steps))
+        turns = let(wholes + tirx.truncdiv(share[1] + steps - 1, steps) - first)
         with T.serial(turns) as turn:
             behind = whole + first + (turn - wholes)
-            tile = fixed(tirx.Select(turn < wholes, self.cluster + turn * clusters, behind))
+            tile = let(tirx.Select(turn < wholes, self.cluster + turn * clusters, behind))
             piece = grid.piece(tile, self.cluster, (share[0], share[1]))
-            m0 = fixed(piece.place.m0 + self.rank * self.tiles.m)
+            m0 = let(piece.place.m0 + self.rank * self.tiles.m)
             body(_Turn(turn, turn + 1 < turns, piece, m0))
 
     def produce(self) -> None:
@@ -275,11 +275,11 @@ class _Block:
         def tile(turn: _Turn) -> None:
             m0, n0 = turn.m0, turn.piece.place.n0
             with T.serial(turn.steps) as n:
-                fill = fixed(fills[0] + n)
+                fill = let(fills[0] + n)
                 self.ring.reserve(fill, total)
                 for each, start, outer in zip(self.maps, self.starts, (m0, *(n0 for _ in self.maps))):
                     at = start + self.ring.slot(fill) * each.words
-                    k = fixed((turn.piece.first + n) * self.tiles.k)
+                    k = let((turn.piece.first + n) * self.tiles.k)
                     each.load(self.memory, at, turn.piece.place, (outer, k), self.rank, self.ring.full(fill))
             put(fills, 0, fills[0] + turn.steps)
 
@@ -288,10 +288,10 @@ class _Block:
     def consume(self, w: Expr) -> None:
         """Consumer w: rows [64 w, 64 w + 64) of each tile, or by ping-pong each tile whose turn is w, modulo 2."""
         ping_pong = self.tiles.ping_pong
-        lane = fixed(tirx.truncmod(self.thread, WARP))
-        warp = fixed(tirx.truncmod(tirx.truncdiv(self.thread, WARP), 4))
+        lane = let(tirx.truncmod(self.thread, WARP))
+        warp = let(tirx.truncmod(tirx.truncdiv(self.thread, WARP), 4))
         a_map, *b_maps = self.maps
-        own = T.int32(0) if ping_pong else fixed(w * (ROWS * ROW_BYTES // 4))
+        own = T.int32(0) if ping_pong else let(w * (ROWS * ROW_BYTES // 4))
         a_tile = wgmma.descriptor(self.memory, own, self.tiles.m)
         b_tiles = [
             wgmma.descriptor(self.memory, start, b.size if b.along_k else COLUMNS)
@@ -310,7 +310,7 @@ class _Block:
             if ping_pong:
                 self.take_turn(w, turn)
             with T.serial(turn.steps) as n:
-                fill = fixed(fills[0] + n)
+                fill = let(fills[0] + n)
                 self.ring.wait(fill)
                 slot = self.ring.slot(fill)
                 wgmma.begin()
@@ -356,13 +356,13 @@ class _Block:
         memory = T.decl_buffer((words,), "float32", data=self.memory.data, scope="shared.dyn")
         columns = self.tiles.piece // self.grid.count
         consumer, warp_of_consumer = warp
-        of_block = fixed(consumer * 4 + warp_of_consumer)
-        mine = fixed(self.behind + of_block * (16 * self.sums.pitch(columns)))
+        of_block = let(consumer * 4 + warp_of_consumer)
+        mine = let(self.behind + of_block * (16 * self.sums.pitch(columns)))
         of_tile = warp_of_consumer if self.tiles.ping_pong else of_block
         for first in range(0, self.grid.each, columns):
 
             def fragment(c: tirx.Buffer, first: int = first) -> Fragment:
                 return lambda n, y: c[first // 2 + n * 4 + y]
 
-            rows = (fixed(turn.m0 + of_tile * 16), fixed(turn.piece.place.n0 + first), columns)
+            rows = (let(turn.m0 + of_tile * 16), let(turn.piece.place.n0 + first), columns)
             self.sums.store(turn.piece, rows, [fragment(c) for c in C], (memory, mine), lane)

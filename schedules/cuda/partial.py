@@ -21,7 +21,7 @@ from . import ptx
 from .fragments import OnlineSoftmax
 from .host import on_host
 from .plain import WarpRow
-from .ptx import WARP, fixed, int32, put, registers, unrolled
+from .ptx import WARP, int32, let, put, registers, unrolled
 
 MERGED = 8
 """Parts that the last launch reads at once: each waits for memory once."""
@@ -37,21 +37,21 @@ class KeySplits:
     def of(self, b: Expr, split: Expr) -> list[Range]:
         """The keys of a part; int32."""
         ranges, total, each = self._of_batch(b)
-        start = fixed(tirx.min(split * each, total))
-        return [(fixed(lo), fixed(hi)) for lo, hi in part(ranges, start, tirx.min(start + each, total))]
+        start = let(tirx.min(split * each, total))
+        return [(let(lo), let(hi)) for lo, hi in part(ranges, start, tirx.min(start + each, total))]
 
     def used(self, b: Expr) -> Expr:
         """How many parts have keys: these come first; int32."""
         _, total, each = self._of_batch(b)
-        return fixed(tirx.truncdiv(total + each - 1, each))
+        return let(tirx.truncdiv(total + each - 1, each))
 
     def _of_batch(self, b: Expr) -> tuple[list[Range], Expr, Expr]:
         """The ranges of all keys, how many these are, and how many a part has."""
         found = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
-        ranges = [(fixed(int32(lo)), fixed(int32(hi))) for lo, hi in found]
-        total, splits = fixed(length(ranges)), fixed(int32(self.splits))
-        units = fixed(tirx.truncdiv(total + (self.unit - 1), self.unit))
-        return ranges, total, fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
+        ranges = [(let(int32(lo)), let(int32(hi))) for lo, hi in found]
+        total, splits = let(length(ranges)), let(int32(self.splits))
+        units = let(tirx.truncdiv(total + (self.unit - 1), self.unit))
+        return ranges, total, let(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
 
 
 class Partial:
@@ -92,8 +92,8 @@ class Partial:
 
     def row_of(self, pack: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
         """Batch, query head and query row of row r of a pack, counted over all batches."""
-        b, first = fixed(tirx.truncdiv(pack, self.packs)), tirx.truncmod(pack, self.packs) * self.group
-        return b, fixed(first + tirx.truncmod(r, self.group)), fixed(tirx.truncdiv(r, self.group))
+        b, first = let(tirx.truncdiv(pack, self.packs)), tirx.truncmod(pack, self.packs) * self.group
+        return b, let(first + tirx.truncmod(r, self.group)), let(tirx.truncdiv(r, self.group))
 
     def keep_ends(self, place: Expr, m: Expr, l: Expr) -> None:
         """m and l of what is kept at that place; the elements of its O are from place * Dv on."""
@@ -105,9 +105,9 @@ class Partial:
     ) -> None:
         """m, l and O of the two rows of a pack that a thread has in accumulators of tensor cores (fragments.py), with a
         part of the keys. Rows may lie behind the last one."""
-        column, dim = fixed(tirx.truncmod(lane, 4) * 2), self.problem.v_head_dim
+        column, dim = let(tirx.truncmod(lane, 4) * 2), self.problem.v_head_dim
         for r, row in enumerate(rows):
-            l = fixed(ptx.reduce_quad(softmax.l[r], lambda x, y: x + y))
+            l = let(ptx.reduce_quad(softmax.l[r], lambda x, y: x + y))
             with T.If(row < int32(self.rows)), T.Then():
                 place = self.place(pack, row, split)
                 with T.If(tirx.EQ(column, 0)), T.Then():
@@ -117,7 +117,7 @@ class Partial:
 
     def place(self, pack: Expr, r: Expr, split: Expr) -> Expr:
         """Where the results of row r of a pack with a part of the keys are; int64."""
-        return fixed((pack.astype("int64") * self.rows + r) * self.splits + split)
+        return let((pack.astype("int64") * self.rows + r) * self.splits + split)
 
     def merge(self, used: Callable[[Expr], Expr]) -> None:
         """The launch that makes Y of it, a warp for each row; of the parts of batch b the first used(b) have keys."""
@@ -129,13 +129,13 @@ class Partial:
             T.launch_thread("threadIdx.x", self.warps * WARP) as thread,
             ptx.all_registers(),
         ):
-            row = fixed(block * self.warps + thread // WARP)
+            row = let(block * self.warps + thread // WARP)
             with T.If(row < total), T.Then():
-                rows = fixed(self.rows.astype("int32"))
-                pack, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
+                rows = let(self.rows.astype("int32"))
+                pack, r = let(tirx.truncdiv(row, rows)), let(tirx.truncmod(row, rows))
                 b, h, i = self.row_of(pack, r)
                 with self.if_served(b), self.bound.if_there(b, i):
-                    first, dim, lane = self.place(pack, r, T.int32(0)), self.problem.v_head_dim, fixed(thread % WARP)
+                    first, dim, lane = self.place(pack, r, T.int32(0)), self.problem.v_head_dim, let(thread % WARP)
                     state = merged(
                         (used(b), MERGED),
                         lambda s: (self.m[first + s], self.l[first + s]),
@@ -173,7 +173,7 @@ class Partial:
         """Y := O / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
         m, l, O = state
         zero, one = tirx.const(0, self.acc), tirx.const(1, self.acc)
-        inverse = fixed(tirx.Select(tirx.EQ(l, zero), zero, one / l))
+        inverse = let(tirx.Select(tirx.EQ(l, zero), zero, one / l))
         each_element(
             self.problem.v_head_dim, lane, lambda n, d: self.bound.addressing.store_y(b, h, i, d, O[n] * inverse)
         )
@@ -194,26 +194,26 @@ def merged(
     of O and the thread's lane.
     """
     (count, ahead), (dim, lane) = parts, vector
-    m_0, l_0 = (fixed(x) for x in before)
+    m_0, l_0 = (let(x) for x in before)
     acc, slots = str(m_0.ty), -(-dim // WARP)
     zero = tirx.const(0, acc)
     m, l, O = registers(1, acc), registers(1, acc), registers(slots, acc)
-    blocks = fixed(tirx.truncdiv(count + (WARP - 1), WARP))
+    blocks = let(tirx.truncdiv(count + (WARP - 1), WARP))
     put(m, 0, m_0)
     with T.serial(blocks) as n:
-        s = fixed(n * WARP + lane)
+        s = let(n * WARP + lane)
         with T.If(s < count), T.Then():
             put(m, 0, tirx.max(m[0], ends(s)[0]))
     put(m, 0, ptx.reduce_warp(m[0], tirx.max))
     # Nothing seen: m = -inf, and m_s - m would be NaN.
-    shift = fixed(tirx.Select(tirx.EQ(m[0], tirx.const(float("-inf"), acc)), zero, m[0]))
+    shift = let(tirx.Select(tirx.EQ(m[0], tirx.const(float("-inf"), acc)), zero, m[0]))
 
     def weight(m_s: Expr) -> Expr:
-        return fixed(T.exp(m_s - shift))
+        return let(T.exp(m_s - shift))
 
     put(l, 0, zero)
     with T.serial(blocks) as n:
-        s = fixed(n * WARP + lane)
+        s = let(n * WARP + lane)
         with T.If(s < count), T.Then():
             m_s, l_s = ends(s)
             put(l, 0, l[0] + weight(m_s) * l_s)
@@ -223,12 +223,12 @@ def merged(
     with T.serial(tirx.truncdiv(count + (ahead - 1), ahead)) as block:
         w, o = registers(ahead, acc), registers(ahead * slots, acc)
         with unrolled(ahead) as k:
-            s = fixed(block * ahead + k)
+            s = let(block * ahead + k)
             put(w, k, zero)
             with T.If(s < count), T.Then():
                 put(w, k, weight(ends(s)[0]))
             with unrolled(slots) as n:
-                d = fixed(n * WARP + lane)
+                d = let(n * WARP + lane)
                 # What has no weight was perhaps never written.
                 there = tirx.all(w[k] > zero, d < dim)
                 put(o, k * slots + n, tirx.if_then_else(there, element(s, d), zero))
@@ -240,7 +240,7 @@ def merged(
 def each_element(dim: int, lane: Expr, body: Callable[[Expr, Expr], None]) -> None:
     """body(n, d) for the n-th element of a lane, which is element d of the vector."""
     with unrolled(-(-dim // WARP)) as n:
-        d = fixed(n * WARP + lane)
+        d = let(n * WARP + lane)
         if dim % WARP:
             with T.If(d < dim), T.Then():
                 body(n, d)

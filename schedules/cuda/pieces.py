@@ -16,7 +16,7 @@ from . import ptx
 from .expansion import Expansion
 from .matmul_grid import Where
 from .matmul_reader import Operand
-from .ptx import CHUNK_BYTES, fixed, put, registers, shared_memory
+from .ptx import CHUNK_BYTES, let, put, registers, shared_memory
 from .tensor_types import TensorType
 
 WORDS = CHUNK_BYTES // 4
@@ -56,11 +56,11 @@ class Pieces:
         c: int,
     ) -> None:
         """place: of the row or column, and whether it exists."""
-        self.outer, self.exists = map(fixed, place)
+        self.outer, self.exists = map(let, place)
         self.operand, self.memory, self.type, self.ring, self.c = operand, memory, type, ring, c
         self.expansion = None if operand.codes is None else Expansion(operand.codes, type.element, memory)
-        self.start = fixed(substitute(operand.start, {**where, operand.outer: self.outer.astype("int64")}))
-        self.column = fixed(self.outer + substitute(operand.first, where).astype("int32"))
+        self.start = let(substitute(operand.start, {**where, operand.outer: self.outer.astype("int64")}))
+        self.column = let(self.outer + substitute(operand.first, where).astype("int32"))
         self.copies = c if self.expansion is None else 1  # of 16 bytes, for a piece
         self.first = ring.take(ahead * self.copies)
         self.words = registers(self.copies * WORDS, "uint32")
@@ -68,7 +68,7 @@ class Pieces:
 
     def fetch(self, piece: int, k: Expr, inside: Expr) -> None:
         """Begins to copy the piece from k on."""
-        there, place = fixed(tirx.all(self.exists, inside)), self.first + piece * self.copies
+        there, place = let(tirx.all(self.exists, inside)), self.first + piece * self.copies
         if self.expansion is None:
             memory = self.memory[self.operand.buffer]
             for n in range(self.c):
@@ -81,7 +81,7 @@ class Pieces:
         if piece not in self.scales:
             self.scales[piece] = [registers(2, "float32") for _ in range(1 if one else self.c)]
         for n, scale in enumerate(self.scales[piece]):
-            self.expansion.scale_and_zero(scale, self.column, fixed(k + n * self.type.chunk), there)
+            self.expansion.scale_and_zero(scale, self.column, let(k + n * self.type.chunk), there)
 
     def read(self, piece: int, k: Expr, inside: Expr) -> None:
         """The piece, which was fetched there and has arrived, to registers."""

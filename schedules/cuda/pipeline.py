@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .attention_tiles import WgmmaTiles
 from .matmul_tiles import WgmmaMatmulTiles
-from .ptx import fixed, registers, uniform
+from .ptx import let, registers, uniform
 
 WARPGROUP = 128
 """Threads."""
@@ -99,7 +99,7 @@ def specialize(
     ignore the request (C7508).
     """
     moved = tiles.consumer_registers > 65536 // tiles.threads // 8 * 8
-    warpgroup = fixed(uniform(tirx.truncdiv(thread, WARPGROUP)))
+    warpgroup = let(uniform(tirx.truncdiv(thread, WARPGROUP)))
     with T.If(tirx.EQ(warpgroup, 0)):
         with T.Then():
             if moved:
@@ -109,7 +109,7 @@ def specialize(
         with T.Else():
             if moved:
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](tiles.consumer_registers))
-            consume(fixed(warpgroup - 1))
+            consume(let(warpgroup - 1))
 
 
 def named_sync(barrier: Expr | int, threads: int) -> None:

@@ -21,7 +21,7 @@ from lowering.attention.plain import Row
 
 from .decode_tiles import RowTiles
 from .lanes import lane_elements, per_lane
-from .ptx import WARP, fixed, put, registers, shuffle_xor
+from .ptx import WARP, let, put, registers, shuffle_xor
 
 
 def plain(bound: Bound, tiles: RowTiles) -> None:
@@ -32,12 +32,12 @@ def plain(bound: Bound, tiles: RowTiles) -> None:
         T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(rows, tiles.block), T.int64(1))) as block,
         T.launch_thread("threadIdx.x", tiles.block * WARP) as thread,
     ):
-        row = fixed(block.astype("int64") * tiles.block + thread // WARP)
+        row = let(block.astype("int64") * tiles.block + thread // WARP)
         with T.If(row < rows), T.Then():
-            head, i = fixed(tirx.truncdiv(row, bound.S)), fixed(tirx.truncmod(row, bound.S))
-            b, h = fixed(tirx.truncdiv(head, heads)), fixed(tirx.truncmod(head, heads))
+            head, i = let(tirx.truncdiv(row, bound.S)), let(tirx.truncmod(row, bound.S))
+            b, h = let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads))
             with bound.if_there(b, i):
-                WarpRow(bound, b, h, i, fixed(thread % WARP), tiles.keys).emit()
+                WarpRow(bound, b, h, i, let(thread % WARP), tiles.keys).emit()
 
 
 class WarpRow(Row):
@@ -46,7 +46,7 @@ class WarpRow(Row):
     def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, at_once: int) -> None:
         self.lane, self.at_once = lane, at_once
         super().__init__(bound, b, h, i)
-        self.take([(fixed(lo), fixed(hi)) for lo, hi in self.ranges])
+        self.take([(let(lo), let(hi)) for lo, hi in self.ranges])
 
     def vector(self, dim: int) -> tirx.Buffer:
         return self.bound.scratch(per_lane(dim), self.problem.acc_dtype)
@@ -63,10 +63,10 @@ class WarpRow(Row):
         return stack
 
     def put_qk(self, j: Expr, value: Expr) -> None:
-        super().put_qk(j, fixed(value))  # an infinite constant of 16 bits is no C++ in TVM 0.27
+        super().put_qk(j, let(value))  # an infinite constant of 16 bits is no C++ in TVM 0.27
 
     def logit(self, j: Expr) -> Expr:
-        return T.bind(fixed(super().logit(j)))
+        return T.bind(let(super().logit(j)))
 
     def online_softmax(self) -> None:
         """As in `Row`, for several keys at once: none of them has to wait for the others' way through memory."""
@@ -76,16 +76,16 @@ class WarpRow(Row):
         with self.elements(self.problem.v_head_dim) as (place, _):
             put(o, place, self.zero)
         with T.serial(tirx.truncdiv(self.count + (self.at_once - 1), self.at_once)) as step:
-            first = fixed(step * self.at_once)
-            keys = [fixed(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(self.at_once)]
-            visible = [fixed(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
+            first = let(step * self.at_once)
+            keys = [let(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(self.at_once)]
+            visible = [let(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
             scores = []
             for key, seen, s in zip(keys, visible, self.dots(keys)):
                 logit = self.bound.scores.of(s, self.b, self.h, self.i, key, inside=True)
-                scores.append(fixed(tirx.Select(seen, fixed(logit), self.minus_infinity)))
-            m_new = fixed(functools.reduce(tirx.max, scores, m[0]))
-            shift = fixed(self.shift(m_new))
-            alpha, p = fixed(T.exp(m[0] - shift)), [fixed(T.exp(s - shift)) for s in scores]
+                scores.append(let(tirx.Select(seen, let(logit), self.minus_infinity)))
+            m_new = let(functools.reduce(tirx.max, scores, m[0]))
+            shift = let(self.shift(m_new))
+            alpha, p = let(T.exp(m[0] - shift)), [let(T.exp(s - shift)) for s in scores]
             put(m, 0, m_new)
             put(l, 0, sum(p, l[0] * alpha))
             with self.elements(self.problem.v_head_dim) as (place, d):

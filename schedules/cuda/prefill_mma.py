@@ -43,7 +43,7 @@ from .host import on_host, sm_count
 from .kv_tiles import CodedTiles, HalfTiles, KeyValueTiles, Work
 from .mask_prepass import MaskPrepass
 from .partial import Partial
-from .ptx import WARP, fixed, int32, put, registers, shared_memory, unrolled
+from .ptx import WARP, int32, let, put, registers, shared_memory, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 
@@ -105,11 +105,11 @@ def _launch(
         T.launch_thread("threadIdx.x", tiles.threads) as thread,
         nullcontext() if codes is None else ptx.all_registers(),
     ):
-        b = fixed(part.astype("int32") * MOST_BLOCKS + z)
+        b = let(part.astype("int32") * MOST_BLOCKS + z)
         h, split = (f(y, p.q_heads) for f in (tirx.truncmod, tirx.truncdiv))
-        i0 = fixed((int32(tile_count) - 1 - x) * tiles.q)  # late rows may see more, so they go first
+        i0 = let((int32(tile_count) - 1 - x) * tiles.q)  # late rows may see more, so they go first
         with partial.if_served(b), bound.if_there(b, i0):
-            place = b, h, fixed(tirx.truncdiv(h, p.group)), i0
+            place = b, h, let(tirx.truncdiv(h, p.group)), i0
             _QueryTile(bound, tiles, codes, prepass, partial, place, split, thread).emit()
 
 
@@ -132,9 +132,9 @@ class _QueryTile:
     ) -> None:
         self.bound, self.tiles, self.problem, self.partial, self.codes = bound, tiles, bound.problem, partial, codes
         (self.b, self.h, self.hk, self.i0), self.split = place, split
-        self.thread, self.lane = thread, fixed(thread % WARP)
+        self.thread, self.lane = thread, let(thread % WARP)
         p, self.M = self.problem, tiles.row_blocks
-        self.row0 = fixed(thread // WARP * (16 * self.M))  # the warp's first row in the tile
+        self.row0 = let(thread // WARP * (16 * self.M))  # the warp's first row in the tile
         d, dv = padded(p.head_dim) // CHUNK, p.v_head_dim // CHUNK
         self.d_steps, self.s_columns, self.o_columns = d // 2, tiles.kv // 8, dv
         self.memory = shared_memory(tiles.shared_memory(p) // 2, p.dtype, 128)
@@ -157,9 +157,9 @@ class _QueryTile:
         """Of the tiles of keys, those that need mask code come first; `start` to `stop` are worked on here."""
         self.masked, self.tile = self.keys.masked_first()
         splits = int32(self.partial.splits)
-        each = fixed(tirx.truncdiv(self.keys.count + splits - 1, splits))
-        self.start = fixed(tirx.min(self.split * each, self.keys.count))
-        self.stop = fixed(tirx.min(self.start + each, self.keys.count))
+        each = let(tirx.truncdiv(self.keys.count + splits - 1, splits))
+        self.start = let(tirx.min(self.split * each, self.keys.count))
+        self.stop = let(tirx.min(self.start + each, self.keys.count))
 
     def keys_of(self, u: Expr) -> tuple[Expr, Expr]:
         """The first key of the tile that is worked on as number u, and the one behind its range."""
@@ -193,7 +193,7 @@ class _QueryTile:
         turn = registers(1, "int32")
         put(turn, 0, tirx.const(RAW, "int32"))
         with T.While(turn[0] <= MINUS):
-            now = fixed(turn[0])
+            now = let(turn[0])
             self.attend(now)
             put(turn, 0, now + 1)
             with T.If(now == RAW), T.Then():
@@ -227,7 +227,7 @@ class _QueryTile:
                 self.load_q(read, step)
         masked = self.masked
         if turn is not None:
-            masked = fixed(tirx.Select(turn == RAW, masked, self.keys.count))
+            masked = let(tirx.Select(turn == RAW, masked, self.keys.count))
         with T.serial(self.start, self.stop) as u:
             self.step(u, turn, masked)
 
@@ -243,7 +243,7 @@ class _QueryTile:
         self.kv.await_values(u)
         for m, softmax in enumerate(self.softmax):
             t = self.tile(u)
-            first, number = fixed(self.keys.first(t)), self.keys.number(t)
+            first, number = let(self.keys.first(t)), self.keys.number(t)
             words = softmax.ask(first, number) if self.bound.scores.has_tensor else None
             softmax.step(self.S[m], first, u >= masked, number, words)
             softmax.rescale(self.O[m], softmax.alpha, self.problem.v_head_dim)
@@ -257,8 +257,8 @@ class _QueryTile:
         """V_j := what a pass other than RAW makes of it."""
         one, infinity = {"float16": (0x3C00, 0x7C00), "bfloat16": (0x3F80, 0x7F80)}[self.problem.dtype]
         with T.serial(self.kv.sizes["v"] // self.tiles.threads) as n:
-            at = fixed(values.start + n * self.tiles.threads + self.thread)
-            bits = fixed(T.reinterpret("uint16", self.memory[at]).astype("int32"))
+            at = let(values.start + n * self.tiles.threads + self.thread)
+            bits = let(T.reinterpret("uint16", self.memory[at]).astype("int32"))
             magnitude = T.bitwise_and(bits, 0x7FFF)
             clean = tirx.Select(magnitude >= infinity, 0, bits)
             sign = tirx.Select(turn == PLUS, 0, 0x8000)
@@ -282,7 +282,7 @@ class _QueryTile:
         """Zeros behind the rows of Q and K, whose dot products come in steps of 16."""
         rows = self.tiles.q + self.tiles.stages * self.tiles.kv
         with T.serial(-(-rows // self.tiles.threads)) as n:
-            row = fixed(n * self.tiles.threads + self.thread)
+            row = let(n * self.tiles.threads + self.thread)
             with T.If(row < rows), T.Then(), T.serial(CHUNK) as d:
                 k_row = row - self.tiles.q
                 tile = SharedTile(self.memory, self.kv.starts["k"], self.Q.chunks)
@@ -359,7 +359,7 @@ class _QueryTile:
         ptx.wait_for_copies(0)
         self.scale_values()
         for m, (O, softmax) in enumerate(zip(self.O, self.softmax)):
-            i = fixed(self.i0 + self.row0 + m * 16 + self.lane // 4)
+            i = let(self.i0 + self.row0 + m * 16 + self.lane // 4)
             self.partial.keep_fragment(
                 softmax, O, self.b * self.problem.q_heads + self.h, [i, i + 8], self.split, self.lane
             )
@@ -375,7 +375,7 @@ class _QueryTile:
         h = ptx.fresh(self.h)
         if turn is not None:
             with T.If(turn >= PLUS), T.Then():
-                infinity = fixed(tirx.Select(turn == PLUS, *(T.float32(float(x)) for x in ("inf", "-inf"))))
+                infinity = let(tirx.Select(turn == PLUS, *(T.float32(float(x)) for x in ("inf", "-inf"))))
                 for O in self.O:
                     with unrolled(self.o_columns * 4) as n:
                         put(O, n, tirx.Select(O[n] > T.float32(0), infinity, T.float32(0)))
@@ -392,9 +392,9 @@ class _QueryTile:
         ptx.synchronize_warp()
         chunks = 16 * self.M * self.o_columns
         with T.serial(-(-chunks // WARP), unroll=4) as n:
-            chunk = fixed(n * WARP + self.lane)
-            row, column = fixed(self.row0 + chunk // self.o_columns), fixed(chunk % self.o_columns)
-            i = fixed(self.i0 + row)
+            chunk = let(n * WARP + self.lane)
+            row, column = let(self.row0 + chunk // self.o_columns), let(chunk % self.o_columns)
+            i = let(self.i0 + row)
             exists = i < self.rows
             if chunks % WARP:
                 exists = tirx.all(chunk < chunks, exists)

@@ -44,7 +44,7 @@ from .mask_prepass import MaskPrepass
 from .mask_words import MaskWords
 from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialize, named_arrive, named_sync, specialize
-from .ptx import WARP, fixed, fresh, int32, pack, put, registers, shared_memory, synchronize
+from .ptx import WARP, fresh, int32, let, pack, put, registers, shared_memory, synchronize
 from .scheduler import Scheduler
 from .tma import ROW_WORDS, TensorMap, fence_async, stored
 
@@ -127,12 +127,12 @@ class _Block:
         """The key tiles of a part of the query tile at (batch, pack, packed row)."""
         b, pack, r0 = place
         group = self.partial.group
-        tiles = self.prepass.key_tiles(b, fixed(pack * group), fixed(tirx.truncdiv(r0, group)))
-        splits = fixed(int32(self.scheduler.splits))
-        each = fixed(tirx.truncdiv(tiles.count + splits - 1, splits))
+        tiles = self.prepass.key_tiles(b, let(pack * group), let(tirx.truncdiv(r0, group)))
+        splits = let(int32(self.scheduler.splits))
+        each = let(tirx.truncdiv(tiles.count + splits - 1, splits))
         first = tirx.min(split * each, tiles.count)
-        count = fixed(tirx.min(tiles.count - first, each))
-        return _Share(tiles, fixed(first + count - 1), count)
+        count = let(tirx.min(tiles.count - first, each))
+        return _Share(tiles, let(first + count - 1), count)
 
     def emit(self) -> None:
         initialize(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
@@ -147,7 +147,7 @@ class _Block:
         put(fills, 0, 0)
         with self.scheduler.work(self.block) as (turn, b, pack, r0, split):
             share = self.share((b, pack, r0), split)
-            hk = fixed(tirx.truncdiv(pack * self.partial.group, self.problem.group))
+            hk = let(tirx.truncdiv(pack * self.partial.group, self.problem.group))
             with T.serial(share.count + 1) as j:
                 with T.If(j < share.count), T.Then():
                     self.fill(self.K, "k", fills[0] + j, (b, hk, share.tiles.first(share.back(j))))
@@ -173,10 +173,10 @@ class _Consumer:
         self.block, self.w = block, w
         self.bound, self.problem, self.tiles = block.bound, block.problem, block.tiles
         self.K, self.V, self.Q = block.K, block.V, block.Q(w)
-        self.lane = fixed(tirx.truncmod(block.thread, WARP))
-        self.warp = fixed(tirx.truncmod(tirx.truncdiv(block.thread, WARP), 4))
+        self.lane = let(tirx.truncmod(block.thread, WARP))
+        self.warp = let(tirx.truncmod(tirx.truncdiv(block.thread, WARP), 4))
         memory = block.memory
-        self.q_tile = wgmma.descriptor(memory, fixed(w * block.q_words), ROWS)
+        self.q_tile = wgmma.descriptor(memory, let(w * block.q_words), ROWS)
         self.k_tile = wgmma.descriptor(memory, block.k_at, self.tiles.kv)
         self.v_tile = wgmma.descriptor(memory, block.v_at, self.tiles.kv)
         self.S = registers(self.tiles.kv // 2, "float32")  # S, then P
@@ -200,8 +200,8 @@ class _Consumer:
         self.start_turns()
         with self.block.scheduler.work(self.block.block) as (turn, b, pack, r0, split):
             share, keys = self.block.share((b, pack, r0), split), self.tiles.kv
-            first = fixed(r0 + self.w * ROWS)  # of the consumer's packed rows
-            row = fixed(first + self.warp * 16 + tirx.truncdiv(self.lane, 4))
+            first = let(r0 + self.w * ROWS)  # of the consumer's packed rows
+            row = let(first + self.warp * 16 + tirx.truncdiv(self.lane, 4))
             places = self.places_of(pack, row)
             softmax = OnlineSoftmax(self.bound, b, places, self.lane, keys, split=tirx.Not(self.alone))
             softmax.start()
@@ -255,7 +255,7 @@ class _Consumer:
                     self.store_y(softmax, (b, pack, first))
                 with T.Else():
                     partial, lane = self.block.partial, fresh(self.lane)
-                    row = fixed(first + self.warp * 16 + tirx.truncdiv(lane, 4))
+                    row = let(first + self.warp * 16 + tirx.truncdiv(lane, 4))
                     partial.keep_fragment(softmax, O, b * partial.packs + pack, [row, row + 8], split, lane)
             if not tiles.y_apart:
                 self.release(self.Q, turn)
@@ -266,7 +266,7 @@ class _Consumer:
     def places_of(self, pack: Expr, row: Expr) -> tuple[tuple[Expr, Expr], tuple[Expr, Expr]]:
         """Query head and query row of a thread's packed rows, of which the first is one of the first eight of 16."""
         group = self.block.partial.group
-        h, i = fixed(pack * group + tirx.truncmod(row, group)), fixed(tirx.truncdiv(row, group))
+        h, i = let(pack * group + tirx.truncmod(row, group)), let(tirx.truncdiv(row, group))
         return (h, i), ((h, i + 8 // group) if group <= 8 else (h + 8, i))
 
     def release_q(self, turn: Expr) -> None:
@@ -332,7 +332,7 @@ class _Consumer:
             return
         with T.If(tirx.Not(full)), T.Then():
             self.V.wait(fill)
-            slot = fixed(self.V.slot(fill))
+            slot = let(self.V.slot(fill))
             at = block.v_at + slot * block.v_words
             finite.clean(at, slot, fill, block.thread - WARPGROUP, ALL_CONSUMERS)
             marked, key_marked = finite.marked(slot, fill)
@@ -352,7 +352,7 @@ class _Consumer:
         lane = fresh(self.lane)
         g, t = tirx.truncdiv(lane, 4), tirx.truncmod(lane, 4)
         for r in range(2):
-            start = fixed(self.y_at + (self.warp * 16 + r * 8 + g) * ROW_WORDS + t)
+            start = let(self.y_at + (self.warp * 16 + r * 8 + g) * ROW_WORDS + t)
             with T.unroll(self.problem.v_head_dim // 8) as n:
                 pack(self.problem.dtype, word[0], self.O[4 * n + 2 * r], self.O[4 * n + 2 * r + 1])
                 panel, chunk = n // 8 * (ROWS * ROW_WORDS), T.bitwise_xor(n % 8, g) * 4

@@ -21,7 +21,7 @@ from ..reading.stages import Stage
 from . import ptx
 from .chunks import CHUNK, pack_chunk, store_words
 from .pieces import WORDS, Ring
-from .ptx import fixed, put, registers
+from .ptx import let, put, registers
 from .reduction import OneRow, Rows
 
 ROOM = 17 << 10
@@ -107,7 +107,7 @@ class _NormedRow(OneRow):
         A = self.memory[stage.output]
         words = pack_chunk(str(A.dtype), values)
         here = at + self.row * (pitch(self.normed.depth) - self.normed.depth)
-        ptx.store_chunk(self.shared[fixed((here // 2).astype("int32"))], words)
+        ptx.store_chunk(self.shared[let((here // 2).astype("int32"))], words)
         if self.stores is not None:
             with T.If(self.stores), T.Then():
                 store_words(A, at, words, WORDS)
@@ -119,7 +119,7 @@ class ProloguePieces:
     def __init__(self, normed: PrologueRows, ring: Ring, place: tuple[Expr, Expr], c: int) -> None:
         """place: the row, and whether it exists."""
         self.memory, self.c = ring.memory, c
-        self.start, self.exists = fixed(place[0] * (pitch(normed.depth) // 2)), fixed(place[1])
+        self.start, self.exists = let(place[0] * (pitch(normed.depth) // 2)), let(place[1])
         self.words = registers(c * WORDS, "uint32")
 
     def fetch(self, piece: int, k: Expr, inside: Expr) -> None:

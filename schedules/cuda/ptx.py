@@ -55,7 +55,7 @@ def unrolled(count: int) -> Any:
     return T.serial(count, unroll=True)
 
 
-def fixed(value: Expr) -> Expr:
+def let(value: Expr) -> Expr:
     """The value, computed here and now (TVM may move the definition of a `T.bind` to each of its uses)."""
     register = registers(1, str(value.ty))
     put(register, 0, value)
@@ -229,7 +229,7 @@ __forceinline__ __device__ void {WAIT}() {{
 
 def any_thread(condition: Expr) -> Expr:
     """__syncthreads_or: whether the condition holds for some thread of the block, which all of them wait to know."""
-    return fixed(T.cuda.syncthreads_or(condition.astype("int32"))) != 0
+    return let(T.cuda.syncthreads_or(condition.astype("int32"))) != 0
 
 
 def shuffle_xor(value: Expr, lanes: int) -> Expr:
@@ -250,25 +250,25 @@ def uniform(value: Expr, lane: int = 0) -> Expr:
 def fresh(value: Expr) -> Expr:
     """The same for each lane, but new to nvcc: what is computed of it is computed here, not where the value came from
     and then kept in registers over a loop."""
-    return fixed(shuffle_xor(value, 0))
+    return let(shuffle_xor(value, 0))
 
 
 def ballot(condition: Expr) -> Expr:
     """The lanes of the warp in which the condition holds, a bit each; uint32."""
-    return fixed(T.cuda.ballot_sync(T.uint32(0xFFFFFFFF), condition.astype("int32")))
+    return let(T.cuda.ballot_sync(T.uint32(0xFFFFFFFF), condition.astype("int32")))
 
 
 def reduce_quad(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     """Combines the values of four neighboring threads, which hold the same rows of a fragment; all four get it."""
     for lanes in (1, 2):
-        value = fixed(combine(fixed(value), shuffle_xor(value, lanes)))
+        value = let(combine(let(value), shuffle_xor(value, lanes)))
     return value
 
 
 def reduce_warp(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     """Combines the values of the 32 threads of a warp; all of them get the result."""
     for lanes in (16, 8, 4, 2, 1):
-        value = fixed(combine(fixed(value), fixed(shuffle_xor(value, lanes))))
+        value = let(combine(let(value), let(shuffle_xor(value, lanes))))
     return value
 
 
@@ -288,14 +288,14 @@ def tanh(x: Expr) -> Expr:
     With --use_fast_math tanhf is tanh.approx, whose relative error of 5e-4 a soft cap multiplies: with a cap of 50,
     that changes weights by a percent. Near 0, where 1 - 2 / (1 + exp(2 x)) cancels, a few terms of the series do.
     """
-    x = fixed(x)
-    x2 = fixed(x * x)
+    x = let(x)
+    x2 = let(x * x)
     series: Expr = tirx.const(62 / 2835, "float32")
     for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
         series = series * x2 + tirx.const(coefficient, "float32")
     e = exp2(x * tirx.const(2 * LOG2_E, "float32"))
     quotient = T.float32(1) - T.float32(2) * reciprocal(T.float32(1) + e)
-    return fixed(tirx.Select(tirx.abs(x) < T.float32(0.25), x * series, quotient))
+    return let(tirx.Select(tirx.abs(x) < T.float32(0.25), x * series, quotient))
 
 
 def reciprocal(x: Expr) -> Expr:

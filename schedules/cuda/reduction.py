@@ -32,7 +32,7 @@ from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .cycles import BARRIER, LATENCY, TYPICAL
 from .device import Device, device
 from .host import on_host
-from .ptx import WARP, fixed, put, reduce_warp, registers, synchronize
+from .ptx import WARP, let, put, reduce_warp, registers, synchronize
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def emit_rows(rows: Rows, tiles: RowReductionTiles) -> None:
         if tiles.warps > 1:
             kernel.emit(b.astype("int64"))
         else:
-            number = fixed(b.astype("int64") * together + tirx.truncdiv(thread, WARP).astype("int64"))
+            number = let(b.astype("int64") * together + tirx.truncdiv(thread, WARP).astype("int64"))
             with T.If(number < count), T.Then():
                 kernel.emit(number)
 
@@ -162,7 +162,7 @@ class OneRow:
         self.rows, self.warps, self.memory, self.axes = rows, warps, memory, rows.axes
         axes = rows.axes
         self.lanes = WARP * warps
-        self.thread, self.lane = thread, fixed(tirx.truncmod(thread, self.lanes))
+        self.thread, self.lane = thread, let(tirx.truncmod(thread, self.lanes))
         self.facts = Facts.of(rows.func)
         zero = tirx.const(0, "int64")
         self.point = [zero if is_int(axis.extent, 1) else tirx.Var(axis.var.name, "int64") for axis in axes]
@@ -174,7 +174,7 @@ class OneRow:
 
     def emit(self, number: Expr) -> None:
         indices = zip(self.point, unravel(number, self.axes))
-        self.values |= {var: fixed(index) for var, index in indices if isinstance(var, tirx.Var)}
+        self.values |= {var: let(index) for var, index in indices if isinstance(var, tirx.Var)}
         for stage in self.rows.kept:
             term = read_term(stage)
             if stage.reduce:
@@ -194,8 +194,8 @@ class OneRow:
         program = self.evaluator.program([expr], self.facts, self.known, [stored], rounds=False)
         here = dict(self.values)
         for var, value in program.bindings:
-            here[var] = fixed(substitute(value, here))
-        return fixed(substitute(program.results[0], here))
+            here[var] = let(substitute(value, here))
+        return let(substitute(program.results[0], here))
 
     def keep(self, stage: Stage, value: Expr) -> None:
         """Names the row's only element, and stores it if it is an output."""
@@ -209,7 +209,7 @@ class OneRow:
             one = registers(1, str(value.ty))
             put(one, 0, value)
             with T.If(tirx.EQ(self.lane, 0)), T.Then():
-                store(self.memory[stage.output], fixed(substitute(place, self.values)), one)
+                store(self.memory[stage.output], let(substitute(place, self.values)), one)
 
     def along(self, stage: Stage) -> tuple[Row, list[Expr], Facts]:
         """The row of a stage, and the point of its element j along it."""
@@ -220,12 +220,12 @@ class OneRow:
 
     def each_chunk(self, row: Row, program: Program, width: int, body: Any, end: Any = None) -> None:
         """body(x, results) for the thread's elements of a row, end(first) behind each chunk."""
-        chunks = fixed(tirx.truncdiv(substitute(row.length, self.values), T.int64(width)))
+        chunks = let(tirx.truncdiv(substitute(row.length, self.values), T.int64(width)))
         turns = tirx.truncdiv(chunks + (self.lanes - 1), T.int64(self.lanes))
         with T.serial(turns) as turn:
-            chunk = fixed(turn * self.lanes + self.lane.astype("int64"))
+            chunk = let(turn * self.lanes + self.lane.astype("int64"))
             with T.If(chunk < chunks), T.Then():
-                first = fixed(chunk * width)
+                first = let(chunk * width)
                 evaluate(row, program, width, self.values, first, body)
                 if end is not None:
                     end(first)
@@ -253,7 +253,7 @@ class OneRow:
         put(total, 0, initial)
         with T.serial(warps) as n:
             put(total, 0, combine(total[0], shared[first + n]))
-        return fixed(total[0])
+        return let(total[0])
 
     def meeting(self, dtype: str) -> tuple[tirx.Buffer, int]:
         """Where the warps leave a number each: shared memory, and the place of the first. Another one for each call, so
@@ -273,7 +273,7 @@ class OneRow:
             program,
             width,
             lambda x, found: put(results, x, found[0]),
-            lambda first: self.keep_chunk(stage, fixed(substitute(place, {**self.values, row.j: first})), results),
+            lambda first: self.keep_chunk(stage, let(substitute(place, {**self.values, row.j: first})), results),
         )
 
     def keep_chunk(self, stage: Stage, at: Expr, values: tirx.Buffer) -> None:

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 
 from . import ptx
-from .ptx import fixed, unrolled
+from .ptx import let, unrolled
 from .shared_tile import CHUNK, SharedTile
 
 _LOOKED_UP = 4  # rows of a thread at once, of codes
@@ -31,12 +31,12 @@ class Rows:
         """Elements of the buffer that a chunk has."""
         self.across = math.gcd(self.chunks, threads)  # threads along a row
         self.at_once = threads // self.across
-        self.row, self.chunk = fixed(thread // self.across), fixed(thread % self.across)
+        self.row, self.chunk = let(thread // self.across), let(thread % self.across)
         self.addressing, self.name, self.b, self.h = bound.addressing, name, b, h
         self.looked_up = name in ("k", "v") and bound.addressing.looked_up
         _, _, self.stride = bound.addressing.strides(name)
         self.head = bound.addressing.offset(name, b, h, T.int64(0))
-        self.mine = fixed(
+        self.mine = let(
             self.row * self.stride.astype("int32") + self.chunk * self.size
         )  # within one pass over the rows
 
@@ -54,15 +54,15 @@ class Rows:
     ) -> None:
         """body(row, chunk, place, there) for each of the thread's chunks in so many rows from `first` on: where it is
         in memory, and whether it comes before `end`."""
-        start = None if self.looked_up else fixed(self.head + first.astype("int64") * self.stride) + self.mine
-        left = None if end is None else fixed(end - first - self.row)
+        start = None if self.looked_up else let(self.head + first.astype("int64") * self.stride) + self.mine
+        left = None if end is None else let(end - first - self.row)
 
         def find_row(step: Expr) -> None:
             if start is not None:
                 place = start + step * self.at_once * self.stride
             else:
-                key = fixed((first + step * self.at_once + self.row).astype("int64"))
-                place = fixed(self.addressing.offset(self.name, self.b, self.h, key)) + self.chunk * self.size
+                key = let((first + step * self.at_once + self.row).astype("int64"))
+                place = let(self.addressing.offset(self.name, self.b, self.h, key)) + self.chunk * self.size
             with unrolled(self.chunks // self.across) as n:
                 there = None if left is None else step * self.at_once < left
                 row, chunk = step * self.at_once + self.row, n * self.across + self.chunk

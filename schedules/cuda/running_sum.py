@@ -16,7 +16,7 @@ from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
 from .host import on_host
-from .ptx import WARP, fixed, put, registers, shuffle_up, uniform
+from .ptx import WARP, let, put, registers, shuffle_up, uniform
 from .threads import ThreadTiles, each
 
 
@@ -36,21 +36,21 @@ def _kernel(func: tirx.PrimFunc, what: RunningSum, tiles: ThreadTiles) -> tirx.P
     with IRBuilder() as builder, T.prim_func():
         read, written = flat_view(x), flat_view(y)
         with each(on_host(outer * inner * WARP), tiles) as number:
-            row, lane = fixed(tirx.truncdiv(number, T.int64(WARP))), fixed(tirx.truncmod(number, T.int64(WARP)))
-            start = fixed(tirx.truncdiv(row, inner) * n * inner + tirx.truncmod(row, inner))
+            row, lane = let(tirx.truncdiv(number, T.int64(WARP))), let(tirx.truncmod(number, T.int64(WARP)))
+            start = let(tirx.truncdiv(row, inner) * n * inner + tirx.truncmod(row, inner))
             own, total = registers(1, dtype), registers(1, dtype)
             put(total, 0, tirx.const(0, dtype))
             with T.serial(tirx.ceildiv(n, WARP)) as turn:
-                step = fixed(turn * WARP + lane)
-                place = fixed(start + (n - 1 - step if what.reverse else step) * inner)
+                step = let(turn * WARP + lane)
+                place = let(start + (n - 1 - step if what.reverse else step) * inner)
                 put(own, 0, tirx.const(0, dtype))
                 with T.If(step < n), T.Then():
                     put(own, 0, read[place].astype(dtype))
                 sums = _sums_of_lanes(own[0], lane)
-                before = fixed(tirx.Select(lane > 0, fixed(shuffle_up(sums, 1)), tirx.const(0, dtype)))
+                before = let(tirx.Select(lane > 0, let(shuffle_up(sums, 1)), tirx.const(0, dtype)))
                 with T.If(step < n), T.Then():
                     put(written, place, (total[0] + (before if what.exclusive else sums)).astype(str(y.dtype)))
-                put(total, 0, total[0] + fixed(uniform(sums, WARP - 1)))
+                put(total, 0, total[0] + let(uniform(sums, WARP - 1)))
     return func.with_body(builder.get().body).without_attr(FORM)
 
 
@@ -64,7 +64,7 @@ def _summed(dtype: str) -> str:
 def _sums_of_lanes(value: Expr, lane: Expr) -> Expr:
     """Of each lane the sum of its value and those of the lanes before it."""
     for distance in (1, 2, 4, 8, 16):
-        value = fixed(value)
-        other = fixed(shuffle_up(value, distance))
-        value = fixed(value + tirx.Select(lane >= distance, other, tirx.const(0, str(value.ty))))
+        value = let(value)
+        other = let(shuffle_up(value, distance))
+        value = let(value + tirx.Select(lane >= distance, other, tirx.const(0, str(value.ty))))
     return value

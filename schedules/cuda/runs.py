@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr
 
 from ..reading.selection import Selection
-from .ptx import fixed, put, registers
+from .ptx import let, put, registers
 
 _AT_ONCE = 8  # numbers that a thread asks for together
 
@@ -31,10 +31,10 @@ def each_run(table: tirx.Buffer, selection: Selection, first: Expr, behind: Expr
     at = registers(1, "int32")
     put(at, 0, first)
     with T.While(at[0] < behind):
-        start = fixed(at[0])
-        number = fixed(table[start.astype("int64")])
-        end = fixed(_end(table, number, start, behind))
-        run(start, end, fixed(selection.nearest(number)))
+        start = let(at[0])
+        number = let(table[start.astype("int64")])
+        end = let(_end(table, number, start, behind))
+        run(start, end, let(selection.nearest(number)))
         put(at, 0, end)
 
 
@@ -44,7 +44,7 @@ def _end(table: tirx.Buffer, number: Expr, start: Expr, behind: Expr) -> Expr:
     put(end, 0, behind)
     put(at, 0, start + 1)
     with T.While(at[0] < end[0]):
-        here = fixed(at[0])
+        here = let(at[0])
         for n in range(_AT_ONCE):
             put(following, n, table[tirx.min(here + n, behind - 1).astype("int64")])
         for n in reversed(range(_AT_ONCE)):

@@ -19,7 +19,7 @@ from lowering.tensorir.scatter import ATTRIBUTE, BoundUpdate, CacheUpdate
 
 from ..variant import Variant
 from .device import device
-from .ptx import fixed
+from .ptx import let
 from .threads import ThreadTiles, each
 
 CHUNK = 16  # bytes that a thread moves at once
@@ -70,7 +70,7 @@ def _copy(bound: BoundUpdate, tiles: ThreadTiles) -> None:
         with T.Then():
             _move(bound, CHUNK, "cache", thread, thread)
         with T.Else():
-            element = fixed(chunks * per_chunk + thread - chunks)
+            element = let(chunks * per_chunk + thread - chunks)
             with T.If(element < elements), T.Then():
                 _move(bound, bound.itemsize, "cache", element, element)
 
@@ -88,11 +88,11 @@ def _write_rows(bound: BoundUpdate, tiles: ThreadTiles, size: int) -> None:
     """The rows of the update to their positions, `size` bytes per thread."""
     per_row = tirx.truncdiv(bound.suffix * bound.itemsize, T.int64(size))
     with each(bound.prefixes * bound.length * per_row, tiles) as thread:
-        row, column = fixed(tirx.truncdiv(thread, per_row)), fixed(tirx.truncmod(thread, per_row))
-        prefix, s = fixed(tirx.truncdiv(row, bound.length)), fixed(tirx.truncmod(row, bound.length))
-        with bound.position(fixed(bound.first_position(prefix)), s) as position:
+        row, column = let(tirx.truncdiv(thread, per_row)), let(tirx.truncmod(thread, per_row))
+        prefix, s = let(tirx.truncdiv(row, bound.length)), let(tirx.truncmod(row, bound.length))
+        with bound.position(let(bound.first_position(prefix)), s) as position:
             to = (prefix * bound.max_len + position) * per_row + column
-            source = fixed(bound.source_row(prefix, s) * per_row + column)
+            source = let(bound.source_row(prefix, s) * per_row + column)
             if not bound.update.circular:
                 _move(bound, size, "update", to, source)
                 return

@@ -15,7 +15,7 @@ from lowering.attention.parameters import int64
 from .attention_tiles import WgmmaTiles
 from .device import Device
 from .host import on_host, sm_count
-from .ptx import fixed, int32
+from .ptx import int32, let
 
 _SHARE = 10  # pairs leave at most one in so many without work
 _FAIR = 16  # turns of a section, with which blocks have about as much to do
@@ -68,25 +68,25 @@ class Scheduler:
 
         Without pairs every second turn runs backwards, so that no block always gets the dearest tile of a turn.
         """
-        splits = fixed(int32(self.splits))
-        total, last = fixed(self.each * self.packs), fixed(tirx.truncdiv(self.parts, splits) - 1)
+        splits = let(int32(self.splits))
+        total, last = let(self.each * self.packs), let(tirx.truncdiv(self.parts, splits) - 1)
         with T.serial(self.turns) as turn:
             back = T.bitwise_and(turn, 1)
             work = turn * self.blocks + tirx.Select(tirx.EQ(back, 0), block, self.blocks - 1 - block)
             if self.differ:
                 work = tirx.Select(self.pairs > 0, T.shift_right(turn, 1) * self.blocks + block, work)
-            work = fixed(work)
+            work = let(work)
             with T.If(work < total), T.Then():
-                per_section = fixed(self.section * self.each)
-                start = fixed(tirx.truncdiv(work, per_section) * self.section)
-                rest = fixed(tirx.truncmod(work, per_section))
-                width = fixed(tirx.min(self.section, self.packs - start))
-                part, pack = fixed(tirx.truncdiv(rest, width)), fixed(start + tirx.truncmod(rest, width))
+                per_section = let(self.section * self.each)
+                start = let(tirx.truncdiv(work, per_section) * self.section)
+                rest = let(tirx.truncmod(work, per_section))
+                width = let(tirx.min(self.section, self.packs - start))
+                part, pack = let(tirx.truncdiv(rest, width)), let(start + tirx.truncmod(rest, width))
                 if self.differ:
-                    part = fixed(tirx.Select(tirx.all(self.pairs > 0, back > 0), self.parts - 1 - part, part))
+                    part = let(tirx.Select(tirx.all(self.pairs > 0, back > 0), self.parts - 1 - part, part))
                 r0, split = (
-                    fixed((last - tirx.truncdiv(part, splits)) * self.tiles.q),
-                    fixed(tirx.truncmod(part, splits)),
+                    let((last - tirx.truncdiv(part, splits)) * self.tiles.q),
+                    let(tirx.truncmod(part, splits)),
                 )
-                b, own = (fixed(f(pack, self.packs_of_batch)) for f in (tirx.truncdiv, tirx.truncmod))
+                b, own = (let(f(pack, self.packs_of_batch)) for f in (tirx.truncdiv, tirx.truncmod))
                 yield turn, b, own, r0, split

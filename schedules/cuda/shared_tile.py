@@ -49,7 +49,7 @@ class SharedTile:
         constant of the instruction that reads.
         """
         low = (1 << self.bits) - 1
-        base = ptx.fixed(self.at(row, chunk).indices[0])
+        base = ptx.let(self.at(row, chunk).indices[0])
 
         def at(rows: Expr | int, chunks: Expr | int) -> Element:
             permuted = T.bitwise_xor(base, T.bitwise_and(chunks, low) * self.chunk)

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .ptx import WARP, ballot, fixed, put, registers
+from .ptx import WARP, ballot, let, put, registers
 
 
 class ShownTiles:
@@ -23,12 +23,12 @@ class ShownTiles:
     def ask(self, u: Expr) -> Expr:
         """Whether tile u, the next one, is shown; none is from `count` on."""
         with T.If(u % WARP == 0), T.Then():
-            tile, found = fixed(u + self.lane), registers(1, "bool")
+            tile, found = let(u + self.lane), registers(1, "bool")
             put(found, 0, tirx.const(False, "bool"))
             with T.If(tile < self.count), T.Then():
                 put(found, 0, self.shows(tile))
             put(self.shown, 0, ballot(found[0]))
-        answer = fixed(T.bitwise_and(self.shown[0] >> (u % WARP).astype("uint32"), T.uint32(1)))
+        answer = let(T.bitwise_and(self.shown[0] >> (u % WARP).astype("uint32"), T.uint32(1)))
         put(self.asked, 0, T.bitwise_or(self.asked[0] << T.uint32(1), answer))
         return tirx.NE(answer, T.uint32(0))
 

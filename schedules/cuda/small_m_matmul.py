@@ -34,7 +34,7 @@ from .matmul_grid import Place
 from .matmul_reader import Matmuls, Operand, Order, chunks_at_once
 from .pieces import Pieces, Ring
 from .prologue_rows import ProloguePieces, PrologueRows
-from .ptx import WARP, fixed, put, registers, unrolled
+from .ptx import WARP, let, put, registers, unrolled
 from .shared_tile import CHUNK
 from .small_m_tiles import SmallMTiles
 
@@ -79,14 +79,14 @@ def small_m_matmul(
 
         def emit(n: int, first: Expr) -> None:
             """The code of blocks for group n and those behind it, which begin at `first`."""
-            own, last = fixed(block - first), n == len(groups) - 1
+            own, last = let(block - first), n == len(groups) - 1
             with nullcontext() if last else T.If(own < counts[n].astype("int32")):
                 with nullcontext() if last else T.Then():
                     size = sizes[n].astype("int32")
                     axes = groups[n][0].batch_axes
-                    numbers = unravel(fixed(own // size).astype("int64"), axes)
-                    n0 = fixed(epilogues[n].first(own % size))
-                    place = Place(T.int32(0), n0, {axis.var: fixed(i) for axis, i in zip(axes, numbers)})
+                    numbers = unravel(let(own // size).astype("int64"), axes)
+                    n0 = let(epilogues[n].first(own % size))
+                    place = Place(T.int32(0), n0, {axis.var: let(i) for axis, i in zip(axes, numbers)})
                     ring.taken = 0
                     of_a = None if normed is None else (normed, tirx.EQ(block, 0) if n == 0 else None)
                     Columns(groups[n], tiles, epilogues[n], place, ring, device.begins_early, of_a).emit(
@@ -94,7 +94,7 @@ def small_m_matmul(
                     )
                 if not last:
                     with T.Else():
-                        emit(n + 1, fixed(first + counts[n].astype("int32")))
+                        emit(n + 1, let(first + counts[n].astype("int32")))
 
         emit(0, T.int32(0))
 
@@ -119,18 +119,18 @@ class Columns:
         matmuls = self.matmuls
         self.tiles, self.epilogue, self.ring, self.thread = tiles, epilogue, ring, ring.thread
         self.m0, self.n0, self.where = place.m0, place.n0, place.where
-        self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
-        self.g, self.t = fixed(self.lane // 4), fixed(self.lane % 4)
+        self.lane, self.warp = let(self.thread % WARP), let(self.thread // WARP)
+        self.g, self.t = let(self.lane // 4), let(self.lane % 4)
         self.type, self.blocks = matmuls.shape.type, tiles.rows // 8
         self.sums = [registers(self.blocks * 4, "float32") for _ in self.bs]
 
     def emit(self, rows: Expr, columns: Expr) -> None:
         """rows: how many there are from the first one on."""
-        rows, columns = fixed(rows.astype("int32")), fixed(columns.astype("int32"))
+        rows, columns = let(rows.astype("int32")), let(columns.astype("int32"))
         is_selected = self.matmuls.is_selected
         if is_selected and self.waits:  # an earlier kernel has written which matrices these are
             ptx.wait_for_earlier_kernels()
-        depth = fixed(self.matmuls.depth.astype("int32"))
+        depth = let(self.matmuls.depth.astype("int32"))
         c = chunks_at_once(self.bs[0].codes)
         ahead = self.tiles.pieces(c)
 
@@ -138,7 +138,7 @@ class Columns:
             place = (outer, outer < extent)
             return Pieces(operand, self.type, self.epilogue.memory, self.where, place, self.ring, ahead, c)
 
-        end = fixed(self.m0 + rows)
+        end = let(self.m0 + rows)
         ours = [[pieces_of(b, self.n0 + self.g + r * self.epilogue.apart, columns) for r in range(2)] for b in self.bs]
         theirs: Sequence[Pieces | ProloguePieces] = (
             [pieces_of(self.a, self.m0 + self.g + r * 8, end) for r in range(self.blocks)]
@@ -154,7 +154,7 @@ class Columns:
 
         def place(turn: Expr | int, piece: int) -> tuple[Expr, Expr]:
             """The first k of the thread's chunks, and whether they exist."""
-            k = fixed(turn * stride + (self.warp * ahead + piece) * each + self.t * (each // PIECE))
+            k = let(turn * stride + (self.warp * ahead + piece) * each + self.t * (each // PIECE))
             return k, k < depth
 
         def fetch(turn: Expr | int, piece: int, some: Sequence[Pieces | ProloguePieces]) -> None:
@@ -218,16 +218,16 @@ class Columns:
         width = self.epilogue.width
         across, threads = COLUMNS // width, self.tiles.warps * WARP
         with T.serial(-(-most * across // threads)) as turn:
-            chunk = fixed(turn * threads + self.thread)
-            row, c = fixed(chunk // across), fixed(chunk % across * width)
+            chunk = let(turn * threads + self.thread)
+            row, c = let(chunk // across), let(chunk % across * width)
             with T.If(tirx.all(row < rows, row < most, self.n0 + c < columns)), T.Then():
                 total = registers(count * width, "float32")
                 with unrolled(count * width) as n:
                     put(total, n, T.float32(0))
                 with T.serial(self.tiles.warps) as warp:
                     for p in range(count):
-                        at = fixed(warp * size + (p * most + row) * PITCH + c)
+                        at = let(warp * size + (p * most + row) * PITCH + c)
                         with unrolled(width) as x:
                             put(total, p * width + x, total[p * width + x] + memory[at + x])
                 found = [row_of(total, p * width) for p in range(count)]
-                self.epilogue.store(self.where, self.m0 + row, fixed(self.n0 + c), found)
+                self.epilogue.store(self.where, self.m0 + row, let(self.n0 + c), found)

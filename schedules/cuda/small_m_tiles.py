@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..tiles import Space, Tiles
-from .cycles import TYPICAL, held
+from .cycles import TYPICAL, resident_blocks
 from .device import Device
 from .matmul_reader import Shape
 
@@ -89,7 +89,7 @@ class SmallMTiles(Tiles):
         columns, depth = problem.columns or TYPICAL, problem.depth or TYPICAL
         each = (problem.batch or 1) * -(-columns // 16) / device.sm_count
         size = problem.type.bytes * depth * 16 * problem.matmuls  # of a block
-        at_once = held(device, self.threads, _SMALL_M_REGISTERS, self.shared_memory(problem))
+        at_once = resident_blocks(device, self.threads, _SMALL_M_REGISTERS, self.shared_memory(problem))
         stride = self.warps * self.ahead * 4 * problem.type.chunk  # of k: what a block asks for at a time
         in_flight = min(max(each, 1), at_once) * size * min(stride / depth, 1)
         waves = each / at_once

@@ -20,7 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from . import ptx
-from .ptx import CHUNK_BYTES, Element, fixed, put, unrolled
+from .ptx import CHUNK_BYTES, Element, let, put, unrolled
 
 Fragment: TypeAlias = Sequence[Element]
 
@@ -65,13 +65,13 @@ class TensorType:
         if self.operand != "tf32":
             return
         with unrolled(count) as n:
-            x = fixed(T.reinterpret("float32", words[n]))
+            x = let(T.reinterpret("float32", words[n]))
             ptx.round_to_tf32(words[n], x)
             if self.parts == 2:
-                big = fixed(T.reinterpret("float32", words[n]))
+                big = let(T.reinterpret("float32", words[n]))
                 one = T.bitwise_or(T.bitwise_and(T.reinterpret("uint32", x), T.uint32(_SIGN)), T.uint32(_ONE))
                 finite = tirx.abs(big) < tirx.const(float("inf"), "float32")
-                big = fixed(tirx.Select(finite, big, T.reinterpret("float32", one)))
+                big = let(tirx.Select(finite, big, T.reinterpret("float32", one)))
                 put(words, n, T.reinterpret("uint32", big))
                 ptx.round_to_tf32(words[count + n], x - big)
 

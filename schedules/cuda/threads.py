@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..tiles import Space, Tiles
 from .device import Device
-from .ptx import fixed
+from .ptx import let
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,6 @@ def each(count: Expr, tiles: ThreadTiles) -> Iterator[Expr]:
         T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(count, tiles.threads), T.int64(1))) as block,
         T.launch_thread("threadIdx.x", tiles.threads) as thread,
     ):
-        number = fixed(block.astype("int64") * tiles.threads + thread)
+        number = let(block.astype("int64") * tiles.threads + thread)
         with T.If(number < count), T.Then():
             yield number

@@ -21,7 +21,7 @@ from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
 from .host import on_host
-from .ptx import WARP, fixed, put, registers, shuffle_xor
+from .ptx import WARP, let, put, registers, shuffle_xor
 from .threads import ThreadTiles, each
 
 LONGEST = 1024
@@ -53,15 +53,15 @@ def _kernel(func: tirx.PrimFunc, what: Top, tiles: ThreadTiles) -> tirx.PrimFunc
         read, chosen, indices = map(flat_view, (x, values, places))
         with each(on_host(outer * inner * WARP), tiles) as number:
             warp = T.int64(WARP)
-            row, lane = fixed(tirx.truncdiv(number, warp)), fixed(tirx.truncmod(number, warp).astype("int32"))
-            o, j = fixed(tirx.truncdiv(row, inner)), fixed(tirx.truncmod(row, inner))
+            row, lane = let(tirx.truncdiv(number, warp)), let(tirx.truncmod(number, warp).astype("int32"))
+            o, j = let(tirx.truncdiv(row, inner)), let(tirx.truncmod(row, inner))
             left = _Row(read, (o * n * inner + j, inner), int(n.value), lane, what)
             with T.serial(k) as rank:
                 place = left.take()
                 with T.If(tirx.EQ(lane, 0)), T.Then():
-                    at = fixed((o * k + rank) * inner + j)
+                    at = let((o * k + rank) * inner + j)
                     put(indices, at, place.astype("int64"))
-                    put(chosen, at, read[fixed((o * n + place.astype("int64")) * inner + j)])
+                    put(chosen, at, read[let((o * n + place.astype("int64")) * inner + j)])
     return func.with_body(builder.get().body).without_attr(FORM)
 
 
@@ -76,8 +76,8 @@ class _Row:
         put(self.left, 0, T.uint32(0))
         for m in range(self.count):
             with T.If(m * WARP + lane < n), T.Then():
-                place = fixed((m * WARP + lane).astype("int64"))
-                put(self.elements, m, read[fixed(first + place * step)].astype(self.dtype))
+                place = let((m * WARP + lane).astype("int64"))
+                put(self.elements, m, read[let(first + place * step)].astype(self.dtype))
                 put(self.left, 0, tirx.bitwise_or(self.left[0], T.uint32(1 << m)))
 
     def take(self) -> Expr:
@@ -89,9 +89,9 @@ class _Row:
             is_left = tirx.NE(tirx.bitwise_and(self.left[0], T.uint32(1 << m)), T.uint32(0))
             self._keep_first(best, place, self.elements[m], tirx.Select(is_left, m * WARP + self.lane, T.int32(_NONE)))
         for lanes in (16, 8, 4, 2, 1):
-            other = fixed(shuffle_xor(best[0], lanes)), fixed(shuffle_xor(place[0], lanes))
+            other = let(shuffle_xor(best[0], lanes)), let(shuffle_xor(place[0], lanes))
             self._keep_first(best, place, *other)
-        found = fixed(place[0])
+        found = let(place[0])
         with T.If(tirx.EQ(tirx.truncmod(found, WARP), self.lane)), T.Then():
             bit = T.shift_left(T.uint32(1), tirx.truncdiv(found, WARP).astype("uint32"))
             put(self.left, 0, tirx.bitwise_and(self.left[0], tirx.bitwise_not(bit)))
@@ -99,7 +99,7 @@ class _Row:
 
     def _keep_first(self, best: tirx.Buffer, place: tirx.Buffer, other: Expr, at: Expr) -> None:
         """best and place become the other element and its place, where that comes before."""
-        at = fixed(at)
+        at = let(at)
         earlier, later = less(best[0], other), less(other, best[0])
         if not self.what.largest:
             earlier, later = later, earlier

@@ -20,7 +20,7 @@ from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
 from .host import on_host
-from .ptx import fixed, put, registers, synchronize
+from .ptx import let, put, registers, synchronize
 from .threads import ThreadTiles, each
 
 THREADS = 512
@@ -49,12 +49,12 @@ def _kernels(func: tirx.PrimFunc, what: Top, tiles: ThreadTiles) -> tirx.PrimFun
         with T.If(outer * k * inner > 0), T.Then():
             network.sort()
             with each(on_host(outer * k * inner), tiles) as number:
-                row, rank = fixed(tirx.truncdiv(number, k)), fixed(tirx.truncmod(number, k))
-                place = fixed(network.order[row * network.padded + rank])
-                o, j = fixed(tirx.truncdiv(row, inner)), fixed(tirx.truncmod(row, inner))
-                at = fixed((o * k + rank) * inner + j)
+                row, rank = let(tirx.truncdiv(number, k)), let(tirx.truncmod(number, k))
+                place = let(network.order[row * network.padded + rank])
+                o, j = let(tirx.truncdiv(row, inner)), let(tirx.truncmod(row, inner))
+                at = let((o * k + rank) * inner + j)
                 put(places, at, place)
-                put(chosen, at, read[fixed(network.element(row, place))])
+                put(chosen, at, read[let(network.element(row, place))])
     return func.with_body(builder.get().body).without_attr(FORM)
 
 
@@ -82,7 +82,7 @@ class _Network:
             with T.serial(more + 1) as step:
                 distance = _ONE << (size - 1 - step)
                 with each(tirx.truncdiv(self.all, T.int64(2)), self.tiles) as pair:
-                    self._step(self.order, T.int64(0), pair, fixed(distance), fixed(size))
+                    self._step(self.order, T.int64(0), pair, let(distance), let(size))
             self._in_blocks(size, size, is_first=False)
 
     def _in_blocks(self, smallest: Expr, largest: Expr, is_first: bool) -> None:
@@ -91,34 +91,34 @@ class _Network:
             T.launch_thread("blockIdx.x", tirx.ceildiv(self.all, SPAN)) as block,
             T.launch_thread("threadIdx.x", THREADS) as thread,
         ):
-            first, thread = fixed(block.astype("int64") * SPAN), thread.astype("int64")
+            first, thread = let(block.astype("int64") * SPAN), thread.astype("int64")
             shared = T.alloc_buffer((SPAN,), "int64", scope="shared")
             with T.serial(2) as half:
-                own = fixed(half * THREADS + thread)
+                own = let(half * THREADS + thread)
                 with T.If(first + own < self.all), T.Then():
                     place = tirx.bitwise_and(first + own, self.padded - 1) if is_first else self.order[first + own]
                     put(shared, own, place)
             synchronize()
             with T.serial(largest - smallest + 1) as more:
-                size = fixed(smallest + more)
-                close = fixed(tirx.min(size, T.int64(_BITS)))
+                size = let(smallest + more)
+                close = let(tirx.min(size, T.int64(_BITS)))
                 with T.serial(close) as step:
-                    distance = fixed(_ONE << (close - 1 - step))
+                    distance = let(_ONE << (close - 1 - step))
                     # Of one row whose places are fewer than those of a block there may be no pair for a thread.
                     with T.If(first + 2 * thread < self.all), T.Then():
                         self._step(shared, first, thread, distance, size)
                     synchronize()
             with T.serial(2) as half:
-                own = fixed(half * THREADS + thread)
+                own = let(half * THREADS + thread)
                 with T.If(first + own < self.all), T.Then():
                     put(self.order, first + own, shared[own])
 
     def _step(self, memory: tirx.Buffer, first: Expr, pair: Expr, distance: Expr, size: Expr) -> None:
         """Puts the two places of a pair, `distance` apart, in order. memory begins with place `first` of all."""
-        low = fixed(2 * (pair - tirx.bitwise_and(pair, distance - 1)) + tirx.bitwise_and(pair, distance - 1))
-        a, b = fixed(memory[low]), fixed(memory[low + distance])
-        row = fixed(tirx.truncdiv(first + low, self.padded))
-        here = fixed(tirx.bitwise_and(first + low, self.padded - 1))
+        low = let(2 * (pair - tirx.bitwise_and(pair, distance - 1)) + tirx.bitwise_and(pair, distance - 1))
+        a, b = let(memory[low]), let(memory[low + distance])
+        row = let(tirx.truncdiv(first + low, self.padded))
+        here = let(tirx.bitwise_and(first + low, self.padded - 1))
         backwards = tirx.NE(tirx.bitwise_and(tirx.shift_right(here, size), _ONE), T.int64(0))
         with T.If(tirx.NE(self._before(row, b, a), backwards)), T.Then():
             put(memory, low, b)
@@ -129,7 +129,7 @@ class _Network:
         found = registers(1, "bool")
         put(found, 0, a < b)
         with T.If(tirx.all(a < self.n, b < self.n)), T.Then():
-            x, y = (fixed(self.x[self.element(row, place)]) for place in (a, b))
+            x, y = (let(self.x[self.element(row, place)]) for place in (a, b))
             earlier, later = (less(y, x), less(x, y)) if self.what.largest else (less(x, y), less(y, x))
             put(found, 0, tirx.Or(earlier, tirx.And(tirx.Not(later), a < b)))
         return found[0]

@@ -23,7 +23,7 @@ from ..reading.values import Evaluator, Program, flat_view
 from ..variant import Variant
 from .chunks import Row, evaluate, result_registers, store
 from .host import on_host
-from .ptx import fixed, put, synchronize, unrolled
+from .ptx import let, put, synchronize, unrolled
 
 SIDE = 32
 _PITCH = SIDE + 1  # by which a column of the tile meets each bank once
@@ -112,20 +112,20 @@ class _Kernel:
                 T.launch_thread("threadIdx.x", SIDE * _ROWS) as thread,
             ):
                 tile = T.alloc_buffer((SIDE * _PITCH,), str(self.output.output.dtype), scope="shared")
-                across, down = fixed(tirx.truncmod(thread, SIDE)), fixed(tirx.truncdiv(thread, SIDE))
-                number = fixed(block.astype("int64"))
-                first = fixed(tirx.truncmod(number, along[1]) * SIDE)
-                number = fixed(tirx.truncdiv(number, along[1]))
-                start = fixed(tirx.truncmod(number, along[0]) * SIDE)
-                values = {m: fixed(tirx.truncdiv(number, along[0]))}
+                across, down = let(tirx.truncmod(thread, SIDE)), let(tirx.truncdiv(thread, SIDE))
+                number = let(block.astype("int64"))
+                first = let(tirx.truncmod(number, along[1]) * SIDE)
+                number = let(tirx.truncdiv(number, along[1]))
+                start = let(tirx.truncmod(number, along[0]) * SIDE)
+                values = {m: let(tirx.truncdiv(number, along[0]))}
 
                 def at(one: Expr, other: Expr) -> tuple[Expr, Expr, Expr]:
                     """The element of a thread in the tile, and whether it is there."""
-                    a, b = fixed(start + one), fixed(first + other)
+                    a, b = let(start + one), let(first + other)
                     return a, b, tirx.all(a < read.extent, b < last.extent)
 
                 with unrolled(SIDE // _ROWS) as n:
-                    row = fixed(n * _ROWS + down)
+                    row = let(n * _ROWS + down)
                     a, b, there = at(across, row)
                     with T.If(there), T.Then():
                         (result,) = result_registers(program, 1, 1)
@@ -135,9 +135,9 @@ class _Kernel:
                         store(tile, row * _PITCH + across, result)
                 synchronize()
                 with unrolled(SIDE // _ROWS) as n:
-                    row = fixed(n * _ROWS + down)
+                    row = let(n * _ROWS + down)
                     a, b, there = at(row, across)
                     with T.If(there), T.Then():
-                        to = fixed(substitute(place, {**values, read.var: a, last.var: b}))
+                        to = let(substitute(place, {**values, read.var: a, last.var: b}))
                         put(memory[self.output.output], to, tile[across * _PITCH + row])
         return self.func.with_body(builder.get().body).without_attr(FORM)

@@ -16,7 +16,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 from schedules.cuda.mask_prepass import MaskPrepass
-from schedules.cuda.ptx import fixed, put, registers
+from schedules.cuda.ptx import let, put, registers
 
 ROWS, KEYS = 32, 16
 BATCH, Q_LEN, KV_LEN = 2, 75, 150
@@ -71,8 +71,8 @@ def prepassed(p: AttentionProblem) -> tirx.PrimFunc:
             T.launch_thread("blockIdx.x", (T.int64(1) * bound.B * p.q_heads * tiles).astype("int32")) as block,
             T.launch_thread("threadIdx.x", 32) as thread,
         ):
-            b, rest = fixed(block // (p.q_heads * tiles)), fixed(block % (p.q_heads * tiles))
-            h, i0 = fixed(rest // tiles), fixed(rest % tiles * ROWS)
+            b, rest = let(block // (p.q_heads * tiles)), let(block % (p.q_heads * tiles))
+            h, i0 = let(rest // tiles), let(rest % tiles * ROWS)
             keys, masked = prepass.key_tiles(b, h, i0), registers(1, "int32")
             with T.If(thread == 0), T.Then():
                 put(masked, 0, tirx.const(0, "int32"))

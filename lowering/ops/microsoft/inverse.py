@@ -13,7 +13,7 @@ from ...importing.values import Value
 from ...tensorir.independent import independent
 from .. import op
 from ..determinant import require_square
-from ..kernels import grid, held, loops, serial
+from ..kernels import grid, let, loops, serial
 from . import DOMAIN
 
 
@@ -34,14 +34,14 @@ def inverse(node: Node, x: Value) -> Value:
                     larger = tirx.abs(work[column + k, column]) > tirx.abs(work[pivot[0], column])
                     T.buffer_store(pivot, tirx.Select(larger, column + k, pivot[0]), [0])
                 with serial(2 * size) as k:
-                    kept = held(work[column, k])
+                    kept = let(work[column, k])
                     T.buffer_store(work, work[pivot[0], k], [column, k])
                     T.buffer_store(work, kept, [pivot[0], k])
-                divisor = held(work[column, column])
+                divisor = let(work[column, column])
                 with serial(2 * size) as k:
                     T.buffer_store(work, work[column, k] / divisor, [column, k])
                 with serial(size) as row, T.If(row != column), T.Then():
-                    factor = held(work[row, column])
+                    factor = let(work[row, column])
                     with serial(2 * size) as k:
                         T.buffer_store(work, work[row, k] - factor * work[column, k], [row, k])
             with grid((size, size)) as (i, j):

@@ -17,7 +17,7 @@ from ...importing.node import Node
 from ...importing.values import Value, storage_dtype
 from ...tensorir.independent import independent
 from .. import op
-from ..kernels import held, loops, serial
+from ..kernels import let, loops, serial
 from ..reshape import reshape_to
 from . import DOMAIN
 
@@ -113,7 +113,7 @@ def _searched(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, dtype:
 
     def statements(x: Any, keys: Any, values: Any, y: Any) -> None:
         with independent(*x.shape) as index:
-            element = held(x[index])
+            element = let(x[index])
             place = T.alloc_buffer((1,), "int64")
             T.buffer_store(place, tirx.const(0, "int64"), [0])
             with serial(halves) as half:
@@ -124,7 +124,7 @@ def _searched(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, dtype:
             missing = tirx.const(count, "int64")
             if is_float(x.dtype):
                 missing = tirx.Select(tirx.isnan(element), missing + 1, missing)
-            at = held(tirx.Select(is_key, place[0], missing))
+            at = let(tirx.Select(is_key, place[0], missing))
             T.buffer_store(y, values[at], list(index))
 
     shape = x.shape or (1,)
