@@ -43,7 +43,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
         request.module.RNG = np.random.default_rng(seed)
 
 
-DEAR = ("tuning", "packaging", "serving")
+EXPENSIVE = ("tuning", "packaging", "serving")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,9 +73,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Modules with dear fixtures come first: toward the end workers take tests from each other, and what two of them
-    have of one module, both make fixtures for."""
-    items.sort(key=lambda item: item.path.parent.name not in DEAR)
+    """Modules with expensive fixtures come first: toward the end workers take tests from each other, and what two of
+    them have of one module, both make fixtures for."""
+    items.sort(key=lambda item: item.path.parent.name not in EXPENSIVE)
     if config.getoption("gpu"):
         config.hook.pytest_deselected(items=[item for item in items if not _needs_a_gpu(item)])
         items[:] = filter(_needs_a_gpu, items)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 from lowering.errors import InputError
@@ -199,7 +199,7 @@ def windowed(b: Builder) -> str:
     return b.node("Where", [seen, b.weight(np.float32(0)), b.weight(np.finfo(np.float32).min)])
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 3))
+@pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_steps_equal_the_whole(name: str) -> None:
     model = model_of(CASES[name])
     rng = np.random.default_rng(0)
@@ -215,7 +215,7 @@ def test_steps_equal_the_whole(name: str) -> None:
     assert (decoder.length, decoder.capacity) == (9, CAPACITY)
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 4))
+@pytest.mark.parametrize("name", sampled(CASES, 4))
 def test_served_requests_equal_the_whole(name: str) -> None:
     model = model_of(CASES[name])
     served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))

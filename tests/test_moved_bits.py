@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from mover_cases import TYPES
 from random_movers import movers_of, random_model
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 
 TARGETS = ("cpu", "cpu:x86-64-v3")
 
 
-@pytest.mark.parametrize(("seed", "target"), thinned([(seed, t) for seed in range(40) for t in TARGETS], 21))
+@pytest.mark.parametrize(("seed", "target"), sampled([(seed, t) for seed in range(40) for t in TARGETS], 21))
 def test_random_models(seed: int, target: str) -> None:
     drawn = random_model(seed, 24)
     results = lowering.compile(drawn.proto(), target).run(drawn.arrays)

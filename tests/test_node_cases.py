@@ -9,7 +9,7 @@ import node_cases
 import numpy as np
 import pytest
 from node_cases import EVERY_TYPE, Case
-from thinned import thinned
+from sampled import sampled
 
 # Attention has by far the most cases: they are divided among the workers.
 PARTS = 8
@@ -58,7 +58,7 @@ def test_operator_on_every_type(operator: str, part: int) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("part", thinned(range(PARTS), 2))
+@pytest.mark.parametrize("part", sampled(range(PARTS), 2))
 @pytest.mark.parametrize("operator", ["Attention", "FlexAttention"])
 def test_expanded_operator_on_every_type(operator: str, part: int) -> None:
     cases = [case for case in node_cases.cases(operator) if case.expanded]

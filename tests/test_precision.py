@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 from lowering.choices import Precision
@@ -25,7 +25,7 @@ BARS = {"float16": 5e-3, "bfloat16": 4e-2}
 NAMES = [path.name for path in sorted(SAMPLES.iterdir()) if not path.name.endswith("f16")]
 
 
-@pytest.mark.parametrize(("name", "precision"), thinned([(n, p) for n in NAMES for p in BARS], 13))
+@pytest.mark.parametrize(("name", "precision"), sampled([(n, p) for n in NAMES for p in BARS], 13))
 def test_exports(name: str, precision: Precision) -> None:
     """As near to PyTorch in float64 as the type allows; what differs of inputs and outputs are caches."""
     model = lowering.compile(SAMPLES / name / "model.onnx", precision=precision)

@@ -65,7 +65,7 @@ def test_what_requests_refuse(artifact: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_callers_of_a_decoder_have_caches_of_their_own() -> None:
-    """With caches in place: one array that two callers write would be refused, or spoil both."""
+    """With caches in place: one array that two callers write would be refused, or corrupt both."""
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 24]>
         m (float[B, 2, S, 8] q, float[B, 2, P, 8] past_k, float[B, 2, P, 8] past_v)
           => (float[B, 2, S, 8] y, float[B, 2, T, 8] new_k, float[B, 2, T, 8] new_v) {

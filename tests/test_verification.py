@@ -16,7 +16,7 @@ import pytest
 
 import lowering
 from lowering.checking import references, trial
-from lowering.checking.made_up import made_up
+from lowering.checking.synthetic_inputs import generate_inputs
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import FILE, Manifest, TensorSpec
@@ -73,11 +73,11 @@ def test_what_is_made_up_fits_the_graph() -> None:
     sizes = {"B": 40, "T": 16}
     names = ("ids", "position_ids", "attention_mask")
     specs = [TensorSpec(name, "int64", "int64", ("B", "T")) for name in names]
-    ids, positions, mask = made_up(graph, specs, sizes, rng).values()
+    ids, positions, mask = generate_inputs(graph, specs, sizes, rng).values()
     assert ids.min() == 0 and ids.max() == ROWS - 1 and len(np.unique(ids)) > ROWS // 2
     assert (positions == np.minimum(np.arange(16), POSITIONS - 1)).all()
     assert (np.sort(mask, axis=1) == mask).all() and set(np.unique(mask)) == {0, 1} and (mask.sum(axis=1) >= 8).all()
-    (other,) = made_up(graph, [TensorSpec("lengths", "int64", "int64", ("B",))], sizes, rng).values()
+    (other,) = generate_inputs(graph, [TensorSpec("lengths", "int64", "int64", ("B",))], sizes, rng).values()
     assert set(np.unique(other)) == {0, 1}
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from sampled import sampled
 from test_cache_forms import CASES, KV_HEADS, SIZE, VOCABULARY, Case, model_of, plainly
-from thinned import thinned
 
 import lowering
 from lowering.about import about
@@ -29,7 +29,7 @@ def caches(model: lowering.Model) -> list[tuple[int | str, ...]]:
     return [spec.dims for spec in model.inputs if spec.name in model.manifest.donated]
 
 
-@pytest.mark.parametrize("name", thinned(FORMS, 5))
+@pytest.mark.parametrize("name", sampled(FORMS, 5))
 def test_steps_equal_the_whole_over_several_wraps(name: str) -> None:
     source = model_of(FORMS[name])
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS))

@@ -58,7 +58,7 @@ def reference(problem: AttentionProblem, **given: Any) -> dict[str, np.ndarray]:
         p = np.exp(s.masked - m)
         l = p.sum(axis=-1, keepdims=True) + np.exp(extra - m)
         p = np.where(l == 0, 0, p / l)
-        # One term per key, as 0 * NaN = NaN would spoil a matmul.
+        # One term per key, as 0 * NaN = NaN would corrupt a matmul.
         y = np.zeros((*s.raw.shape[:-1], inputs.v.shape[-1]))
         for j in range(inputs.v.shape[2]):
             term = p[..., j, None] * inputs.v[:, :, None, j, :]

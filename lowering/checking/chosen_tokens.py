@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..manifest import TensorSpec
-from .made_up import made_up
+from .synthetic_inputs import generate_inputs
 
 Tokens: TypeAlias = dict[str, np.ndarray]
 """By input an array [batch, tokens] or [batch, tokens, width]; that of ids or embeddings comes first."""
@@ -21,7 +21,7 @@ def random_tokens(
 ) -> Tokens:
     """Return random tokens [batch, tokens]."""
     sized = [TensorSpec(spec.name, spec.dtype, spec.storage, (*shape, *spec.dims[2:])) for spec in specs]
-    return made_up(graph, sized, {}, rng)
+    return generate_inputs(graph, sized, {}, rng)
 
 
 def given_tokens(specs: Sequence[TensorSpec], given: Mapping[str, Any]) -> Tokens:

@@ -22,9 +22,9 @@ _ROUNDED = {
 }  # fmt: skip
 
 FACTOR = 2
-"""How many times as far from the truth as the reference an output may be."""
+"""How many times as far from the float64 result as the reference an output may be."""
 
-_WORTHLESS = 0.1  # rms from which on a reference says nothing of an output, or what is taken for the truth does not
+_WORTHLESS = 0.1  # rms from which on a reference says nothing of an output, or the float64 result does not
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Truth:
+class Float64Errors:
     """The largest absolute error, and that of the root mean square as in `Comparison`, of our output and of the
     reference's beside one that was computed in float64."""
 
@@ -72,9 +72,9 @@ class Comparison:
     """One output beside the reference's: the largest absolute and relative differences, and whether it is close.
 
     worst is the index of the element that differs most; NaN and infinities must be in the same places to be close. rms
-    is the root mean square of the differences over that of the reference. truth is there where the output was not close
-    to the reference and could be computed in float64 (checking/truth.py): then it is close if it is so to the truth, or
-    at most FACTOR times as far from it as the reference, unless a tolerance was demanded.
+    is the root mean square of the differences over that of the reference. float64 is there where the output was not
+    close to the reference and could be computed in float64 (checking/float64_reference.py): then it is close if it is
+    so to the float64 result, or at most FACTOR times as far from it as the reference, unless a tolerance was demanded.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Comparison:
     worst: tuple[int, ...]
     close: bool
     rms: float
-    truth: Truth | None = None
+    float64: Float64Errors | None = None
 
     def __str__(self) -> str:
         said = f"{self.name}: max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}, rms {self.rms:.3g} of its rms, "
-        if self.truth is None:
+        if self.float64 is None:
             return said + ("ok" if self.close else "DIFFERS")
-        errors = f"beside float64 ours is {self.truth.ours:.3g} off and the reference {self.truth.reference:.3g}"
+        errors = f"beside float64 ours is {self.float64.ours:.3g} off and the reference {self.float64.reference:.3g}"
         return f"{said}{'ok: the output is ill-conditioned; ' if self.close else 'DIFFERS: '}{errors}"
 
 
@@ -118,26 +118,26 @@ def compare(name: str, actual: Any, expected: Any, allowed: Allowed) -> Comparis
     return Comparison(name, float(difference.max()), float(relative.max()), _where(difference), close, rms)
 
 
-def beside_truth(found: Comparison, actual: Any, expected: Any, truth: Any, allowed: Allowed) -> Comparison:
-    """What was found beside the reference, once more with the errors of both beside the truth.
+def with_float64_errors(found: Comparison, actual: Any, expected: Any, float64: Any, allowed: Allowed) -> Comparison:
+    """What was found beside the reference, once more with the errors of both from the float64 result.
 
     Where the reference itself is far from it, for instance because the model hides elements by a number that only
-    float32 takes for infinite, the truth excuses nothing but what is close to it.
+    float32 takes for infinite, the float64 result excuses nothing but what is close to it.
     """
-    actual, expected, truth = np.asarray(actual), np.asarray(expected), np.asarray(truth)
-    if not actual.shape == expected.shape == truth.shape or actual.dtype != expected.dtype:
+    actual, expected, float64 = np.asarray(actual), np.asarray(expected), np.asarray(float64)
+    if not actual.shape == expected.shape == float64.shape or actual.dtype != expected.dtype:
         return found
-    ours = compare(found.name, actual.astype(truth.dtype), truth, allowed)
-    reference = compare(found.name, expected.astype(truth.dtype), truth, allowed)
+    ours = compare(found.name, actual.astype(float64.dtype), float64, allowed)
+    reference = compare(found.name, expected.astype(float64.dtype), float64, allowed)
     as_good = (
         not allowed.strict
-        and truth.dtype == np.float64
+        and float64.dtype == np.float64
         and reference.rms < _WORTHLESS
         and ours.max_abs <= FACTOR * reference.max_abs
         and ours.rms <= FACTOR * reference.rms
     )
-    errors = Truth(ours.max_abs, ours.rms, reference.max_abs, reference.rms)
-    return replace(found, close=ours.close or as_good, truth=errors)
+    errors = Float64Errors(ours.max_abs, ours.rms, reference.max_abs, reference.rms)
+    return replace(found, close=ours.close or as_good, float64=errors)
 
 
 def _where(difference: np.ndarray) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from ..runtime.checks import check_fixed
 from ..runtime.decoder_sources import fixed_inputs
 from ..runtime.model import Model
 from .chosen_tokens import Tokens, as_argument, given_tokens, part_of, random_tokens, shape_of
-from .made_up import feeds_of, taken
 from .references import Evaluate
+from .synthetic_inputs import feeds_of, taken
 
 _PROMPT, _CALLS = 6, 4  # tokens where no size says otherwise, and calls behind the first
 
@@ -137,8 +137,8 @@ def session(
     """Tokens for a decoder, whose batch is 2 and whose first call reads 6 unless `sizes` or the model says otherwise.
 
     The batch is padded on the left where the model takes a mask. `given` may hold all tokens, by input, the mask that
-    says which of them count, and inputs that are the same in every call; the others are made up. Raises InputError for
-    a model without tokens, and for caches that are given.
+    says which of them count, and inputs that are the same in every call; the others are synthetic. Raises InputError
+    for a model without tokens, and for caches that are given.
     """
     specs = {spec.name: spec for spec in compiled.inputs}
     spec = compiled.manifest.decoder

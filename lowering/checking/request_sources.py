@@ -12,7 +12,7 @@ import onnx_ir as ir
 from ..errors import InputError
 from ..manifest import SOURCE_LENGTHS, Manifest, TensorSpec
 from ..runtime.elements import ElementType
-from .made_up import made_up, specs_of
+from .synthetic_inputs import generate_inputs, specs_of
 
 _ROWS = 11  # of a source, where no size says otherwise
 
@@ -78,7 +78,7 @@ def request_sources(
     rows = sizes.get(str(size), max(low, min(_ROWS, high))) if isinstance(size, str) else size
     counts = {str(size): rows, str(specs[name].dims[0]): requests} | dict(sizes)
     wanted = [TensorSpec(s.name, s.dtype, s.storage, (requests, *s.dims[1:])) for s in map(specs.__getitem__, names)]
-    arrays = made_up(model.graph, wanted, counts, rng)
+    arrays = generate_inputs(model.graph, wanted, counts, rng)
     arrays |= {name: np.asarray(given[name]) for name in names if name in given}
     rows = arrays[name].shape[axis]
     is_chosen = isinstance(size, str) and name not in given

@@ -18,9 +18,9 @@ from ..runtime.model import Model
 from ..serving.batcher import Batcher
 from .chosen_tokens import Tokens, as_argument, given_tokens, part_of, random_tokens, shape_of
 from .decoding import empty_past, of_rank, said
-from .made_up import specs_of, taken
 from .references import Evaluate
 from .request_sources import RequestSources, request_sources
+from .synthetic_inputs import specs_of, taken
 
 _REQUESTS, _TOGETHER = 5, 3
 _BEHIND = 8  # tokens behind the first block, where no size says otherwise

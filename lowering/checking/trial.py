@@ -25,14 +25,14 @@ from ..runtime import Model
 from ..runtime.elements import ElementType
 from ..runtime.lists import take_apart
 from . import reproducer
-from .compare import Allowed, Comparison, beside_truth, compare
+from .compare import Allowed, Comparison, compare, with_float64_errors
 from .decoding import Session, session
-from .made_up import feeds_of
+from .float64_reference import in_float64
 from .reduce import reduce
 from .references import Against, Evaluate, Feeds, reference
 from .reproducer import Reproducer
 from .served import Requests, requests
-from .truth import in_float64
+from .synthetic_inputs import feeds_of
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Trial:
         if all(c.close for c in found):
             return found
         progress.at("running the reference in float64")
-        truth = in_float64(model, self.against, compute)
-        if truth is None:
+        float64 = in_float64(model, self.against, compute)
+        if float64 is None:
             return found
         return [
-            c if c.close else beside_truth(c, ours, theirs, true, allowed)
-            for c, ours, theirs, true in zip(found, actual, expected, truth)
+            c if c.close else with_float64_errors(c, ours, theirs, true, allowed)
+            for c, ours, theirs, true in zip(found, actual, expected, float64)
         ]
 
     def reproducer(

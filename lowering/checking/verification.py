@@ -1,4 +1,4 @@
-"""`verify`: runs a compiled model on inputs that are made up, and compares every output with a reference."""
+"""`verify`: runs a compiled model on synthetic inputs, and compares every output with a reference."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ..runtime.lists import take_apart
 from . import reproducer
 from .check import check
 from .compare import Comparison
-from .made_of import check_made_of
-from .made_up import feeds_of, specs_of, taken
+from .provenance import check_provenance
 from .references import Against, Feeds, reference
 from .reproducer import Reproducer
+from .synthetic_inputs import feeds_of, specs_of, taken
 from .trial import Trial
 
 
@@ -88,13 +88,13 @@ def verify(
     others in their place (decoding.py), and the logits of each call are compared. A served decoder answers requests
     that come and go (served.py), and the reference each of them alone.
 
-    inputs gives some or all inputs, lists for sequences; the others are made up by seed (made_up.py). sizes gives
-    symbolic dimensions by name, and as dims of `compile` the numbers of tensors of inputs that are sequences or
+    inputs gives some or all inputs, lists for sequences; the others are synthetic by seed (generate_inputs.py). sizes
+    gives symbolic dimensions by name, and as dims of `compile` the numbers of tensors of inputs that are sequences or
     optional values; where it says nothing they are those of the inputs that are given, or 4. An element is close when
     |ours - reference| <= atol + rtol * |reference|, 1e-5 and 1e-3 where neither is given. Where weights, precision or
     the model's own types round numbers to less, and neither is given, an output is close when it differs by less than a
     sound model's would, measured over all of it. An output that is not close is compared with one computed in float64,
-    if the reference can (truth.py).
+    if the reference can (float64_reference.py).
 
     reduce names a new folder: if an output differs, or compiling fails by a fault of the compiler, the smallest part of
     the model that still does so is written there, with its inputs (reduce.py).
@@ -160,7 +160,7 @@ def _loaded(artifact: str | Path | Model, threads: int | None, model: ir.Model) 
     if isinstance(artifact, Model) and threads is not None:
         raise InputError("a model that is loaded has its threads: leave threads out, or give the artifact's folder.")
     compiled = artifact if isinstance(artifact, Model) else load(artifact, threads)
-    check_made_of(compiled.manifest, model)
+    check_provenance(compiled.manifest, model)
     return compiled
 
 

@@ -25,7 +25,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     b = add_parser(
         "bench",
         help="time an artifact, kernel by kernel, beside what this machine can do",
-        description="Runs an artifact on inputs that are made up, or given, and tells where the time goes: by what is "
+        description="Runs an artifact on synthetic inputs, or given, and tells where the time goes: by what is "
         "computed, by kernel and by call, each beside the limits of this machine, which are measured too. With "
         "--callers it tells requests per second and their latency instead.",
         example="bench out/ --dim batch=1 --dim tokens=128\n"
@@ -34,7 +34,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     )
     b.add_argument("artifact", type=Path, help="the artifact folder")
     b.add_argument("--dim", action="append", default=[], metavar="NAME=SIZES", help=RUNS)
-    b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
+    b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are synthetic")
     b.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
     b.add_argument("--seconds", type=not_negative, default=2.0, help="how long to measure (2)")
     b.add_argument("--warm-up", type=not_negative, default=0.2, metavar="SECONDS", help="how long to run before (0.2)")

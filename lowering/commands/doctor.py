@@ -14,7 +14,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
     d = add_parser(
         "doctor",
-        help="look at packages, CPU, linkers, GPUs and folders; each problem with its mend",
+        help="look at packages, CPU, linkers, GPUs and folders; each problem with its fix",
         description="Shows what this machine has for compiling and running models: packages and versions that do not "
         "go together, CPU, threads, folders, linkers, driver and GPUs. Ends with 1 where something is missing that "
         "is needed.",

@@ -35,7 +35,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     v = add_parser(
         "verify",
         help="compile a model, or load its artifact, and compare every output with a reference",
-        description="Compiles a model, runs it on inputs that are made up, or given, and compares every output with "
+        description="Compiles a model, runs it on synthetic inputs, or given, and compares every output with "
         "that of ONNX's reference or of onnxruntime. Ends with 1 where one differs; --reduce finds the smallest part "
         "of the model that does.",
         example="verify model.onnx --against onnxruntime --dim batch=2\n"
@@ -59,7 +59,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     )
     add_serve(v)
     v.add_argument("--threads", type=positive, help="number of workers")
-    v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
+    v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are synthetic")
     v.add_argument(
         "--dim",
         action="append",
@@ -67,7 +67,7 @@ def add(add_parser: Callable[..., Any]) -> None:
         metavar="NAME=SIZE",
         help="a symbolic dimension (else as inputs say, or 4)",
     )
-    v.add_argument("--seed", type=natural, default=0, help="of the inputs that are made up")
+    v.add_argument("--seed", type=natural, default=0, help="of the synthetic inputs")
     v.add_argument("--rtol", type=not_negative, help="allowed of an element (1e-3; where numbers are rounded, by type)")
     v.add_argument("--atol", type=not_negative, help="allowed beside it (1e-5)")
     v.add_argument(
@@ -112,7 +112,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         print_json(_as_json(result, arguments))
     else:
         print("\n".join(map(str, result.comparisons)))
-        print(f"allowed: {result.allowed}; inputs that are made up are of seed {arguments.seed}")
+        print(f"allowed: {result.allowed}; synthetic inputs are of seed {arguments.seed}")
         print(_verdict(result, arguments))
     return int(result.first_difference is not None)
 

@@ -19,7 +19,7 @@ from ..errors import TargetError
 from ..target import Target
 from ..target.building import make_modules_of_machine_code
 from . import objects, progress
-from .carried import link_options
+from .bundled_sources import link_options
 from .early_launch import early_launch
 from .own_device import ask_own_device
 

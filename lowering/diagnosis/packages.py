@@ -62,10 +62,10 @@ def examine(report: Report) -> None:
     for extra, names in lacking.items():
         lacks = f"lacks {', '.join(names)}: {install_command(extra)}"
         report.say("extras", extra, lacks if names else "complete")
-    for (first, bad), (second, worse), what, mend in _KNOWN_BAD:
+    for (first, bad), (second, worse), what, fix in _KNOWN_BAD:
         one, other = version_of(first) or "", version_of(second) or ""
         if one.startswith(bad) and other.startswith(worse):
-            report.blame(f"{first} {one} and {second} {other} do not go together: {what}.", mend, blocks=True)
+            report.blame(f"{first} {one} and {second} {other} do not go together: {what}.", fix, blocks=True)
     if version_of("onnx-lowering") and version_of("onnx-lowering-runtime"):
         what = "onnx-lowering and onnx-lowering-runtime are both installed, and have files of the same names."
         report.blame(what, "pip uninstall both, then install one of them.", blocks=True)
@@ -93,5 +93,5 @@ def _try_import(report: Report) -> None:
     except subprocess.TimeoutExpired:
         failed = f"it did not end within {_SECONDS} s"
     report.say("packages", _LOADED, "fails")
-    mend = f"{install_command(options='--force-reinstall')}, in a new virtual environment if that does not help."
-    report.blame(f"{_WHAT}: {failed.rstrip('.')}.", mend, blocks=True)
+    fix = f"{install_command(options='--force-reinstall')}, in a new virtual environment if that does not help."
+    report.blame(f"{_WHAT}: {failed.rstrip('.')}.", fix, blocks=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong and how to mend it; blocks says whether compiling for this machine needs it."""
+    """What is wrong and how to fix it; blocks says whether compiling for this machine needs it."""
 
     what: str
-    mend: str
+    fix: str
     blocks: bool
 
 
@@ -29,8 +29,8 @@ class Report:
     def say(self, area: str, name: str, value: str) -> None:
         self.facts.setdefault(area, {})[name] = value
 
-    def blame(self, what: str, mend: str, blocks: bool = False) -> None:
-        self.problems.append(Problem(what, mend, blocks))
+    def blame(self, what: str, fix: str, blocks: bool = False) -> None:
+        self.problems.append(Problem(what, fix, blocks))
 
     def __str__(self) -> str:
         lines = []
@@ -38,5 +38,5 @@ class Report:
             width = max(map(len, facts))
             lines += [area, *(f"  {name:{width}}  {value}" for name, value in facts.items())]
         for problem in self.problems:
-            lines += [f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}", f"  {problem.mend}"]
+            lines += [f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}", f"  {problem.fix}"]
         return "\n".join([*lines, "all that is needed is here" if self.ok else "something that is needed is missing"])

@@ -32,16 +32,16 @@ def examine(report: Report) -> None:
 def _linker(report: Report) -> None:
     gcc = shutil.which("gcc")
     report.say("linkers", "this machine", gcc or "none")
-    mend = "Install it with the C library's headers, for instance: apt-get install gcc libc6-dev"
+    fix = "Install it with the C library's headers, for instance: apt-get install gcc libc6-dev"
     if gcc is None:
-        report.blame("there is no gcc, which links compiled models.", mend, blocks=True)
+        report.blame("there is no gcc, which links compiled models.", fix, blocks=True)
         return
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         command = [gcc, "-shared", "-fPIC", "-pthread", "-x", "c", "-", "-o", file.name]
         done = subprocess.run(command, input=_TRIAL, capture_output=True, text=True)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
-        report.blame(f"gcc cannot make a shared library: {said}.", mend, blocks=True)
+        report.blame(f"gcc cannot make a shared library: {said}.", fix, blocks=True)
 
 
 def _cuda_compiler(report: Report) -> None:

@@ -80,7 +80,7 @@ class Importer(Tensors):
         self.errors = errors
         self.recipes = False  # whether it keeps recipes
         self.undecided: set[str] = set()  # outputs of the branch that is lowered whose types others may decide
-        self.truths: set[str] = set()  # outputs of the graph that is lowered of which only the truth is read
+        self.conditions: set[str] = set()  # outputs of the graph that is lowered of which only the truth is read
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
         self._declared_opset = declared_opset(model)
         self.warnings: list[str] = []
@@ -212,24 +212,24 @@ class Importer(Tensors):
         inputs: Sequence[Value],
         where: str,
         recipes: bool = False,
-        truths: int = 0,
+        conditions: int = 0,
         is_open: bool = False,
     ) -> list[Value]:
         """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. Its
         operators are of the opsets that it imports, or else of the model's. where says in errors what the graph is.
         recipes says to compute what is made of a few numbers, such as positions, when the model runs: who reads the
-        graph element by element wants to see how. The first outputs, `truths` of them, are conditions: they may have
-        any number of dimensions of 1. is_open says that what follows the node may decide the types of outputs."""
-        outer = self._values, self.inside, self.recipes, self._opsets, self.truths, self.undecided
+        graph element by element wants to see how. The first outputs, `conditions` of them, are conditions: they may
+        have any number of dimensions of 1. is_open says that what follows the node may decide the types of outputs."""
+        outer = self._values, self.inside, self.recipes, self._opsets, self.conditions, self.undecided
         self.undecided = {value.name or "" for value in graph.outputs} if is_open else set()
-        self.truths = {value.name or "" for value in graph.outputs[:truths]}
+        self.conditions = {value.name or "" for value in graph.outputs[:conditions]}
         self._opsets = {**self._opsets, **{_domain(name): version for name, version in graph.opset_imports.items()}}
         self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
         self.inside, self.recipes = where, recipes
         try:
             return self.graph(graph)
         finally:
-            self._values, self.inside, self.recipes, self._opsets, self.truths, self.undecided = outer
+            self._values, self.inside, self.recipes, self._opsets, self.conditions, self.undecided = outer
 
     def branch(self, lower: Callable[[], list[Value]]) -> tuple[relax.SeqExpr, list[Value]]:
         """Lower what gives some values in a scope of its own, whose result is the tuple of their tensors. The values

@@ -290,15 +290,15 @@ class Node:
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 
     def subgraph(
-        self, name: str, *inputs: Value, recipes: bool = False, truths: int = 0, is_open: bool = False
+        self, name: str, *inputs: Value, recipes: bool = False, conditions: int = 0, is_open: bool = False
     ) -> list[Value]:
         """Lowers the body graph that is the attribute `name` in place, with these inputs; it sees the values around the
-        node. recipes, truths and is_open are as in `Importer.body`.
+        node. recipes, conditions and is_open are as in `Importer.body`.
 
         Returns its outputs.
         """
         where = f" in {name} of {self.where}"
-        return self._importer.body(self.attr(name), inputs, where, recipes, truths, is_open)
+        return self._importer.body(self.attr(name), inputs, where, recipes, conditions, is_open)
 
     @property
     def output_values(self) -> Sequence[ir.Value]:

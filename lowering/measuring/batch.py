@@ -21,7 +21,7 @@ from ..records import decode
 from ..runtime.checks import check_machine
 from ..runtime.gpu import architecture_here, runs_on
 from .isolated import Failed, Helper
-from .lines import append, mend
+from .lines import append_line, repair_lines
 from .machine import Machine, machine
 from .measure import Job, Measured
 from .trial import LAST_PAIRS, compared, runner, tried
@@ -121,7 +121,7 @@ def measure(folder: Path, report: Callable[[BatchTask, Result], None] = lambda t
     elif known[0] != here:
         other = f"another GPU ({known[0].gpu})" if here.gpu else "a machine with other caches"
         raise InputError(f"'{folder}' was begun on {other}. Go on there, or remove {RESULTS}.")
-    mend(folder / RESULTS)
+    repair_lines(folder / RESULTS)
     run = _Run(folder, batch, here, [] if known is None else known[1], report)
     try:
         for task in batch.tasks:
@@ -167,5 +167,5 @@ class _Run:
         except Failed as failed:
             result = Result(task.name, candidate, last, 0.0, 0.0, 0.0, time.time(), failed.cause, failed.text)
         self.found.append(result)
-        append(self.folder / RESULTS, asdict(result))
+        append_line(self.folder / RESULTS, asdict(result))
         self.report(task, result)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
+def append_line(path: Path, record: dict[str, Any]) -> None:
     """Adds a line. Raises OSError."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def mend(path: Path) -> None:
+def repair_lines(path: Path) -> None:
     """Cuts off a last line without its end; nothing where there is no such file. Raises OSError."""
     if not path.exists():
         return

@@ -88,13 +88,15 @@ def _lower_body(node: Node, importer: Importer, branch: str) -> list[Value]:
 _Branch = tuple[relax.SeqExpr, list[Value]]
 
 
-def _agree(a: Value, b: Value, is_truth: bool = False) -> bool:
+def _agree(a: Value, b: Value, is_condition: bool = False) -> bool:
     """Whether values of two branches have one type; of what is a condition only the truth is read."""
     if isinstance(a, SequenceValue) or isinstance(b, SequenceValue):
         items, others = flatten_values([a]), flatten_values([b])
         return type(a) is type(b) and len(items) == len(others) and all(map(_agree, items, others))
     if a.dtype != b.dtype or a.rank != b.rank:
-        return is_truth and a.dtype == b.dtype and all(d == 1 for v in (a, b) for d in v.shape if isinstance(d, int))
+        return (
+            is_condition and a.dtype == b.dtype and all(d == 1 for v in (a, b) for d in v.shape if isinstance(d, int))
+        )
     return True
 
 
@@ -156,7 +158,7 @@ def _move(node: Node, condition: Value, rest: Sequence[ir.Node], outputs: Sequen
     def lower(branch: str) -> list[Value]:
         body = node.attr(branch)
         values = importer.graph(body, [*_naming(node, body), *following[:count]], frontier)
-        return [reshape_to(node, v, ()) if n.name in importer.truths else v for n, v in zip(frontier, values)]
+        return [reshape_to(node, v, ()) if n.name in importer.conditions else v for n, v in zip(frontier, values)]
 
     branches = [importer.branch(functools.partial(lower, name)) for name in _BRANCHES]
     for name, a, b in zip(frontier, *(values for _, values in branches)):
@@ -203,7 +205,7 @@ def _rehearse(
             importer.bind(node.output_values, _lower_body(node, importer, branch))
         for count in range(len(following) + 1):
             pairs = _pairs(importers, _frontier(node, following, count, outputs))
-            differing = next((n for n, a, b in pairs if not _agree(a, b, n.name in node.importer.truths)), None)
+            differing = next((n for n, a, b in pairs if not _agree(a, b, n.name in node.importer.conditions)), None)
             if differing is None and all(_are_equal_sizes(a, b) for _, a, b in pairs):
                 return count, {}
             possible = count if possible is None and differing is None else possible

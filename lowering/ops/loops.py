@@ -46,7 +46,7 @@ def loop(node: Node, trips: Value | None, condition: Value | None, *given: Value
     go = node.constant(np.asarray(True)) if condition is None else reshape_to(node, condition, ())
 
     def step(number: Value, yes: Value, state: Sequence[Value]) -> tuple[Value, Sequence[Value]]:
-        goes_on, *results = node.subgraph("body", number, yes, *state, truths=1)
+        goes_on, *results = node.subgraph("body", number, yes, *state, conditions=1)
         return goes_on, results
 
     return tuple(repeated(node, count, go, carried, step))
@@ -63,7 +63,7 @@ def _written_out(
         if (step + 1 if last is None else last) * size > _MOST_NODES:
             return None
         number, yes = node.constant(np.asarray(step, np.int64)), node.constant(np.asarray(True))
-        condition, *results = node.subgraph("body", number, yes, *state, truths=1)
+        condition, *results = node.subgraph("body", number, yes, *state, conditions=1)
         state, step = results[: len(state)], step + 1
         given.append(results[len(state) :])
         goes_on = _decided(condition)

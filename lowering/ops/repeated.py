@@ -31,7 +31,7 @@ Step = Callable[[Value, Value, Sequence[Value]], tuple[Value, Sequence[Value]]]
 """Of the number of a step, whether it is wanted (True) and the carried values: whether to go on, and the carried values
 and outputs behind the step."""
 
-_NUMBER, _TRUTH = relax.TensorType((), "int64"), relax.TensorType((), "bool")
+_NUMBER, _BOOL = relax.TensorType((), "int64"), relax.TensorType((), "bool")
 
 
 def repeated(node: Node, count: Value, go: Value, state: Sequence[Value], step: Step) -> list[Value]:
@@ -72,7 +72,7 @@ class _Body:
 
     def types(self) -> list[Any]:
         """Of its parameters behind i."""
-        return [_TRUTH, *(_type(dtype, shape) for dtype, shape in self.carried)]
+        return [_BOOL, *(_type(dtype, shape) for dtype, shape in self.carried)]
 
     def result(self) -> Any:
         """What `run` gives: the number of the outputs' steps is open."""

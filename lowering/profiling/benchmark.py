@@ -150,7 +150,7 @@ def bench(
     """Measures a compiled model, or an artifact folder; needs no compiler.
 
     sizes gives the model's symbolic dimensions by name, and with static_cache the number of tokens that the caches
-    hold. inputs are arrays by name; the others are made up: floating-point numbers are normally distributed, integers
+    hold. inputs are arrays by name; the others are synthetic: floating-point numbers are normally distributed, integers
     and bools are 1, so that masks show everything. The model runs for `warm_up` seconds, once at least, before anything
     is measured. That takes at least about `seconds`, of which half are whole runs and half runs in which each kernel is
     timed; both take turns. The machine's limits are measured at the end, with as many

@@ -1,4 +1,4 @@
-"""Inputs made up for a model, by what its manifest says of them."""
+"""Synthetic inputs for a model, by what its manifest says of them."""
 
 from __future__ import annotations
 

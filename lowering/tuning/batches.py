@@ -142,8 +142,8 @@ def _file(
     if reference is None:
         reference = median([r.default for r in found if r.cause is None] or [1.0])
         records.commit(module, space.default_trace(module), reference, target)
-    if records.settled(module) is None:
-        records.settle(module, space.default_trace(module), reference, target)
+    if records.best_record(module) is None:
+        records.record_best(module, space.default_trace(module), reference, target)
     model, filed = model_of(space, 0), 0
     context = Context(module, space.target, space.generator(), strategy(), "import", 1)
     best: tuple[float, Trace] | None = None
@@ -162,5 +162,5 @@ def _file(
             records.commit(module, trace, reference * result.ratio, target, expected)
             filed += 1
     if best is not None:
-        records.settle(module, best[1], reference * best[0], target)
+        records.record_best(module, best[1], reference * best[0], target)
     return filed, best is not None

@@ -29,7 +29,7 @@ from tvm_ffi import structural_hash
 
 from ..errors import ArtifactError
 from ..measuring.isolated import Failed
-from ..measuring.lines import append, mend, whole_lines
+from ..measuring.lines import append_line, repair_lines, whole_lines
 from ..measuring.machine import Machine, machine
 from ..records import decode
 from ..target import Target
@@ -76,7 +76,7 @@ class Database:
         except OSError as error:
             raise DatabaseError(f"'{self.folder}' cannot be written: {error.strerror or error}.") from error
         with locked(self.folder):
-            mend(self.folder / _JOURNAL)
+            repair_lines(self.folder / _JOURNAL)
             self._trials, self._best = (SharedRecords(self.folder / name) for name in (TRIALS, BEST))
         self._failures = [trial for trial in journal(self.folder) if trial.cause is not None]
 
@@ -107,8 +107,8 @@ class Database:
 
     def _note(self, trial: Trial) -> None:
         with locked(self.folder):
-            mend(self.folder / _JOURNAL)  # another process may have been killed since
-            append(self.folder / _JOURNAL, asdict(trial))
+            repair_lines(self.folder / _JOURNAL)  # another process may have been killed since
+            append_line(self.folder / _JOURNAL, asdict(trial))
 
     def known(self, task: tvm.IRModule) -> dict[str, float]:
         """Seconds of the choices that were measured for a task."""
@@ -129,12 +129,12 @@ class Database:
         name = identity(task)
         return {failure.candidate: failure for failure in self._failures if failure.task == name}
 
-    def settle(self, task: tvm.IRModule, trace: Trace, seconds: float, target: tvm.target.Target) -> None:
+    def record_best(self, task: tvm.IRModule, trace: Trace, seconds: float, target: tvm.target.Target) -> None:
         """Appends the default, and what won a last comparison with it. Of several the fastest counts."""
         with locked(self.folder):
             self._best.commit(task, trace, seconds, target)
 
-    def settled(self, task: tvm.IRModule) -> ms.database.TuningRecord | None:
+    def best_record(self, task: tvm.IRModule) -> ms.database.TuningRecord | None:
         """The fastest of these."""
         return next(iter(records_of(self._best.known, task)), None)
 
@@ -216,7 +216,7 @@ def best(folder: Path) -> list[ms.database.TuningRecord]:
 
 
 def pack(folder: Path) -> None:
-    """Compresses what is settled for an architecture, whose folder this is: `held` reads it, nobody can add to it."""
+    """Compresses the best records for an architecture, whose folder this is: `held` reads it, nobody can add to it."""
     for name in (WORKLOADS, RECORDS):
         path = folder / BEST / name
         path.with_name(f"{name}{_PACKED}").write_bytes(lzma.compress(path.read_bytes()))

@@ -60,7 +60,7 @@ def _table(summaries: Sequence[upkeep.Summary]) -> str:
         for name in dict.fromkeys(summary.architecture for summary in summaries):
             table = Table(title=name, title_justify="left")
             table.add_column("arguments", overflow="fold")
-            for heading in ("trials", "default", "fastest", "settled", "gain", "estimate"):
+            for heading in ("trials", "default", "fastest", "best", "gain", "estimate"):
                 table.add_column(heading, justify="right")
             table.add_column("failed")
             for summary in (summary for summary in summaries if summary.architecture == name):
@@ -75,8 +75,8 @@ def _cells(s: upkeep.Summary) -> tuple[str, ...]:
         str(s.trials),
         units.time(s.default),
         units.time(s.fastest),
-        "-" if s.settled is None else units.time(s.settled),
-        "-" if s.settled is None else f"{s.default / s.settled:.2f}x",
+        "-" if s.best is None else units.time(s.best),
+        "-" if s.best is None else f"{s.default / s.best:.2f}x",
         "-" if s.estimate is None else f"{s.estimate:.2f}",
         causes(s.failures),
     )

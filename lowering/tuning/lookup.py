@@ -62,7 +62,7 @@ class Records:
         """database is a folder of `tune`, or None. What it does not know, presets may."""
         self._target = target.tvm
         self._sources = [
-            *(_settled(best(part), _TUNED) for part in (parts_for(database, target) if database else ())),
+            *(_best_records(best(part), _TUNED) for part in (parts_for(database, target) if database else ())),
             *(_presets(part) for part in parts_like(PRESETS, architecture(target))),
         ]
 
@@ -170,10 +170,10 @@ def by_size(sizes: Sequence[Size], points: dict[tuple[int, ...], Choice]) -> Cho
 @functools.cache
 def _presets(part: Path) -> list[_Record]:
     """Those of a folder of the package, whose files stay as they are: reading them takes a fifth of a small compile."""
-    return _settled(best(part), _PRESET)
+    return _best_records(best(part), _PRESET)
 
 
-def _settled(records: Iterable[ms.database.TuningRecord], source: str) -> list[_Record]:
+def _best_records(records: Iterable[ms.database.TuningRecord], source: str) -> list[_Record]:
     """The fastest of each task; its default is the slowest, or the only one."""
     found: dict[ms.database.Workload, list[tuple[float, str, Trace]]] = {}
     for record in records:

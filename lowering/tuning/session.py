@@ -26,10 +26,10 @@ from .choices import recorded
 from .context import Context, candidate, strategy
 from .cost_model import learn, model_of, predicted
 from .database import Database, best, identity, parts_like
+from .final_comparison import FinalComparison
 from .local import Site, Workshop
 from .loop_space import LoopSpace
 from .scheduler import Scheduler, Search
-from .settling import Settling
 from .space import space_of
 from .subject import Subject
 from .task import NotTunable, loops_task, tiles_task, written
@@ -212,10 +212,10 @@ class Session:
             self.ended = "candidates" if not over() else "time" if late() else "trials"
         except KeyboardInterrupt:
             self.ended = "interrupt"
-        place = self.folder / "settling"
-        settling = Settling(self.searches, self.subject, self._model, place, self.workshop, self.target)
-        settling.run(_WHOLE_SECONDS[self.effort], told)
-        self.whole_gain = settling.gain
+        place = self.folder / "final_comparison"
+        final_comparison = FinalComparison(self.searches, self.subject, self._model, place, self.workshop, self.target)
+        final_comparison.run(_WHOLE_SECONDS[self.effort], told)
+        self.whole_gain = final_comparison.gain
 
     def _begin(self, name: str) -> None:
         """Builds the default and what it is compared with, and has it measured everywhere."""

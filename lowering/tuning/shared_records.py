@@ -16,7 +16,7 @@ import tvm
 from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 
-from ..measuring.lines import mend
+from ..measuring.lines import repair_lines
 from .record_lines import DatabaseError, check_records, check_workloads
 from .task import MAIN
 
@@ -59,7 +59,7 @@ def opened(folder: Path) -> ms.database.JSONDatabase:
     The caller holds the lock where other processes may write. Raises DatabaseError.
     """
     for name in (WORKLOADS, RECORDS):
-        mend(folder / name)
+        repair_lines(folder / name)
     check_records(folder / RECORDS)
     check_workloads(folder / WORKLOADS)
     try:

@@ -46,7 +46,7 @@ class Summary:
     failures: dict[str, int]
     default: float
     fastest: float
-    settled: float | None
+    best: float | None
     estimate: float | None
 
 
@@ -86,7 +86,7 @@ def merge(sources: Sequence[Path], target: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> int:
-    """Leaves of each task so many of the fastest trials, and what is settled; answers with how many went.
+    """Leaves of each task so many of the fastest trials, and the best records; answers with how many went.
 
     The journal stays, so that candidates that failed are not tried again.
     """
@@ -116,7 +116,7 @@ def _prune(part: Path, keep: int) -> int:
 
 
 def export(folder: Path, target: Path) -> None:
-    """A database of what is settled alone: all that `compile` reads. Raises DatabaseError."""
+    """A database of the best records alone: all that `compile` reads. Raises DatabaseError."""
     for part in parts(folder):
         mine = target / part.name
         for name in (TRIALS, BEST):
@@ -151,7 +151,7 @@ def pack(folder: Path, target: Path, least: float) -> int:
 
 
 def _gain(records: Sequence[ms.database.TuningRecord]) -> float:
-    """Of what is settled, the fastest first; the default is the slowest."""
+    """Of the best records, the fastest first; the default is the slowest."""
     return seconds_of(records[-1]) / seconds_of(records[0])
 
 

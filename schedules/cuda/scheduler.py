@@ -28,10 +28,10 @@ class Scheduler:
     are fewer query tiles than SMs, the keys of each are cut into `splits` parts, each of which is work of
     its own.
 
-    Under a causal mask late rows are dear and early ones cheap. A block takes both ends of a pack in turn then, the
-    first tile with the last, the second with the last but one: pairs cost the same, whatever pack they are of. Of an
-    odd number of tiles the one in the middle is computed twice. Where pairs would leave blocks without work, tiles come
-    one by one, dear ones first, of as many packs as make it fair.
+    Under a causal mask late rows are expensive and early ones cheap. A block takes both ends of a pack in turn then,
+    the first tile with the last, the second with the last but one: pairs cost the same, whatever pack they are of. Of
+    an odd number of tiles the one in the middle is computed twice. Where pairs would leave blocks without work, tiles
+    come one by one, expensive ones first, of as many packs as make it fair.
     """
 
     def __init__(self, bound: Bound, tiles: WgmmaTiles, device: Device, group: int) -> None:

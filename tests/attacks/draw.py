@@ -55,9 +55,9 @@ class Draw:
     def broadcast(self, shape: Sequence[int]) -> tuple[int, ...]:
         """A shape that broadcasts to that one, now and then one that does not."""
         dims = [1 if self.chance(0.25) else d for d in shape][self.int(0, len(shape)) if self.chance(0.3) else 0 :]
-        return self.spoilt(dims) if self.chance(0.1) else tuple(dims)
+        return self.corrupted(dims) if self.chance(0.1) else tuple(dims)
 
-    def spoilt(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def corrupted(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape with one size replaced by another."""
         dims = list(shape)
         if dims:

@@ -16,7 +16,7 @@ from .pool import FINDINGS, Zygote
 
 CALLS = 3
 
-# What campaigns have found, which stays mended.
+# What campaigns have found, which stays fixed.
 FOUND = [
     ("", "Cast", 97000013),
     ("", "ConstantOfShape", 96000026),

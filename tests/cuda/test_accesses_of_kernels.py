@@ -20,11 +20,11 @@ from kv_write_cases import Case as KvWrite
 from kv_write_cases import arrays
 from machine_code import prefill
 from prefill_cases import CAUSAL, THREE_D, draw, problem
+from sampled import sampled
 from scatter_cases import Case as Update
 from scatter_cases import random_rows
 from test_chunks_and_rows import RULES, expected, function
 from test_matmul_on_gpus import Case, first_variant
-from thinned import thinned
 from tvm import tirx
 
 import lowering
@@ -79,7 +79,7 @@ PREFILL = {
 }
 
 
-@pytest.mark.parametrize(("arch", "name"), thinned([(a, n) for a in ("sm_80", "sm_90a") for n in PREFILL], 8))
+@pytest.mark.parametrize(("arch", "name"), sampled([(a, n) for a in ("sm_80", "sm_90a") for n in PREFILL], 8))
 def test_prefill(arch: str, name: str) -> None:
     p = problem(**PREFILL[name])
     found = measured(attention(p, prefill(p, arch)[0], arch, 128, 256))
@@ -98,7 +98,7 @@ DECODE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(DECODE, 9))
+@pytest.mark.parametrize("name", sampled(DECODE, 9))
 def test_decode(name: str) -> None:
     p, gpu = problem(**DECODE[name]), DEVICES["sm_80"]
     func = attention_kernel(p, gpu, MmaTiles.default(p, gpu), DecodeTiles.default(p, gpu))
@@ -117,7 +117,7 @@ MATMULS = {
 ON = [(arch, name) for arch in ("sm_80", "sm_90a") for name in MATMULS]
 
 
-@pytest.mark.parametrize(("arch", "name"), thinned(ON, 13))
+@pytest.mark.parametrize(("arch", "name"), sampled(ON, 13))
 def test_matmuls(arch: str, name: str) -> None:
     case = MATMULS[name]
     module = emulated.module({"main": first_variant(case, arch).make()}, arch=arch)
@@ -126,7 +126,7 @@ def test_matmuls(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "length"),
-    thinned([(k, d, n) for k in RULES for d in ("float16", "float32") for n in (1024, 272)], 99),
+    sampled([(k, d, n) for k in RULES for d in ("float16", "float32") for n in (1024, 272)], 99),
 )
 def test_chunks_and_rows(kind: str, dtype: str, length: int) -> None:
     variant, _ = function(dtype, ("b", length), kind)

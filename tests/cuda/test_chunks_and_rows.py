@@ -12,7 +12,7 @@ import pytest
 import tvm
 from machine_code import global_accesses
 from prefill_cases import TURNS
-from thinned import thinned
+from sampled import sampled
 from tvm import te, tirx, topi
 
 import lowering
@@ -80,7 +80,7 @@ RULES = {"softmax": "reduction", "norm": "reduction", "largest": "reduction", "c
 CASES = [(kind, dtype, length) for kind in RULES for dtype in EPS for length in (1, 8, 37, 264, 1032)]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "length"), thinned(CASES, 7))
+@pytest.mark.parametrize(("kind", "dtype", "length"), sampled(CASES, 7))
 def test_lengths_and_types(kind: str, dtype: str, length: int) -> None:
     variant, rule = function(dtype, ("b", 3, length), kind)
     assert rule == RULES[kind]

@@ -15,8 +15,8 @@ from cuda_emulation import EmulationError, TensorMap
 from cuda_emulation.mutations import survivors
 from machine_code import emitted
 from prefill_cases import TURNS
+from sampled import sampled
 from test_matmul_on_gpus import Case, check, first_variant, made
-from thinned import thinned
 
 import lowering
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 3))
+@pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_matmuls(name: str) -> None:
     """Rows of whole clusters, so many that the last may be part empty, and too few, which another launch is for."""
     case = CASES[name]

@@ -16,7 +16,7 @@ import tvm
 from attention_cases import Case, arrays, check, outputs
 from machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill
 from machine_code import problem as prefill_problem
-from thinned import thinned
+from sampled import sampled
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -211,7 +211,7 @@ ALL = list(itertools.product(("sm_80", "sm_89", "sm_90a"), HEAD_DIMS, KINDS, (Fa
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), thinned(ALL, len(ALL)))
+@pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), sampled(ALL, len(ALL)))
 def test_nothing_is_spilled(arch: str, head_dim: int, name: str, causal: bool) -> None:
     """No register in memory, no conversion of integers, and no matmul more than tiles ask for."""
     p = coded(head_dim, name, causal)

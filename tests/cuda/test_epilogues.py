@@ -20,8 +20,8 @@ from cuda_emulation import device
 from cuda_emulation.processes import environment
 from matmul_code import machine_code_of
 from onnx import helper, numpy_helper
+from sampled import sampled
 from steps import work
-from thinned import thinned
 
 import lowering
 
@@ -246,7 +246,7 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
     return [rules[call.kernel] for call in model.manifest.calls], launches, worst
 
 
-@pytest.mark.parametrize(("name", "arch"), thinned(itertools.product(CASES, TARGETS), 3))
+@pytest.mark.parametrize(("name", "arch"), sampled(itertools.product(CASES, TARGETS), 3))
 def test_epilogues(name: str, arch: str) -> None:
     rules, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
@@ -264,7 +264,7 @@ AUDITED = itertools.product(("norm and rotation", "bfloat16, more heads, no norm
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("name", "arch"), thinned(AUDITED, 3))
+@pytest.mark.parametrize(("name", "arch"), sampled(AUDITED, 3))
 def test_machine_code(name: str, arch: str) -> None:
     """Nothing goes to memory that registers should hold; weights alone are asked for before earlier
     kernels are done. From sm_100 on ptxas keeps a few numbers there that are of use around the loop."""

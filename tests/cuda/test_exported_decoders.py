@@ -9,7 +9,7 @@ import cuda_emulation as emulated
 import numpy as np
 import onnx
 import pytest
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 from lowering.graph import windowed_caches
@@ -70,22 +70,22 @@ def served(name: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("name", thinned(IN_PLACE, 7))
+@pytest.mark.parametrize("name", sampled(IN_PLACE, 7))
 def test_caches_in_place(name: str) -> None:
     assert emulated.run(in_place, name, None, arch="sm_90a", timeout=500) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "precision"), thinned((("gpt_oss", "float16"), ("gemma3_text", None)), 2))
+@pytest.mark.parametrize(("name", "precision"), sampled((("gpt_oss", "float16"), ("gemma3_text", None)), 2))
 def test_caches_in_rings(name: str, precision: str | None) -> None:
     bar = 1e-5 if precision is None else 1e-2
     assert emulated.run(in_rings, name, precision, arch="sm_90a", timeout=500) < bar
 
 
-@pytest.mark.parametrize("name", thinned(("qwen3", "gemma3_text", "gpt_oss"), 3))
+@pytest.mark.parametrize("name", sampled(("qwen3", "gemma3_text", "gpt_oss"), 3))
 def test_half_precision(name: str) -> None:
     assert emulated.run(in_place, name, "float16", arch="sm_90a", timeout=500) < 1e-2
 
 
-@pytest.mark.parametrize("name", thinned(SERVED, 9))
+@pytest.mark.parametrize("name", sampled(SERVED, 9))
 def test_served(name: str) -> None:
     assert emulated.run(served, name, arch="sm_90a", timeout=500) < 1e-5

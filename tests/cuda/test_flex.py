@@ -20,7 +20,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "flex"))
 
 import mod_cases
-from flex_truth import assert_close, naive, truth, visible
+from flex_reference import assert_close, naive, truth, visible
 from mod_cases import Case
 
 import lowering

@@ -8,7 +8,7 @@ import cuda_emulation as emulated
 import numpy as np
 import pytest
 import tvm
-from thinned import thinned
+from sampled import sampled
 from tvm import te, tirx
 
 from lowering.tensorir.grouped import grouped_matmul
@@ -56,7 +56,7 @@ def tables(rows: int) -> dict[str, np.ndarray]:
 CASES = [("ping-pong", 70), *((name, rows) for name in TILES for rows in (9, 70, 200))]
 
 
-@pytest.mark.parametrize(("name", "rows"), thinned(dict.fromkeys(CASES), 9))
+@pytest.mark.parametrize(("name", "rows"), sampled(dict.fromkeys(CASES), 9))
 def test_each_row_times_its_matrix(name: str, rows: int) -> None:
     rng = np.random.default_rng(rows)
     x, matrices = (rng.standard_normal((n, DEPTH)).astype(np.float16) for n in (rows, GROUPS * COLUMNS))

@@ -10,7 +10,7 @@ import pytest
 from loop_model import beside
 from machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill, problem
 from prefill_cases import formula
-from thinned import thinned
+from sampled import sampled
 
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from schedules.cuda.attention_tiles import MmaTiles
@@ -62,7 +62,7 @@ TENSORS = ("float32 mask", "float mask", "bool mask")
 EVERY = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in itertools.product(HEAD_DIMS, VARIANTS)]
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "variant"), thinned(EVERY, 31))
+@pytest.mark.parametrize(("arch", "head_dim", "variant"), sampled(EVERY, 31))
 def test_variants(arch: str, head_dim: int, variant: str) -> None:
     """Whatever a problem asks for, its default tiles leave the registers that it takes."""
     p = dataclasses.replace(problem(head_dim, False), **VARIANTS[variant])
@@ -73,7 +73,7 @@ RECENT = [(arch, *case) for arch in ("sm_100", "sm_120")
           for case in itertools.product(HEAD_DIMS, (False, True), ("nothing", *VARIANTS))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "causal", "variant"), thinned(RECENT, 61))
+@pytest.mark.parametrize(("arch", "head_dim", "causal", "variant"), sampled(RECENT, 61))
 def test_loops_spill_nothing(arch: str, head_dim: int, causal: bool, variant: str) -> None:
     """ptxas keeps registers free for other warps from sm_100 on, and a few numbers that are of use around the loop in
     memory, whatever the tiles."""
@@ -87,7 +87,7 @@ def test_loops_spill_nothing(arch: str, head_dim: int, causal: bool, variant: st
 MASKED = [(arch, *case) for arch in ("sm_80", "sm_90a") for case in itertools.product((128, 64, 256), TENSORS)]
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "variant"), thinned(MASKED, 11))
+@pytest.mark.parametrize(("arch", "head_dim", "variant"), sampled(MASKED, 11))
 def test_decoding_under_a_mask(arch: str, head_dim: int, variant: str) -> None:
     code = machine_code(decode_alone(dataclasses.replace(problem(head_dim, False), **VARIANTS[variant]), arch), arch)
     assert (code.spills, code.stack, code.said) == (0, 0, "")

@@ -12,7 +12,7 @@ import pytest
 from cuda_emulation import Access, EmulationError
 from machine_code import decode_alone, prefill
 from prefill_cases import CAUSAL, Arrays, Kernels, close, close_to, draw, expected, problem
-from thinned import thinned
+from sampled import sampled
 from tvm import tirx
 
 from lowering.attention.mask_pairs import MaskPairs
@@ -52,7 +52,7 @@ def kernels(kernel: str, p: AttentionProblem) -> Kernels:
     return Kernels({kernel: p}, lambda _: made(kernel, p), KERNELS[kernel][0])
 
 
-@pytest.mark.parametrize(("kernel", "dim", "dtype", "mask"), thinned(EVERY, 17))
+@pytest.mark.parametrize(("kernel", "dim", "dtype", "mask"), sampled(EVERY, 17))
 def test_equals_the_reference(kernel: str, dim: int, dtype: str, mask: str) -> None:
     rows = KERNELS[kernel][1]
     kernels(kernel, given(dim, dtype, mask)).check(kernel, [(batch, rows, keys) for batch, keys in SIZES])
@@ -73,7 +73,7 @@ def of_mask(access: Access) -> bool:
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("kernel", "dtype"), thinned(itertools.product(KERNELS, TYPES), 5))
+@pytest.mark.parametrize(("kernel", "dtype"), sampled(itertools.product(KERNELS, TYPES), 5))
 def test_two_elements_are_one_load(kernel: str, dtype: str) -> None:
     size = {"bool": 1, "float32": 4}.get(dtype, 2)
     even, odd = mask_reads(kernel, dtype, 130), mask_reads(kernel, dtype, 129)

@@ -14,7 +14,7 @@ import pytest
 import tvm
 from machine_code import machine_code
 from prefill_cases import TURNS
-from thinned import thinned
+from sampled import sampled
 from tvm import te, tirx, topi
 
 from schedules.cuda.matmul import accepts_siblings, matmul
@@ -161,7 +161,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 3))
+@pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_equals_float64(name: str) -> None:
     case = CASES[name]
     check(case, made(case), TURNS[:1])
@@ -187,7 +187,7 @@ ON_HOPPER = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(ON_HOPPER, 2))
+@pytest.mark.parametrize("name", sampled(ON_HOPPER, 2))
 def test_on_hopper(name: str) -> None:
     """By TMA and wgmma, under every order of threads and of what is asynchronous."""
     case = ON_HOPPER[name]
@@ -297,7 +297,7 @@ AUDITED = {
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name", thinned(AUDITED, 2))
+@pytest.mark.parametrize("name", sampled(AUDITED, 2))
 def test_machine_code(name: str) -> None:
     """Tensor cores, no register in memory, and nothing that ptxas complains of."""
     arch = name.split(",")[0]

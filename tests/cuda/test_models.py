@@ -15,7 +15,7 @@ import pytest
 import tvm_ffi
 from cuda_emulation import device
 from matmul_code import matmuls
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 from lowering.choices import Precision
@@ -38,7 +38,7 @@ MODELS: list[tuple[str, str, Precision | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arch", "precision"), thinned(MODELS, 4))
+@pytest.mark.parametrize(("name", "arch", "precision"), sampled(MODELS, 4))
 def test_sample(name: str, arch: str, precision: Precision | None) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
     assert worst < BARS[precision] and kernels["matmuls"] > 0
@@ -53,7 +53,7 @@ def test_a_sample_of_float16() -> None:
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("name", "arch", "precision"), thinned([m for m in MODELS if m[2] is not None], 6))
+@pytest.mark.parametrize(("name", "arch", "precision"), sampled([m for m in MODELS if m[2] is not None], 6))
 def test_matmuls_are_on_tensor_cores(name: str, arch: str, precision: Precision) -> None:
     """By the machine code of every launch. (Attentions have heads too narrow for that in samples.)"""
     manifest, found = matmuls(SAMPLES / name / "model.onnx", arch, precision)

@@ -6,7 +6,7 @@ import cuda_emulation as emulated
 import pytest
 from mover_cases import HALF, TYPES
 from random_movers import random_model
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 
@@ -18,7 +18,7 @@ def wrong(seed: int, arch: str, count: int, dtypes: tuple[str, ...]) -> list[str
     return drawn.wrong(lowering.compile(drawn.proto(), f"cuda:{arch}").run(drawn.arrays))
 
 
-@pytest.mark.parametrize(("seed", "arch"), thinned([(seed, a) for seed in range(12) for a in ARCHITECTURES], 13))
+@pytest.mark.parametrize(("seed", "arch"), sampled([(seed, a) for seed in range(12) for a in ARCHITECTURES], 13))
 def test_random_models(seed: int, arch: str) -> None:
     dtypes = TYPES if seed % 2 else HALF
     assert emulated.run(wrong, seed, arch, 24, dtypes, arch=arch, timeout=500) == [], f"seed {seed}"

@@ -13,9 +13,9 @@ from cuda_emulation import EmulationError
 from cuda_emulation.mutations import survivors
 from machine_code import disassembled
 from prefill_cases import TURNS
+from sampled import sampled
 from sass import Function, Instruction, read
 from test_matmul_on_gpus import AUDITED, Case, check, first_variant, made
-from thinned import thinned
 
 from schedules.cuda.device import DEVICES
 from schedules.cuda.matmul_reader import Shape
@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 3))
+@pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_equals_float64(name: str) -> None:
     """Under every order of threads and of what is asynchronous; tiles odd and even in number, or but one."""
     case = CASES[name]

@@ -18,7 +18,7 @@ from prefill_cases import formula, problem
 
 sys.path.append(str(Path(__file__).parents[1] / "flex"))
 
-from flex_truth import visible
+from flex_reference import visible
 
 import lowering
 from lowering.flex import masks

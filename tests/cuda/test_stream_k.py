@@ -14,9 +14,9 @@ import tvm_ffi
 from cuda_emulation import EmulationError, device
 from cuda_emulation.mutations import survivors
 from prefill_cases import TURNS
+from sampled import sampled
 from steps import on_host
 from test_matmul_on_gpus import Case, check, made
-from thinned import thinned
 
 import lowering
 from lowering.runtime import tensors
@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 4))
+@pytest.mark.parametrize("name", sampled(CASES, 4))
 def test_equals_float64(name: str) -> None:
     """Under every order of threads and of what is asynchronous."""
     case = CASES[name]
@@ -66,7 +66,7 @@ DEALT = {
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("steps", thinned(DEALT, 3))
+@pytest.mark.parametrize("steps", sampled(DEALT, 3))
 def test_blocks_have_equal_shares(steps: int) -> None:
     """No step is multiplied twice, and none is left out."""
     case = Case(n=64, k=64 * steps, b_transposed=True, tiles=THREE)

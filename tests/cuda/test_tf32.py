@@ -15,9 +15,9 @@ import tvm
 from cuda_emulation.mutations import survivors
 from machine_code import machine_code
 from prefill_cases import TURNS
+from sampled import sampled
 from test_accesses_of_kernels import SIZE, is_good, measured
 from test_matmul_on_gpus import SMALL, Case, check, first_variant, made
-from thinned import thinned
 from tvm.tirx import reinterpret
 
 import lowering
@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 4))
+@pytest.mark.parametrize("name", sampled(CASES, 4))
 def test_equals_float64(name: str) -> None:
     """As TF32 up to an error of 2^-11 of each operand, and in two parts up to that of sums in float32."""
     arch, case = CASES[name]
@@ -70,7 +70,7 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(FEW, 3))
+@pytest.mark.parametrize("name", sampled(FEW, 3))
 def test_few_rows(name: str) -> None:
     case = FEW[name]
     check(case, made(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:1])
@@ -136,7 +136,7 @@ ACCESSED = {
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name", thinned(ACCESSED, 3))
+@pytest.mark.parametrize("name", sampled(ACCESSED, 3))
 def test_no_bank_is_met_twice(name: str) -> None:
     """Chunks as they come and go, and elements that are read one by one, at swizzled places."""
     case = ACCESSED[name]
@@ -156,7 +156,7 @@ AUDITED = {
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("arch", thinned(AUDITED, 4))
+@pytest.mark.parametrize("arch", sampled(AUDITED, 4))
 def test_machine_code(arch: str) -> None:
     """Tensor cores, no register in memory, and nothing that ptxas complains of."""
     case = AUDITED[arch]
@@ -178,7 +178,7 @@ MODELS = [
 BARS = {"tf32": 3e-3, "3xtf32": 2e-6}
 
 
-@pytest.mark.parametrize(("name", "arch", "precision"), thinned(MODELS, 4))
+@pytest.mark.parametrize(("name", "arch", "precision"), sampled(MODELS, 4))
 def test_sample(name: str, arch: str, precision: str) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
     assert worst < BARS[precision]
@@ -212,7 +212,7 @@ def convolved(precision: str | None, target: str) -> tuple[dict[str, np.ndarray]
     return there.run(given), lowering.compile(model).run(given), " ".join(there.manifest.notes)
 
 
-@pytest.mark.parametrize("precision", thinned(["3xtf32", "tf32"], 2))
+@pytest.mark.parametrize("precision", sampled(["3xtf32", "tf32"], 2))
 def test_convolutions(precision: str) -> None:
     got, want, notes = emulated.run(convolved, precision, "cuda:sm_80", arch="sm_80", timeout=300)
     for name, array in want.items():

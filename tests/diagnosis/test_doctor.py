@@ -66,7 +66,7 @@ def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> No
     packages.examine(report)
     assert not report.ok
     (pair,) = (p for p in report.problems if "do not go together" in p.what)
-    assert "segmentation fault" in pair.what and pair.mend == "pip install apache-tvm-ffi==0.1.14.post1"
+    assert "segmentation fault" in pair.what and pair.fix == "pip install apache-tvm-ffi==0.1.14.post1"
     assert any(p.what == "numpy 1.26.4 is installed, and onnx-lowering needs numpy>=2.1." for p in report.problems)
 
 
@@ -110,7 +110,7 @@ def test_no_linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = Report()
     toolchain.examine(report)
     assert report.problems[0].what == "gcc cannot make a shared library: pthread.h: No such file."
-    assert not report.ok and "libc6-dev" in report.problems[0].mend
+    assert not report.ok and "libc6-dev" in report.problems[0].fix
 
 
 def test_a_control_group_with_less_time_than_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_control_group_with_less_time_than_cpus(monkeypatch: pytest.MonkeyPatc
     here.examine(report, tmp_path)
     assert report.facts["machine"]["memory limit"] == "3.0 GiB by the control group"
     (problem,) = (p for p in report.problems if "control group" in p.what)
-    assert "1.5 CPUs, and a call takes 8 threads" in problem.what and "threads=1" in problem.mend
+    assert "1.5 CPUs, and a call takes 8 threads" in problem.what and "threads=1" in problem.fix
     assert not problem.blocks
 
 
@@ -173,7 +173,7 @@ def test_drivers_and_gpus(version: int, status: int, tmp_path: Path, monkeypatch
     report = Report()
     toolchain.examine(report)
     said = [problem.what for problem in report.problems]
-    assert report.ok and all(problem.mend for problem in report.problems)
+    assert report.ok and all(problem.fix for problem in report.problems)
     assert report.facts["gpu"]["driver"] == f"for CUDA {version // 1000}.{version % 1000 // 10}"
     assert ("the NVIDIA driver is for CUDA 12, and artifacts need CUDA 13." in said) == (version < 13000)
     assert ("the NVIDIA driver is there and says error 999." in said) == (status != 0)

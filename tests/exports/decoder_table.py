@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        sys.path.append(str(Path(__file__).parents[1]))  # for `thinned`
+        sys.path.append(str(Path(__file__).parents[1]))  # for `sampled`
         print(json.dumps(measure(arguments.one)))
         return
     rows: list[Row] = []

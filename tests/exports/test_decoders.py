@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 from mobius_models import CAPACITY, KEPT
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 from lowering.compiling.options import Options
@@ -250,12 +250,12 @@ def error_served(name: str, precision: Any) -> float:
     return float(worst)
 
 
-@pytest.mark.parametrize(("name", "precision"), thinned(IN_PLACE, 3))
+@pytest.mark.parametrize(("name", "precision"), sampled(IN_PLACE, 3))
 def test_caches_in_place(name: str, precision: Any) -> None:
     assert error_in_place(name, precision) < BARS[precision]
 
 
-@pytest.mark.parametrize(("name", "precision"), thinned(SERVED, 4))
+@pytest.mark.parametrize(("name", "precision"), sampled(SERVED, 4))
 def test_served(name: str, precision: Any) -> None:
     assert error_served(name, precision) < BARS[precision]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from exporter_table import measure, verdict
 from mobius_models import KEPT_GRAPHS
-from thinned import thinned
+from sampled import sampled
 
 FOLDER = Path(__file__).parent / "graphs"
 
 
-@pytest.mark.parametrize("name", thinned(KEPT_GRAPHS, 5))
+@pytest.mark.parametrize("name", sampled(KEPT_GRAPHS, 5))
 def test_graphs_equal_onnxruntime(name: str) -> None:
     found = measure(FOLDER / f"{name}.onnx")
     assert verdict(found) == "right", found

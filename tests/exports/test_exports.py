@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import table
 from forms import PARTIAL, Export, Setting, found, published
-from thinned import thinned
+from sampled import sampled
 
 SAMPLES = Path(__file__).parent / "samples"
 
 
-@pytest.mark.parametrize("folder", thinned(sorted(SAMPLES.iterdir()), 2), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", sampled(sorted(SAMPLES.iterdir()), 2), ids=lambda folder: folder.name)
 def test_sample(folder: Path) -> None:
     outcome = table.measure(folder)
     assert not outcome.reason

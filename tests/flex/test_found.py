@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_truth import assert_close, naive, truth
+from flex_reference import assert_close, naive, truth
 
 from lowering import flex
 

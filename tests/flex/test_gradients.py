@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 import schedules
@@ -156,7 +156,7 @@ CASES = {  # which sizes, and whether float32 is looked at, too
 }
 
 
-@pytest.mark.parametrize("name", thinned(VARIANTS, 2))
+@pytest.mark.parametrize("name", sampled(VARIANTS, 2))
 def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
     variant, (which, in_float32) = VARIANTS[name], CASES[name]
     rng, sizes = np.random.default_rng(7), SIZES[which]
@@ -182,7 +182,7 @@ def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
         assert off <= 3e-5 * np.abs(found[operand]).max(), operand
 
 
-@pytest.mark.parametrize("dtype", thinned([ml_dtypes.bfloat16, np.float16], 2))
+@pytest.mark.parametrize("dtype", sampled([ml_dtypes.bfloat16, np.float16], 2))
 def test_half_precision(dtype: Any) -> None:
     variant, rng = VARIANTS["soft cap and ALiBi"], np.random.default_rng(5)
     given = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
@@ -220,18 +220,18 @@ def test_what_nobody_sees_has_no_part() -> None:
     variant = Variant(flex.mods.soft_cap(7.0), near)
     module = _module(variant, given)
     expected = _gradients(module, given)
-    spoilt = dict(given)
+    corrupted = dict(given)
     for name, value in (("k", np.nan), ("v", np.inf)):
-        spoilt[name] = given[name].copy()
-        spoilt[name][:, :, 64:] = value
-    found = _gradients(module, spoilt)
+        corrupted[name] = given[name].copy()
+        corrupted[name][:, :, 64:] = value
+    found = _gradients(module, corrupted)
     for name in ("dq", "dk", "dv"):
         assert np.array_equal(found[name], expected[name]), name
     # A key that rows from 40 on see: the gradients of rows before are what they were.
-    spoilt["k"] = given["k"].copy()
-    spoilt["k"][:, :, 40] = np.nan
-    spoilt["v"] = given["v"]
-    found = _gradients(module, spoilt)
+    corrupted["k"] = given["k"].copy()
+    corrupted["k"][:, :, 40] = np.nan
+    corrupted["v"] = given["v"]
+    found = _gradients(module, corrupted)
     assert np.allclose(found["dq"][:, :, :40], expected["dq"][:, :, :40], rtol=1e-5, atol=1e-6)
     assert np.isnan(found["dq"][:, :, 40:]).all()
 

@@ -23,7 +23,7 @@ from library_cases import (
     t5_both,
     t5_bucket,
 )
-from thinned import thinned
+from sampled import sampled
 
 from lowering import InputError, flex
 from lowering.flex import masks, mods
@@ -68,7 +68,7 @@ def test_a_mask_shows_what_its_oracle_does(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks"), thinned(((name, b) for name in MASKS if hasattr(masks, name) for b in (False, True)), 3)
+    ("name", "blocks"), sampled(((name, b) for name in MASKS if hasattr(masks, name) for b in (False, True)), 3)
 )
 def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     case = MASKS[name]
@@ -81,7 +81,7 @@ def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     np.testing.assert_allclose(y, attention(scores_of(q, k), v, visible(case)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", thinned(SCORES, 2))
+@pytest.mark.parametrize("name", sampled(SCORES, 2))
 def test_attention_with_a_score_mod(name: str) -> None:
     mod, captures, oracle = SCORES[name]
     q, k, v = operands(ROWS, KEYS)

@@ -10,9 +10,9 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
 import numpy as np
 import pytest
-from flex_truth import assert_close, blocks_of, naive, truth, visible
+from flex_reference import assert_close, blocks_of, naive, truth, visible
 from mod_cases import BOTH, MASKS, SCORES, Case
-from thinned import thinned
+from sampled import sampled
 
 from lowering import flex
 
@@ -76,7 +76,7 @@ def call(
     assert (y[hidden] == 0).all() and np.isneginf(lse[hidden]).all()
 
 
-@pytest.mark.parametrize("number", thinned(range(len(CASES)), 2), ids=[case.name for case in CASES])
+@pytest.mark.parametrize("number", sampled(range(len(CASES)), 2), ids=[case.name for case in CASES])
 def test_mods(number: int) -> None:
     """Every mod with one of each choice, at all lengths."""
     for lengths in LENGTHS:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_truth import blocks_of, called, grid, naive, truth, visible
+from flex_reference import blocks_of, called, grid, naive, truth, visible
 from random_mods import NEAR, Drawn
 
 from lowering import flex

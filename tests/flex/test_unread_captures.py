@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from flex_truth import truth
+from flex_reference import truth
 
 from lowering import flex
 from lowering.errors import InputError

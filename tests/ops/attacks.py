@@ -107,8 +107,8 @@ def _axes(operator: str, legal: Sequence[np.ndarray], x: np.ndarray = X, **attri
 def _channels(operator: str, vectors: int, opset: int = 22, **attributes: Any) -> Attack:
     """An operator on [N, C, D] with vectors of [C], each of which is also given shorter and longer."""
     x, whole = floats(2, 4, 3), [floats(4)] * vectors
-    spoilt = [[*whole[:k], floats(n), *whole[k + 1 :]] for k in range(vectors) for n in (1, 3, 900)]
-    calls = [(True, [x, *whole]), *((False, [x, *v]) for v in spoilt)]
+    corrupted = [[*whole[:k], floats(n), *whole[k + 1 :]] for k in range(vectors) for n in (1, 3, 900)]
+    calls = [(True, [x, *whole]), *((False, [x, *v]) for v in corrupted)]
     dims = [["n", "c", "d"], *([f"v{k}"] for k in range(vectors))]
     return Attack(operator, dims, calls, opset=opset, attributes=attributes)
 

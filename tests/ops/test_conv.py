@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 
@@ -114,7 +114,7 @@ def test_rules() -> None:
         np.testing.assert_allclose(compiled.run({"x": x})["y"], expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("channels", thinned((37, 1, 3, 16, 24), 4))
+@pytest.mark.parametrize("channels", sampled((37, 1, 3, 16, 24), 4))
 def test_windows(channels: int) -> None:
     """Every border: windows larger than the data, holes in them, places at their ends, NaN and infinity in pools."""
     case = Expectations()

@@ -96,10 +96,10 @@ def test_later_tokens_change_nothing(rule: str) -> None:
     given = case.feeds(40, seed=5)
     clean = np.array(module(**given)["y"])
     for bad in (np.nan, np.inf):
-        spoilt = {name: x.copy() for name, x in given.items()}
-        for name in set(spoilt) - {"state"}:
-            spoilt[name][:, 21:] = bad
-        found = np.asarray(module(**spoilt)["y"])
+        corrupted = {name: x.copy() for name, x in given.items()}
+        for name in set(corrupted) - {"state"}:
+            corrupted[name][:, 21:] = bad
+        found = np.asarray(module(**corrupted)["y"])
         assert np.array_equal(found[:, :21], clean[:, :21])
 
 

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 import lowering
 from lowering.compiling import artifact
-from lowering.compiling.carried import link_options
+from lowering.compiling.bundled_sources import link_options
 from lowering.manifest import Manifest, TensorSpec
 from lowering.passes.alignment import assume_alignment
 from lowering.passes.plan_memory import plan_memory

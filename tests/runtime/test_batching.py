@@ -91,7 +91,7 @@ def test_one_alone_waits_no_longer_than_said(two: lowering.Model) -> None:
 
 
 def test_who_is_to_blame_fails_alone() -> None:
-    """An index out of its table spoils the call of all, which are run again one by one."""
+    """An index out of its table corrupts the call of all, which are run again one by one."""
     gather = model("(int64[n] i) => (float[n, 2] y) <float[3, 2] t = {1, 2, 3, 4, 5, 6}> { y = Gather (t, i) }")
     with lowering.Batching(gather, wait=0.2) as batching:
         futures = [batching.submit({"i": np.array([i])}) for i in (0, 7, 2)]

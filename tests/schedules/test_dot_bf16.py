@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from sampled import sampled
 from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, at_end, call, draw, placed, problem
-from thinned import thinned
 from this_machine import WIDEST
 
 import schedules
@@ -55,7 +55,7 @@ def test_pairs_become_the_instruction(q_len: int) -> None:
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("name", thinned(PROBLEMS, 2))
+@pytest.mark.parametrize("name", sampled(PROBLEMS, 2))
 def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None:
     """Each weight may be half a unit in the last place off, and the output another one."""
     p = PROBLEMS[name]

@@ -14,12 +14,12 @@ from gpt_malformed_types import CACHED, SELF, Defect, Found, replaced
 
 
 def _window_of(value: int) -> Any:
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         sizes = drawing.arguments["host_max_attention_window_sizes"]
         sizes[drawing.case.layer % len(sizes)] = value
         return ("host_max_attention_window_sizes",), ()
 
-    return spoil
+    return corrupt
 
 
 def _sinks_fill(drawing: Drawing) -> Found:

@@ -31,11 +31,11 @@ from gpt_malformed_types import (
 
 
 def _without(argument: str, *names: str) -> Any:
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         del drawing.arguments[argument]
         return (argument, *names), ()
 
-    return spoil
+    return corrupt
 
 
 # a required argument or scale missing
@@ -143,12 +143,12 @@ def _streaming_chunk(drawing: Drawing) -> Found:
 
 
 def _uncached(**values: Any) -> Any:
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         for name, value in values.items():
             drawing.arguments[name] = drawing.array([value] * len(drawing.lengths.past))
         return ("use_cache", *values), ()
 
-    return spoil
+    return corrupt
 
 
 def _cache_unused(drawing: Drawing) -> Found:
@@ -321,7 +321,7 @@ def spoiled(defect: Defect, seed: int) -> Malformed | None:
     features = complete(chosen(defect.features, random_), random_, 500)
     assert features is not None, defect
     drawing = Drawing(features, np.random.default_rng(seed))
-    found = defect.spoil(drawing)
+    found = defect.corrupt(drawing)
     if found is None:
         return None
     names, requests = found

@@ -18,11 +18,11 @@ Change = Callable[[np.ndarray], np.ndarray]
 def _changed(argument: str, change: Change, *names: str) -> Callable[[Drawing], Found]:
     """The argument replaced by what change makes of it."""
 
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         drawing.arguments[argument] = change(drawing.arguments[argument]).copy()
         return (argument, *names), ()
 
-    return spoil
+    return corrupt
 
 
 def _shorter(array: np.ndarray) -> np.ndarray:
@@ -57,12 +57,12 @@ def _deeper(array: np.ndarray) -> np.ndarray:
 
 
 def _part(which: int, change: Change) -> Callable[[Drawing], Found]:
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         parts = drawing.arguments["qkv"]
         parts[which] = change(parts[which]).copy()
         return ("qkv",), ()
 
-    return spoil
+    return corrupt
 
 
 def _rows() -> Iterator[Defect]:
@@ -202,7 +202,7 @@ def _masks() -> Iterator[Defect]:
 
 
 def _cut_pool(change: Change) -> Callable[[Drawing], Found]:
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         changed = change(drawing.pool()).copy()
         if "past_key_value" in drawing.arguments:
             drawing.arguments["past_key_value"] = changed
@@ -210,7 +210,7 @@ def _cut_pool(change: Change) -> Callable[[Drawing], Found]:
             drawing.arguments["host_kv_cache_pool_pointers"][drawing.pool_number] = changed
         return POOLS, ()
 
-    return spoil
+    return corrupt
 
 
 def _three_tokens(pool: np.ndarray) -> np.ndarray:
@@ -228,11 +228,11 @@ def _wrong_layer(drawing: Drawing) -> Found:
 
 
 def _wrong_mapping(column: int) -> Callable[[Drawing], Found]:
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         drawing.arguments["host_kv_cache_pool_mapping"][drawing.case.layer, column] = 7
         return ("host_kv_cache_pool_mapping",), ()
 
-    return spoil
+    return corrupt
 
 
 def _short_mapping(drawing: Drawing) -> Found:

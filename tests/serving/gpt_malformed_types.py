@@ -22,12 +22,12 @@ POOLS = ("past_key_value", "host_kv_cache_pool_pointers", "kv_cache_block_offset
 
 @dataclass(frozen=True)
 class Defect:
-    """One way to spoil calls of configurations with these features; a tuple of values offers several."""
+    """One way to corrupt calls of configurations with these features; a tuple of values offers several."""
 
     line: str  # of the description of errors, or the section elsewhere
     name: str
     features: Mapping[str, Any]
-    spoil: Callable[[Drawing], Found]
+    corrupt: Callable[[Drawing], Found]
     error: type[Exception] | tuple[type[Exception], ...] = ValueError
     times: int = 1  # in a round through all defects
 
@@ -58,8 +58,8 @@ def per_request(drawing: Drawing, request: int) -> slice:
 def replaced(names: tuple[str, ...], **values: Any) -> Callable[[Drawing], Found]:
     """These arguments get these values."""
 
-    def spoil(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Found:
         drawing.arguments.update(values)
         return names, ()
 
-    return spoil
+    return corrupt

@@ -16,7 +16,7 @@ import onnx
 import tvm_ffi
 from tvm import relax
 
-from lowering.compiling.carried import link_options
+from lowering.compiling.bundled_sources import link_options
 from lowering.functions.gpt_attention import gpt_attention
 from lowering.graph.model import load_model
 from lowering.graph.written_inputs import name_written_inputs

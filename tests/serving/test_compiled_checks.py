@@ -42,37 +42,37 @@ def keys_of(inputs: Inputs) -> np.ndarray:
 
 
 def starts_elsewhere(name: str) -> Defect:
-    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+    def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
         inputs[name][0] = 1
         return name, (0,)
 
-    return spoil
+    return corrupt
 
 
 def starts_that_decrease(name: str) -> Defect:
-    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+    def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
         if len(inputs[name]) < 3:
             return None
         inputs[name][1] = inputs[name][2] + 1
         return name, (1,)
 
-    return spoil
+    return corrupt
 
 
 def other_totals(name: str) -> Defect:
-    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+    def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
         inputs[name][-1] += 1
         return name, ()
 
-    return spoil
+    return corrupt
 
 
 def decoding(count: int) -> Defect:
-    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+    def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
         inputs["decoding_batches"][...] = count if count < 0 else len(rows_of(inputs)) + count
         return "decoding_batches", ()
 
-    return spoil
+    return corrupt
 
 
 def few_mask_columns(case: cases.Case, inputs: Inputs) -> Blame:
@@ -108,7 +108,7 @@ def longer_than_the_cache(case: cases.Case, inputs: Inputs) -> Blame:
 
 
 def slots_outside(entry: int) -> Defect:
-    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+    def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
         wanted = np.flatnonzero(keys_of(inputs))
         if not len(wanted):
             return None
@@ -116,7 +116,7 @@ def slots_outside(entry: int) -> Defect:
         inputs["cachestarts"].reshape(len(keys_of(inputs)), -1)[b, 0] = entry
         return "cachestarts", (b,)
 
-    return spoil
+    return corrupt
 
 
 def too_few_pages(case: cases.Case, inputs: Inputs) -> Blame:
@@ -131,7 +131,7 @@ def too_few_pages(case: cases.Case, inputs: Inputs) -> Blame:
 def shared(writes: bool) -> Defect:
     """A request is given the page of another's new token: to write to, or to read only."""
 
-    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+    def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
         rows, keys, past = rows_of(inputs), keys_of(inputs), inputs["start_pos"]
         page = case.attribute("page_size") if case.attribute("cache_mode") else int(keys.max()) + 1
         table = inputs["cachestarts"].reshape(len(keys), -1)
@@ -152,7 +152,7 @@ def shared(writes: bool) -> Defect:
                     return "cachestarts", (int(one), other)
         return None
 
-    return spoil
+    return corrupt
 
 
 STARTS: dict[str, Defect] = {
@@ -220,10 +220,10 @@ def test_illegal_tables_are_refused(operator: str, mode: int) -> None:
     case, run = chosen(operator, mode), compiled(operator, mode, True).run
     found = set()
     for name, defect in OF[operator].items():
-        spoilt = broken(operator, mode, defect)
-        if spoilt is None:
+        corrupted = broken(operator, mode, defect)
+        if corrupted is None:
             continue
-        inputs, (argument, requests) = spoilt
+        inputs, (argument, requests) = corrupted
         before = {key: array.copy() for key, array in inputs.items()}
         with pytest.raises(InputError) as caught:
             run(inputs)
@@ -242,10 +242,10 @@ def test_illegal_tables_are_refused(operator: str, mode: int) -> None:
 def test_the_same_model_goes_on(operator: str, mode: int) -> None:
     """Behind an error legal calls are answered."""
     case = chosen(operator, mode)
-    spoilt = broken(operator, mode, OF[operator]["seqstarts decrease"])
-    assert spoilt is not None
+    corrupted = broken(operator, mode, OF[operator]["seqstarts decrease"])
+    assert corrupted is not None
     with pytest.raises(InputError, match="seqstarts"):
-        compiled(operator, mode, True).run(spoilt[0])
+        compiled(operator, mode, True).run(corrupted[0])
     inputs = case.arrays(np.random.default_rng(7))
     wanted = cases.expected(case, {key: array.copy() for key, array in inputs.items()})
     results = compiled(operator, mode, True).run(inputs)
@@ -256,10 +256,10 @@ def test_the_same_model_goes_on(operator: str, mode: int) -> None:
 @pytest.mark.parametrize("operator, mode", MODES)
 def test_unchecked_models_take_everything(operator: str, mode: int) -> None:
     for name, defect in OF[operator].items():
-        spoilt = broken(operator, mode, defect)
-        if spoilt is None or name in ("other keys", "longer than the cache"):  # sizes of results
+        corrupted = broken(operator, mode, defect)
+        if corrupted is None or name in ("other keys", "longer than the cache"):  # sizes of results
             continue
-        compiled(operator, mode, False).run(spoilt[0])
+        compiled(operator, mode, False).run(corrupted[0])
 
 
 # -- what is asked once -----------------------------------------------------------------------------------------------

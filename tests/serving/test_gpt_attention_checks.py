@@ -256,10 +256,12 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[Drawing], None]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text, features, spoil", OTHERS, ids=[text for text, _, _ in OTHERS])
-def test_other_illegal_calls_are_refused(text: str, features: dict[str, Any], spoil: Callable[[Drawing], None]) -> None:
+@pytest.mark.parametrize("text, features, corrupt", OTHERS, ids=[text for text, _, _ in OTHERS])
+def test_other_illegal_calls_are_refused(
+    text: str, features: dict[str, Any], corrupt: Callable[[Drawing], None]
+) -> None:
     drawing = drawn(0, **features)
-    spoil(drawing)
+    corrupt(drawing)
     with pytest.raises(ArgumentError, match=text):
         check(drawing.arguments)
 

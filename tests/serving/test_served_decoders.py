@@ -37,7 +37,7 @@ def alone(session: onnxruntime.InferenceSession, ids: np.ndarray) -> np.ndarray:
 
 
 class Pool:
-    """The arrays of a cache, of numbers that would spoil every sum, behind and in front of what nobody may touch."""
+    """The arrays of a cache, of numbers that would corrupt every sum, behind and in front of what nobody may touch."""
 
     def __init__(self, model: lowering.Model) -> None:
         served = model.manifest.served

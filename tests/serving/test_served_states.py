@@ -32,7 +32,8 @@ def decoder(node: onnx.NodeProto, tables: dict[str, np.ndarray], state: tuple[st
 
 
 class Requests:
-    """Calls of a model by hand: random parts of sequences, in slots whose last owners left numbers that spoil sums."""
+    """Calls of a model by hand: random parts of sequences, in slots whose last owners left numbers that corrupt
+    sums."""
 
     def __init__(self, model: lowering.Model, seed: int) -> None:
         assert model.manifest.served is not None and not model.manifest.notes

@@ -37,7 +37,7 @@ def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     summaries = upkeep.show(folders[0])
     assert len(summaries) == 6 and sum(s.trials for s in summaries) == records(folders[0], "trials")
     for s in summaries:
-        assert s.fastest <= s.default and s.settled is not None and s.settled <= s.default
+        assert s.fastest <= s.default and s.best is not None and s.best <= s.default
         assert {8, 24} & {shape[0] for shape in s.shapes if isinstance(shape, tuple)}
     assert main(["db", "show", str(folders[0])]) == 0
     shown = capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tm
     assert len(journal(merged)) > len(journal(one))
     upkeep.merge(folders, target)  # again: nothing is there twice
     assert records(target, "trials") == both[2] and len(best(merged)) == len(upkeep.show(target)) + sum(
-        s.settled is not None and s.settled < s.default for s in upkeep.show(target)
+        s.best is not None and s.best < s.default for s in upkeep.show(target)
     )
     module = lowering.compile(matmul(), database=target)
     assert all(kernel.source for kernel in module.manifest.kernels)
@@ -106,7 +106,7 @@ def test_prune_keeps_the_fastest_and_what_is_settled(folders: list[Path], tmp_pa
     after = upkeep.show(folder)
     assert gone == sum(s.trials for s in before) - sum(s.trials for s in after) > 0
     assert all(s.trials <= 4 for s in after)
-    assert [(s.fastest, s.settled) for s in before] == [(s.fastest, s.settled) for s in after]
+    assert [(s.fastest, s.best) for s in before] == [(s.fastest, s.best) for s in after]
 
 
 def test_an_export_is_all_that_compile_needs(

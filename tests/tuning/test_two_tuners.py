@@ -61,7 +61,9 @@ def test_commits_in_turn(turns: list[tuple[int, int]], records: Records, tmp_pat
     writers = [Database(tmp_path, TARGET) for _ in range(3)]
     for seconds, (writer, task) in enumerate(turns, 1):
         commit(writers[writer], records[task], float(seconds))
-        writers[writer].settle(records[task].workload.mod, records[task].trace, float(seconds), records[task].target)
+        writers[writer].record_best(
+            records[task].workload.mod, records[task].trace, float(seconds), records[task].target
+        )
     expected = sorted((identity(records[t].workload.mod), float(s)) for s, (_, t) in enumerate(turns, 1))
     assert held_of(part(tmp_path)) == held_of(part(tmp_path), database.BEST) == expected
     assert sorted((trial.task, trial.seconds) for trial in journal(part(tmp_path))) == expected

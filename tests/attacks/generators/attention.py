@@ -36,7 +36,7 @@ def attention(d: Draw, op: str) -> Attack:
         before = d.size(0.15) if past else 0
         shapes = [(batch, heads, rows, size), (batch, kv, keys, size), (batch, kv, keys, wide)]
         if d.chance(0.1):
-            shapes[d.int(0, 2)] = d.spoilt(d.pick(shapes))
+            shapes[d.int(0, 2)] = d.corrupted(d.pick(shapes))
         arrays: Arrays = [d.array(dtype, s, scale=1.0) for s in shapes]
         if flat:
             arrays = [a.swapaxes(1, 2).reshape(a.shape[0], a.shape[2], a.shape[1] * a.shape[3]).copy() for a in arrays]  # type: ignore[union-attr]
@@ -44,15 +44,15 @@ def attention(d: Draw, op: str) -> Attack:
         mask = None
         if mask_rank:
             dims = (d.pick((batch, 1)), d.pick((heads, 1)), rows, total)[4 - mask_rank :]
-            mask = d.array(mask_type, d.spoilt(dims) if d.chance(0.1) else dims)
+            mask = d.array(mask_type, d.corrupted(dims) if d.chance(0.1) else dims)
         arrays.append(mask)
         if past:
             kept = [(batch, kv, before, size), (batch, kv, before, wide)]
-            kept[1] = d.spoilt(kept[1]) if d.chance(0.05) else kept[1]
+            kept[1] = d.corrupted(kept[1]) if d.chance(0.05) else kept[1]
             arrays += [d.array(dtype, s, scale=1.0) for s in kept]
         if lengths:
             valid = np.array([d.wild(0, keys, 0.1) for _ in range(batch)], np.int64)
-            arrays += [None, None, valid if d.chance(0.95) else d.array("int64", d.spoilt((batch,)))]
+            arrays += [None, None, valid if d.chance(0.95) else d.array("int64", d.corrupted((batch,)))]
         return arrays if past or lengths or mask is not None else arrays[:3]
 
     def rule(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any = None, *rest: Any) -> Answer:
@@ -118,12 +118,12 @@ def rotary(d: Draw, op: str) -> Attack:
         size = 2 * half + extra
         shape = (batch, rows, heads * size) if flat else (batch, heads, rows, size)
         cache = (positions, half) if ids else (batch, rows, half)
-        caches = [d.spoilt(cache) if d.chance(0.07) else cache for _ in range(2)]
+        caches = [d.corrupted(cache) if d.chance(0.07) else cache for _ in range(2)]
         arrays: Arrays = [d.array(dtype, shape), *(d.array(dtype, c, scale=0.5) for c in caches)]
         if ids:
             where = d.indices((batch, rows), positions, 0.2, "int64")
             where = np.where((where < 0) & (where >= -positions), where + positions, where)
-            arrays.append(d.array("int64", d.spoilt(where.shape)) if d.chance(0.05) else where)
+            arrays.append(d.array("int64", d.corrupted(where.shape)) if d.chance(0.05) else where)
         return arrays
 
     def rule(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, where: np.ndarray | None = None) -> Answer:
@@ -177,9 +177,9 @@ def tensor_scatter(d: Draw, op: str) -> Attack:
         shape = list(d.shape(rank))
         room, rows = shape[at], d.int(0, max(shape[at], 1))
         update = (*shape[:at], rows, *shape[at + 1 :])
-        update = d.spoilt(update) if d.chance(0.1) else update
+        update = d.corrupted(update) if d.chance(0.1) else update
         where = np.array([d.wild(0, max(room - rows, 0), 0.12) for _ in range(shape[0])], np.int64)
-        where = d.array("int64", d.spoilt(where.shape)) if d.chance(0.05) else where
+        where = d.array("int64", d.corrupted(where.shape)) if d.chance(0.05) else where
         return [d.array(dtype, shape), d.array(dtype, update), *([where] if given else [])]
 
     def rule(past: np.ndarray, update: np.ndarray, where: np.ndarray | None = None) -> Answer:
@@ -209,7 +209,7 @@ def swiglu(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         shape = d.shape(rank)
-        return [d.array(dtype, shape), d.array(dtype, d.spoilt(shape) if d.chance(0.15) else shape)]
+        return [d.array(dtype, shape), d.array(dtype, d.corrupted(shape) if d.chance(0.15) else shape)]
 
     def rule(a: np.ndarray, b: np.ndarray) -> Answer:
         require(a.shape == b.shape, "two shapes")

@@ -70,7 +70,7 @@ def flex_attention(d: Draw, op: str) -> Attack:
         batch, rows, keys = d.size(), d.size(), d.size(0.08)
         shapes = [(batch, group * kv_heads, rows, size), (batch, kv_heads, keys, size), (batch, kv_heads, keys, wide)]
         if d.chance(0.1):
-            shapes[d.int(0, 2)] = d.spoilt(d.pick(shapes))  # type: ignore[call-overload]
+            shapes[d.int(0, 2)] = d.corrupted(d.pick(shapes))  # type: ignore[call-overload]
         return [d.array(dtype, s, scale=1.0) for s in shapes]
 
     def rule(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Answer:

@@ -26,7 +26,7 @@ def fused_conv(d: Draw, op: str) -> Attack:
         except Exception:  # an attack by itself
             y = None
         shape = x.shape if y is None else y[0].shape
-        return [x, w, bias[0] if bias else None, d.array("float32", d.spoilt(shape) if d.chance(0.2) else shape)]
+        return [x, w, bias[0] if bias else None, d.array("float32", d.corrupted(shape) if d.chance(0.2) else shape)]
 
     def rule(x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, z: np.ndarray | None = None) -> Answer:
         answer = base.rule(x, w, b)

@@ -113,7 +113,7 @@ class Form:
 
     case: Features
     attributes: dict[str, Any]
-    spoilt: str | None  # an attribute that is not the case's own
+    corrupted: str | None  # an attribute that is not the case's own
     types: dict[str, str]  # of inputs that have another one than they should have
     ranks: dict[str, int]
     holes: frozenset[str]

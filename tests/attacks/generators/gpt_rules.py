@@ -220,10 +220,10 @@ def settled(form: Form, found: Tensors) -> None:
         raise Unspecified(f"{idle} mean nothing")
     if form.said("tp_size") > _MOST_RANKS or form.said("multi_block_mode") not in (None, *range(-1, _MOST_SPLITS + 1)):
         raise Unspecified("too many ranks or splits")
-    if form.spoilt in FLOAT and form.spoilt != "q_scaling":
-        raise Unspecified(f"{form.spoilt} of another size")
-    if form.spoilt in (*AT_TIMES, "num_kv_heads", "rope_scaling_config", "max_distance"):
-        raise Unspecified(f"{form.spoilt} that is out of use, or too large")
+    if form.corrupted in FLOAT and form.corrupted != "q_scaling":
+        raise Unspecified(f"{form.corrupted} of another size")
+    if form.corrupted in (*AT_TIMES, "num_kv_heads", "rope_scaling_config", "max_distance"):
+        raise Unspecified(f"{form.corrupted} that is out of use, or too large")
     if not form.said("use_cache") and len(form.outputs) > 1:
         raise Unspecified("no cache to give out")
     for name in used:

@@ -42,7 +42,7 @@ def gather_elements(d: Draw, op: str) -> Attack:
         shape = d.shape(rank)
         within = [s if k == axis % rank else d.int(0, s) if d.chance(0.3) else s for k, s in enumerate(shape)]
         within[axis % rank] = d.size()
-        indices = d.indices(d.spoilt(within) if d.chance(0.15) else within, shape[axis % rank], dtype=index_type)
+        indices = d.indices(d.corrupted(within) if d.chance(0.15) else within, shape[axis % rank], dtype=index_type)
         return [d.array(dtype, shape), indices]
 
     def rule(data: np.ndarray, indices: np.ndarray) -> Answer:
@@ -75,7 +75,7 @@ def gather_nd(d: Draw, op: str) -> Attack:
         shape = d.shape(rank)
         first = min(max(batch, 0), rank - 1)
         outer = [*shape[:first], *d.shape(max(index_rank - 1 - first, 0), most=60)]
-        outer = list(d.spoilt(outer)) if d.chance(0.15) else outer
+        outer = list(d.corrupted(outer)) if d.chance(0.15) else outer
         parts = [d.indices((*outer, 1), shape[min(first + k, rank - 1)], 0.15, "int64") for k in range(depth)]
         indices = np.concatenate(parts, -1) if parts else np.zeros((*outer, 0), np.int64)
         return [d.array(dtype, shape), indices]
@@ -114,8 +114,8 @@ def scatter_elements(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shape = d.shape(rank, most=400)
         inner = [d.int(0, s) if d.chance(0.4) else s for s in shape]
-        inner = list(d.spoilt(inner)) if d.chance(0.2) else inner
-        updates = d.spoilt(inner) if d.chance(0.12) else inner
+        inner = list(d.corrupted(inner)) if d.chance(0.2) else inner
+        updates = d.corrupted(inner) if d.chance(0.12) else inner
         return [
             d.array(dtype, shape),
             d.indices(inner, shape[axis % rank], dtype=index_type),
@@ -155,7 +155,7 @@ def scatter_nd(d: Draw, op: str) -> Attack:
         return [
             d.array(dtype, shape),
             np.concatenate(parts, -1),
-            d.array(dtype, d.spoilt(updates) if d.chance(0.15) else updates),
+            d.array(dtype, d.corrupted(updates) if d.chance(0.15) else updates),
         ]
 
     def rule(data: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> Answer:
@@ -245,7 +245,7 @@ def reverse_sequence(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shape = d.shape(rank)
         lengths = np.array([d.wild(0, shape[time], 0.12) for _ in range(shape[1 - time])], np.int64)
-        return [d.array(dtype, shape), d.array("int64", d.spoilt(lengths.shape)) if d.chance(0.08) else lengths]
+        return [d.array(dtype, shape), d.array("int64", d.corrupted(lengths.shape)) if d.chance(0.08) else lengths]
 
     def rule(data: np.ndarray, lengths: np.ndarray) -> Answer:
         t, b = attributes["time_axis"], attributes["batch_axis"]

@@ -24,7 +24,7 @@ def _scale(d: Draw, shape: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def _zero(d: Draw, dtype: str, shape: tuple[int, ...] = ()) -> np.ndarray:
-    return d.array(dtype, d.spoilt(shape) if shape and d.chance(0.1) else shape)
+    return d.array(dtype, d.corrupted(shape) if shape and d.chance(0.1) else shape)
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def _matrices(d: Draw) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
         shapes = [(k,) if ranks[0] == 1 else (m, k), (k,) if ranks[1] == 1 else (k, n)]
         shapes = [((*(batch or (1,)), *s) if r > 2 else s) for r, s in zip(ranks, shapes)]
         if d.chance(0.1):
-            shapes[1] = d.spoilt(shapes[1])
+            shapes[1] = d.corrupted(shapes[1])
         return d.array(kinds[0], shapes[0]), d.array(kinds[1], shapes[1])
 
     return drawn
@@ -233,7 +233,7 @@ def concat(d: Draw, op: str) -> Attack:
         for _ in range(count):
             part = list(shape)
             part[axis % rank] = d.size()
-            part = list(d.spoilt(part)) if d.chance(0.05) else part
+            part = list(d.corrupted(part)) if d.chance(0.05) else part
             found += [d.array(kind, part), _scale(d), _zero(d, kind)]
         return list(found)
 
@@ -300,7 +300,7 @@ def to_float(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         m, k, n = _size(d), _size(d) or 1, _size(d)
-        b = d.array(kinds[1], d.spoilt((k, n)) if d.chance(0.1) else (k, n))
+        b = d.array(kinds[1], d.corrupted((k, n)) if d.chance(0.1) else (k, n))
         columns = (n,) if by_column else ()
         bias = [d.array("float32", (n,))] if biased else []
         if given:
@@ -338,7 +338,7 @@ def qgemm(d: Draw, op: str) -> Attack:
         m, k, n = (_size(d) for _ in range(3))
         shapes = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n)]
         if d.chance(0.1):
-            shapes[1] = d.spoilt(shapes[1])
+            shapes[1] = d.corrupted(shapes[1])
         a, b = (d.array(kind, shape) for kind, shape in zip(kinds, shapes))
         c = d.rng.integers(-999, 999, n).astype(np.int32) if biased else None
         rest = [] if floats else [_scale(d) * 16, _zero(d, kinds[0])]

@@ -32,7 +32,7 @@ def _linear(d: Draw, domain: str) -> Attack:
         shapes |= {"state": (batch, kv_heads, size, wide)} if past else {}
         if d.chance(0.12):
             name = d.pick(sorted(shapes))
-            shapes[name] = d.spoilt(shapes[name])
+            shapes[name] = d.corrupted(shapes[name])
         arrays = {name: (d.array("float32", shape, scale=0.3)).astype(types) for name, shape in shapes.items()}
         if "decay" in arrays:
             arrays["decay"] = -np.abs(arrays["decay"])
@@ -99,7 +99,7 @@ def _causal_conv(d: Draw, domain: str) -> Attack:
         shapes = [(batch, channels, length), (channels, 1, k), (channels,), (batch, channels, k - 1)]
         if d.chance(0.12):
             at = d.int(0, 3)
-            shapes[at] = d.spoilt(shapes[at])
+            shapes[at] = d.corrupted(shapes[at])
         x, w, b, s = (d.array("float32", shape, scale=1.0) for shape in shapes)
         return [x, w, b if bias else None, s if past else None]
 

@@ -62,7 +62,7 @@ def _operands(d: Draw, heads: int, size: int) -> Callable[[], list[np.ndarray]]:
         batch, rows, keys = d.size(), d.size(), d.size()
         shapes = [(batch, heads, n, size) for n in (rows, keys, keys)]
         if d.chance(0.08):
-            shapes[d.int(0, 2)] = d.spoilt(d.pick(shapes))  # type: ignore[call-overload]
+            shapes[d.int(0, 2)] = d.corrupted(d.pick(shapes))  # type: ignore[call-overload]
         arrays = [d.array("float32", shape, scale=1.0) for shape in shapes]
         length = max(rows, keys) - (1 if d.chance(0.1) else 0)
         return [*arrays, _of(d, max(length, 0)), d.array("float32", (d.pick((1, 4, 0, 9)),), scale=1.0)]
@@ -95,7 +95,7 @@ def flex_attention(d: Draw, op: str) -> Attack:
         q, k, v, of, bias = operands()
         shape = (1, 1, *(-(-x.shape[2] // n) if x.ndim == 4 else 1 for x, n in zip((q, k), BLOCKS)))
         if d.chance(0.08):
-            shape = d.spoilt(shape)  # type: ignore[assignment]
+            shape = d.corrupted(shape)  # type: ignore[assignment]
         states = d.rng.integers(-128, 128, shape) if d.chance(0.2) else d.rng.integers(0, 3, shape)
         return [q, k, v, states.astype(np.int8) if blocked else None, of, bias]
 

@@ -28,7 +28,7 @@ def matmul(d: Draw, op: str) -> Attack:
         batches = [(*(1,) * (max(r - 2, 0) - len(b)), *b) for r, b in zip(ranks, batches)]
         shapes = [(*b, *s) for b, s in zip(batches, shapes)]
         if d.chance(0.1):
-            shapes[1] = d.spoilt(shapes[1])
+            shapes[1] = d.corrupted(shapes[1])
         return [d.array(dtype, s) for s in shapes]
 
     def rule(a: np.ndarray, b: np.ndarray) -> Answer:
@@ -53,9 +53,9 @@ def gemm(d: Draw, op: str) -> Attack:
         m, k, n = (_size(d) for _ in range(3))
         shapes = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n)]
         if d.chance(0.1):
-            shapes[1] = d.spoilt(shapes[1])
+            shapes[1] = d.corrupted(shapes[1])
         if bias_rank >= 0:
-            shapes.append(d.spoilt((m, n)[2 - bias_rank :]) if d.chance(0.1) else (m, n)[2 - bias_rank :])
+            shapes.append(d.corrupted((m, n)[2 - bias_rank :]) if d.chance(0.1) else (m, n)[2 - bias_rank :])
         return [d.array(dtype, s) for s in shapes]
 
     def rule(a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None) -> Answer:
@@ -85,7 +85,7 @@ def einsum(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         sizes = {letter: d.size() for letter in "ijkbhdz"}
         shapes = [tuple(sizes.get(letter, 1) for letter in t) for t in terms]
-        return [d.array(dtype, d.spoilt(s) if d.chance(0.08) else s) for s in shapes]
+        return [d.array(dtype, d.corrupted(s) if d.chance(0.08) else s) for s in shapes]
 
     def rule(*arrays: np.ndarray) -> Answer:
         sizes: dict[str, int] = {}
@@ -124,7 +124,7 @@ def conv(d: Draw, op: str) -> Attack:
         shapes = [x, (m, c // group, *kernel), *([(m,)] if bias else [])]
         if d.chance(0.1):
             k = d.int(0, len(shapes) - 1)
-            shapes[k] = d.spoilt(shapes[k])
+            shapes[k] = d.corrupted(shapes[k])
         return [d.array(dtype, s) for s in shapes]
 
     def rule(x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None) -> Answer:
@@ -174,7 +174,7 @@ def conv_transpose(d: Draw, op: str) -> Attack:
         shapes = [x, (c, m, *kernel), *([(m * group,)] if bias else [])]
         if d.chance(0.1):
             k = d.int(0, len(shapes) - 1)
-            shapes[k] = d.spoilt(shapes[k])
+            shapes[k] = d.corrupted(shapes[k])
         return [d.array(dtype, s) for s in shapes]
 
     def rule(x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None) -> Answer:
@@ -228,7 +228,7 @@ def quantized(d: Draw, op: str) -> Attack:
         if form == "blocks":
             blocks = -(-shape[a] // block) if 0 < block < 9 else 1
             scales = (*shape[:a], blocks, *shape[a + 1 :])
-        scales = d.spoilt(scales) if d.chance(0.12) else scales
+        scales = d.corrupted(scales) if d.chance(0.12) else scales
         scale = (abs(d.array("float32", scales)) + np.float32(0.1)).astype(np.float32)
         data = d.array("float32" if to else kind, shape, 0.0, 30.0)
         return [data, scale, *([d.array(kind, scales)] if zero else [])]

@@ -27,7 +27,7 @@ def activation(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shape = d.shape(rank)
         shape = (*shape[:-1], 2 * shape[-1] if op == "BiasSplitGelu" and d.chance(0.9) else shape[-1])
-        bias = d.spoilt(shape[-1:]) if d.chance(0.12) else shape[-1:]
+        bias = d.corrupted(shape[-1:]) if d.chance(0.12) else shape[-1:]
         return [d.array("float32", shape), *([d.array("float32", bias)] if biased else [])]
 
     def rule(x: np.ndarray, bias: np.ndarray | None = None) -> Answer:
@@ -58,7 +58,7 @@ def fused_matmul(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         batch, m, k, n = d.shape(rank - 2), d.size(), d.size(0), d.size()
         shapes = [(*batch, *((k, m) if turned[0] else (m, k))), (*batch, *((n, k) if turned[1] else (k, n)))]
-        shapes[1] = d.spoilt(shapes[1]) if d.chance(0.12) else shapes[1]
+        shapes[1] = d.corrupted(shapes[1]) if d.chance(0.12) else shapes[1]
         return [d.array("float32", s) for s in shapes]
 
     def rule(a: np.ndarray, b: np.ndarray) -> Answer:
@@ -82,9 +82,9 @@ def n_bits(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         blocks = -(-rows // block)
         shapes = [(columns, blocks, block * bits // 8), (columns, blocks)]
-        shapes = [d.spoilt(s) if d.chance(0.05) else s for s in shapes]
+        shapes = [d.corrupted(s) if d.chance(0.05) else s for s in shapes]
         x = (*d.shape(rank - 1), rows)
-        x = d.spoilt(x) if d.chance(0.05) else x
+        x = d.corrupted(x) if d.chance(0.05) else x
         weight = d.rng.integers(0, 256, shapes[0], np.uint8)
         scales = (d.rng.random(shapes[1]) * 0.1).astype(np.float32)
         arrays: Arrays = [d.array("float32", x), weight, scales]
@@ -120,7 +120,7 @@ def rows_of_codes(d: Draw, op: str) -> Attack:
         rows, width = d.size(0), d.pick((16, 32, 40, 64))
         codes = d.rng.integers(0, 256, (rows, width * bits // 8), np.uint8)
         shape = (rows, -(-width // block))
-        scales = d.rng.random(d.spoilt(shape) if d.chance(0.08) else shape).astype(np.float32)
+        scales = d.rng.random(d.corrupted(shape) if d.chance(0.08) else shape).astype(np.float32)
         return [codes, d.indices(d.shape(index_rank), rows, dtype=index_type), scales]
 
     def rule(data: np.ndarray, indices: np.ndarray, scales: np.ndarray) -> Answer:
@@ -146,8 +146,8 @@ def normalization(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         shape = d.shape(3)
-        vectors = [d.spoilt(shape[-1:]) if d.chance(0.06) else shape[-1:] for _ in range(1 + extra)]
-        other = [d.spoilt(shape) if d.chance(0.08) else shape] if skip else []
+        vectors = [d.corrupted(shape[-1:]) if d.chance(0.06) else shape[-1:] for _ in range(1 + extra)]
+        other = [d.corrupted(shape) if d.chance(0.08) else shape] if skip else []
         return [d.array("float32", s) for s in (shape, *other, *vectors)]
 
     def rule(x: np.ndarray, *rest: np.ndarray) -> Answer:
@@ -221,7 +221,7 @@ def rotary(d: Draw, op: str) -> Attack:
             where = np.array([d.wild(0, positions - rows, 0.2)], np.int64)
         else:
             where = _from_the_front(d, (batch, rows), positions).astype(np.int64)
-        caches = [d.spoilt((positions, half)) if d.chance(0.05) else (positions, half) for _ in range(2)]
+        caches = [d.corrupted((positions, half)) if d.chance(0.05) else (positions, half) for _ in range(2)]
         return [d.array("float32", (batch, heads, rows, 2 * half)), where, *(d.array("float32", c) for c in caches)]
 
     def rule(x: np.ndarray, where: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> Answer:
@@ -275,17 +275,17 @@ def multi_head(d: Draw, op: str) -> Attack:
         shapes = [(batch, rows, width), (batch, keys, width), (batch, keys, width)]
         if d.chance(0.1):
             k = d.int(0, 2)
-            shapes[k] = d.spoilt(shapes[k])
+            shapes[k] = d.corrupted(shapes[k])
         arrays: Arrays = [d.array("float32", s, scale=1.0) for s in shapes]
         arrays += [None, None, None]
         if masked:
             mask = d.rng.integers(0, 2, (batch, keys)).astype(np.int32)
             counts = np.array([d.wild(0, keys, 0.15) for _ in range(batch)])
             arrays[4] = mask if mask_rank == 2 else np.clip(counts, -(2**31), 2**31 - 1).astype(np.int32)
-            arrays[4] = arrays[4] if d.chance(0.93) else d.array("int32", d.spoilt(arrays[4].shape))
+            arrays[4] = arrays[4] if d.chance(0.93) else d.array("int32", d.corrupted(arrays[4].shape))
         if biased:
             bias = (d.pick((1, batch)), d.pick((1, heads if 0 < heads < 9 else 1)), rows, keys)
-            arrays[5] = d.array("float32", d.spoilt(bias) if d.chance(0.1) else bias)
+            arrays[5] = d.array("float32", d.corrupted(bias) if d.chance(0.1) else bias)
         return arrays if biased else arrays[:5] if masked else arrays[:3]
 
     def rule(q: np.ndarray, k: np.ndarray, v: np.ndarray, _: Any = None, mask: Any = None, bias: Any = None) -> Answer:
@@ -326,12 +326,12 @@ def projected(d: Draw, op: str) -> Attack:
         shapes = [(batch, rows, inner), (inner, 3 * width), (3 * width,)]
         if d.chance(0.12):
             k = d.int(0, 2)
-            shapes[k] = d.spoilt(shapes[k])
+            shapes[k] = d.corrupted(shapes[k])
         arrays: Arrays = [d.array("float32", s, scale=0.5) for s in shapes]
         arrays[2] = arrays[2] if biased else None
         if masked:
             mask = d.rng.integers(0, 2, (batch, rows)).astype(np.int32)
-            return [*arrays, mask if d.chance(0.9) else d.array("int32", d.spoilt(mask.shape))]
+            return [*arrays, mask if d.chance(0.9) else d.array("int32", d.corrupted(mask.shape))]
         return arrays if biased else arrays[:2]
 
     def rule(x: np.ndarray, w: np.ndarray, b: Any = None, mask: Any = None) -> Answer:
@@ -375,7 +375,7 @@ def grouped(d: Draw, op: str) -> Attack:
         shapes += [(batch, kv, slots, size)] * 2 if cached else []
         if d.chance(0.1):
             k = d.int(0, len(shapes) - 1)
-            shapes[k] = d.spoilt(shapes[k])
+            shapes[k] = d.corrupted(shapes[k])
         arrays: Arrays = [d.array("float32", s, scale=1.0) for s in shapes]
         arrays += [] if cached else [None, None]
         total = before + rows

@@ -77,7 +77,7 @@ def attack(
             found[name] = x[None] if change > 0 else x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x[:1].reshape(())
         if d.chance(0.12):
             name = d.pick(given)
-            found[name] = np.resize(found[name], d.spoilt(found[name].shape)).astype(found[name].dtype)
+            found[name] = np.resize(found[name], d.corrupted(found[name].shape)).astype(found[name].dtype)
         arrays: Arrays = [None if name == hole else found.get(name) for name in names]
         while arrays[-1] is None:
             arrays.pop()
@@ -176,7 +176,7 @@ def _decoded(found: Tensors, said: dict[str, Any], case: dict[str, Any]) -> list
     if "attention_bias" in found:
         require(all(s in (1, w) for s, w in zip(found["attention_bias"].shape, (batch, heads))), "attention_bias")
     beams = found["cache_indirection"].shape[1] if form == "beams" else 1
-    _settled(found, said, beams, past)
+    _best_records(found, said, beams, past)
     if not size or not batch or not keys:
         raise Unspecified("attention of nothing")
     told = {"scale": said.get("scale"), "filter": said.get("mask_filter_value"), "form": form, "beams": beams}
@@ -227,7 +227,7 @@ def _same(size: int, v_size: int) -> None:
         raise Unspecified("values of another size")
 
 
-def _settled(found: Tensors, said: dict[str, Any], beams: int, past: int) -> None:
+def _best_records(found: Tensors, said: dict[str, Any], beams: int, past: int) -> None:
     """Raises Unspecified for what means nothing, or what the documentation leaves open."""
     if "beam_width" in found:
         width = found["beam_width"]

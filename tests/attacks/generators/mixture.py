@@ -30,7 +30,7 @@ def experts(d: Draw, op: str) -> Attack:
         rows = d.size(0) if d.chance(0.08) else tokens
         arrays: Arrays = [d.array("float32", (tokens, width)), d.array("float32", (rows, count))]
         for size in sizes:
-            size = d.spoilt(size) if d.chance(0.06) else size
+            size = d.corrupted(size) if d.chance(0.06) else size
             if quantized:
                 scales = (d.rng.random((*size[:2], 1)) * 0.1).astype(np.float32)
                 arrays += [d.rng.integers(0, 256, size, np.uint8), scales, None]

@@ -203,7 +203,7 @@ def _feed(d: Draw, form: _Form, drawn: dict[str, Any], lengths: _Lengths) -> Arr
             found[name] = found[name][None] if change > 0 else _flatter(found[name])
     if d.chance(0.05):
         name = d.pick(tuple(found))
-        shape = d.spoilt(found[name].shape)
+        shape = d.corrupted(found[name].shape)
         found[name] = np.resize(found[name], shape) if found[name].size else d.array("int8", shape)
     arrays: Arrays = [None if name in form.holes else found.get(name) for name in INPUTS[form.op]]
     while arrays and arrays[-1] is None:

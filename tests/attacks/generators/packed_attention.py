@@ -26,9 +26,9 @@ def packed(d: Draw, op: str) -> Attack:
         starts = np.cumsum([0, *counts]).astype(np.int32)
         if d.chance(0.15):
             starts = d.rng.integers(-(2**31), 2**31 - 1, starts.shape, np.int32)
-        shapes = [d.spoilt((rows, width)) if d.chance(0.04) else (rows, width) for _ in range(3)]
+        shapes = [d.corrupted((rows, width)) if d.chance(0.04) else (rows, width) for _ in range(3)]
         given = [d.array("float32", shape) for shape in shapes]
-        bias = d.array("float32", d.spoilt((3 * width,)) if d.chance(0.05) else (3 * width,)) if biased else None
+        bias = d.array("float32", d.corrupted((3 * width,)) if d.chance(0.05) else (3 * width,)) if biased else None
         count = len(counts) + (1 if d.chance(0.05) else 0)
         return [*given, bias, np.zeros((count, sequence), np.int32), starts]
 

@@ -31,7 +31,7 @@ def attention(d: Draw, op: str) -> Attack:
         assert x is not None and w is not None
         bias = d.array("float32", w.shape[1:], scale=0.5) if bias is None else bias
         columns = w.shape[1:] if by_column else ()
-        columns = d.spoilt(columns) if d.chance(0.06) else columns
+        columns = d.corrupted(columns) if d.chance(0.06) else columns
         zeros = [d.array(kind, shape) for kind, shape in zip(kinds, ((), columns))]
         x, w = (d.array(kind, v.shape) for kind, v in zip(kinds, (x, w)))
         return [x, w, bias, _scale(d), _scale(d, columns), mask, *zeros]

@@ -25,7 +25,7 @@ def recurrent(d: Draw, op: str) -> Attack:
         ]  # fmt: skip
         if d.chance(0.12):
             at = d.int(0, 5)
-            shapes[at] = d.spoilt(shapes[at])
+            shapes[at] = d.corrupted(shapes[at])
         arrays: Arrays = [d.array("float32", shape, scale=0.3) for shape in shapes]
         arrays[4] = d.rng.integers(-3, 9, shapes[4]).astype(np.int32)
         return [a if k < 3 or use[k - 3] else None for k, a in enumerate(arrays)]
@@ -151,7 +151,7 @@ def quantized_lstm(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shapes = [(1, width, 4 * units), (1, units, 4 * units)]
         if d.chance(0.15):
-            shapes[d.int(0, 1)] = d.spoilt(d.pick(shapes))  # type: ignore[call-overload]
+            shapes[d.int(0, 1)] = d.corrupted(d.pick(shapes))  # type: ignore[call-overload]
         w, r = (d.rng.integers(-100, 100, shape).astype(np.int8) for shape in shapes)
         scales = (1, 4 * units) if by_column else (1,)
         scale, zero = np.full(scales, 0.01, np.float32), np.zeros(scales, np.int8)

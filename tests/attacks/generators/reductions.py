@@ -133,7 +133,7 @@ def over_last_axes(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shape = d.shape(rank)
         part = shape[first + less :]
-        parts = [d.spoilt(part) if d.chance(0.1) else part for _ in range(1 + bias)]
+        parts = [d.corrupted(part) if d.chance(0.1) else part for _ in range(1 + bias)]
         return [d.array(dtype, shape), *(d.array(dtype, p) for p in parts)]
 
     def rule(x: np.ndarray, scale: np.ndarray, offset: np.ndarray | None = None) -> Answer:
@@ -229,7 +229,7 @@ def determinant(d: Draw, op: str) -> Attack:
         *outer, n = d.shape(max(rank - 1, 1))
         n = min(n, 7)
         shape = [*outer, n, n][-rank:]
-        return [d.array(dtype, d.spoilt(shape) if d.chance(0.1) else shape)]
+        return [d.array(dtype, d.corrupted(shape) if d.chance(0.1) else shape)]
 
     def rule(x: np.ndarray) -> Answer:
         require(x.ndim >= 2 and x.shape[-1] == x.shape[-2], f"shape {x.shape}")

@@ -118,7 +118,7 @@ def concat(d: Draw, op: str) -> Attack:
         shapes = []
         for _ in range(parts):
             shape[axis % rank] = d.size(0.15)
-            shapes.append(d.spoilt(shape) if d.chance(0.04) else tuple(shape))
+            shapes.append(d.corrupted(shape) if d.chance(0.04) else tuple(shape))
         shapes[-1] = (*shapes[-1], 1, 1, 1)[:last]
         return [d.array(dtype, s) for s in shapes]
 
@@ -141,7 +141,7 @@ def blocks(d: Draw, op: str) -> Attack:
         b = max(abs(size) if size < 9 else 2, 1)
         n, c, h, w = d.size(), d.int(0, 3), d.size(), d.size()
         shape = (n, c * b * b, h, w) if op == "DepthToSpace" else (n, c, h * b, w * b)
-        shape = d.spoilt(shape) if d.chance(0.12) else shape
+        shape = d.corrupted(shape) if d.chance(0.12) else shape
         return [d.array(dtype, (*shape, 1)[:rank])]
 
     def rule(data: np.ndarray) -> Answer:

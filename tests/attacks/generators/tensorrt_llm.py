@@ -54,14 +54,14 @@ def gpt(d: Draw, op: str) -> Attack:
     seed = d.int(0, 2**31)
     first = Drawing(case, np.random.default_rng(seed))
     attributes = _attributes_of(first)
-    spoilt = None
+    corrupted = None
     if d.chance(0.15):
-        spoilt = _spoil_attribute(d, attributes)
+        corrupted = _spoil_attribute(d, attributes)
     names = tuple(_inputs_of(first))
     types = {d.pick(names): d.pick((*SIGNED, *ANY))} if d.chance(0.05) else {}
     ranks = {d.pick(names): d.pick((-1, 1))} if d.chance(0.05) else {}
     holes = frozenset([d.pick(names)]) if d.chance(0.06) else frozenset[str]()
-    form = Form(case, attributes, spoilt, types, ranks, holes)
+    form = Form(case, attributes, corrupted, types, ranks, holes)
     form.outputs.extend(_outputs(d, form, _inputs_of(first)))
     same = d.chance(0.75)  # of the same sizes in all calls
 
@@ -157,7 +157,7 @@ def _feed(d: Draw, form: Form, found: Tensors, same: bool) -> Arrays:
         found[name] = found[name][None] if change > 0 else _flatter(found[name])
     if d.chance(0.08 if same else 0.15):
         name = d.pick(tuple(found))
-        shape = list(d.spoilt(found[name].shape))
+        shape = list(d.corrupted(found[name].shape))
         if shape and d.chance(0.4):
             shape[d.int(0, len(shape) - 1)] = 0
         found[name] = np.resize(found[name], shape).astype(found[name].dtype)

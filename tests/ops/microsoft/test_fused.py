@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 
@@ -109,7 +109,7 @@ def test_fused_matmul() -> None:
     case.check()
 
 
-@pytest.mark.parametrize("bits", thinned([4, 2, 8], 2))
+@pytest.mark.parametrize("bits", sampled([4, 2, 8], 2))
 def test_weights_of_few_bits(bits: int) -> None:
     case = Comparison()
     for dtype in ("float32", "float16")[: 1 if bits == 8 else 2]:

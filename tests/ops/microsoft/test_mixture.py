@@ -157,7 +157,7 @@ def test_any_number_of_tokens(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil, said, text",
+    "corrupt, said, text",
     [
         ({"fc1": (4, INNER, WIDTH)}, {}, "has 4 experts"),
         ({"fc2": (EXPERTS, WIDTH + 1, INNER)}, {}, "33 x 16"),
@@ -169,8 +169,8 @@ def test_any_number_of_tokens(rows: int) -> None:
     ],
     ids=lambda given: str(given)[:20],
 )
-def test_errors_name_the_node(spoil: dict[str, tuple[int, ...]], said: dict[str, Any], text: str) -> None:
-    weights = {**floats(False), **{name: normal(*shape) for name, shape in spoil.items()}}
+def test_errors_name_the_node(corrupt: dict[str, tuple[int, ...]], said: dict[str, Any], text: str) -> None:
+    weights = {**floats(False), **{name: normal(*shape) for name, shape in corrupt.items()}}
     with pytest.raises(lowering.LoweringError, match="experts") as raised:
         lowering.compile(model("MoE", [normal(3, WIDTH), normal(3, EXPERTS), *inputs_of(weights)], **said))
     assert text in str(raised.value)

@@ -87,12 +87,12 @@ def test_hostile_starts_stay_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil, text",
+    "corrupt, text",
     [({"bias": (5,)}, "bias"), ({"key": (12, 9)}, "key"), ({"query": (12, 25)}, "query")],
     ids=["bias", "key", "query"],
 )
-def test_errors_name_the_input(spoil: dict[str, tuple[int, ...]], text: str) -> None:
+def test_errors_name_the_input(corrupt: dict[str, tuple[int, ...]], text: str) -> None:
     inputs = {name: normal(12, HEADS * 8) for name in ("query", "key", "value")} | tables()
-    inputs |= {name: normal(*shape) for name, shape in spoil.items()}
+    inputs |= {name: normal(*shape) for name, shape in corrupt.items()}
     with pytest.raises(lowering.LoweringError, match=text):
         lowering.compile(model(inputs))

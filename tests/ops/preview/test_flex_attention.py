@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
-from thinned import thinned
+from sampled import sampled
 
 import lowering
 from lowering.errors import InputError, NodeError
@@ -59,7 +59,7 @@ def test_equals_the_standard(score: str, prob: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "dtype"), thinned(itertools.product(["causal", "soft cap", "by a sum over keys"], TOLERANCE), 3)
+    ("score", "dtype"), sampled(itertools.product(["causal", "soft cap", "by a sum over keys"], TOLERANCE), 3)
 )
 def test_every_type(dtype: str, score: str) -> None:
     """The arithmetic is at least that of the softmax's type, and Y is rounded once."""
@@ -75,7 +75,7 @@ def test_every_type(dtype: str, score: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "softmax", "prob"),
-    thinned(
+    sampled(
         [
             *(("float", softmax, "") for softmax in ("float16", "bfloat16", "double")),
             *(("float16", "bfloat16", ""), ("float16", "double", "halved")),
@@ -98,7 +98,7 @@ def test_softmax_precision(dtype: str, softmax: str, prob: str) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "score"),
-    thinned([(*heads, s) for heads in ((6, 2), (1, 1), (5, 1), (3, 3)) for s in ("causal", "by a sum over keys")], 3),
+    sampled([(*heads, s) for heads in ((6, 2), (1, 1), (5, 1), (3, 3)) for s in ("causal", "by a sum over keys")], 3),
 )
 def test_heads_of_queries_share_those_of_keys(score: str, heads: int, kv_heads: int) -> None:
     body, change = CHANGES[score]
@@ -107,7 +107,7 @@ def test_heads_of_queries_share_those_of_keys(score: str, heads: int, kv_heads: 
     np.testing.assert_allclose(compiled.run(inputs)["y"], attend(**inputs, score=change), atol=2e-6)
 
 
-@pytest.mark.parametrize("scale", thinned([0.3, 0.0, 1.5], 3))
+@pytest.mark.parametrize("scale", sampled([0.3, 0.0, 1.5], 3))
 def test_scale(scale: float) -> None:
     for score, prob in (("", ""), ("soft cap", ""), ("", "halved")):
         (body, change), (prob_mod, probabilities) = CHANGES[score], PROBABILITIES[prob]
@@ -118,7 +118,7 @@ def test_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "prob"), thinned(itertools.product(["", "causal", "by a sum over keys"], ["", "halved"]), 3)
+    ("score", "prob"), sampled(itertools.product(["", "causal", "by a sum over keys"], ["", "halved"]), 3)
 )
 def test_nothing_to_attend(score: str, prob: str) -> None:
     """Without keys Y is 0, as it is in a row without visible ones; without rows or batches there is none."""

@@ -65,11 +65,11 @@ def feeds_of(
         if len(terms) > 1 and all(term.isdecimal() or term in names | known.keys() for term in terms):
             known[name] = sum(int(term) if term.isdecimal() else known.get(term, _SIZE) for term in terms)
     add_derived(known, derived or {}, _SIZE)
-    made = made_up(model.graph, [spec for spec in specs if spec.name not in given], known, rng)
+    made = generate_inputs(model.graph, [spec for spec in specs if spec.name not in given], known, rng)
     return {s.name: np.asanyarray(given[s.name]) if s.name in given else made[s.name] for s in specs}
 
 
-def made_up(
+def generate_inputs(
     graph: ir.Graph, specs: Iterable[TensorSpec], sizes: Mapping[str, int], rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """An array for each of the inputs, by name; symbolic dimensions are 4 unless `sizes` says otherwise.

@@ -17,7 +17,7 @@ from ..manifest import SOURCE_TABLE, ListSpec, Manifest, ServedCache, TensorSpec
 _HALVES = ("float16", "bfloat16")  # of caches, for a precision
 
 
-def check_made_of(manifest: Manifest, model: ir.Model) -> None:
+def check_provenance(manifest: Manifest, model: ir.Model) -> None:
     """Raises ArtifactError for an artifact of another model."""
     found = _differences(manifest, model) if manifest.served is None else _of_served(manifest, manifest.served, model)
     differs = next(found, None)

@@ -13,9 +13,9 @@ from lowering.measuring.isolated import Failed
 from lowering.measuring.measure import Measured
 from lowering.tuning import lookup, upkeep
 from lowering.tuning.database import best, journal
+from lowering.tuning.final_comparison import FinalComparison
 from lowering.tuning.local import LocalBench
 from lowering.tuning.scheduler import Search
-from lowering.tuning.settling import Settling
 from lowering.tuning.whole_runs import WholeRuns, whole_runs
 
 SIZES = {"n": 64}
@@ -25,13 +25,13 @@ SIZES = {"n": 64}
 def easy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest candidate wins alone, whether or not it is faster than the default."""
 
-    def compare(self: Settling, search: Search) -> None:
+    def compare(self: FinalComparison, search: Search) -> None:
         search.won, search.won_seconds = search.space.default, search.reference
         others = [choice for choice in search.known if choice != search.space.default]
         if others:
             search.won, search.won_seconds = min(others, key=search.known.__getitem__), search.reference / 1.5
 
-    monkeypatch.setattr(Settling, "_compare", compare)
+    monkeypatch.setattr(FinalComparison, "_compare", compare)
 
 
 def tune(folder: Path, **options: Any) -> lowering.Tuning:

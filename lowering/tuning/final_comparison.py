@@ -26,7 +26,7 @@ from .whole_runs import WholeRuns
 _FINALISTS = 3
 
 
-class Settling:
+class FinalComparison:
     """The last step of a session, whose model lies compiled as it was in a folder, and has a folder for itself."""
 
     def __init__(
@@ -119,8 +119,8 @@ class Settling:
 
 def _file(search: Search, database: Database, target: tvm.target.Target) -> None:
     """Writes down the default, and what won."""
-    if database.settled(search.module) is None:
-        database.settle(search.module, search.space.default_trace(search.module), search.reference, target)
+    if database.best_record(search.module) is None:
+        database.record_best(search.module, search.space.default_trace(search.module), search.reference, target)
     if search.has_won:
         trace = search.site.database.traces(search.module)[search.won]
-        database.settle(search.module, trace, search.won_seconds, target)
+        database.record_best(search.module, trace, search.won_seconds, target)

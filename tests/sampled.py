@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def thinned(cases: Iterable[Any], every: int) -> list[Any]:
+def sampled(cases: Iterable[Any], every: int) -> list[Any]:
     """Parameters for pytest of which each `every`-th runs always, beginning with the first; the others are slow. A case
     of several parameters is a tuple. Take a number that shares no factor with an inner loop, so that all its turns are
     met."""

@@ -11,8 +11,8 @@ import pytest
 
 import lowering
 from lowering.checking import trial
-from lowering.checking.compare import Allowed, Comparison, beside_truth, compare
-from lowering.checking.truth import in_float64, widened
+from lowering.checking.compare import Allowed, Comparison, compare, with_float64_errors
+from lowering.checking.float64_reference import in_float64, widened
 
 
 def norm() -> onnx.ModelProto:
@@ -61,14 +61,14 @@ def test_an_ill_conditioned_output_is_as_close_as_the_reference(
         return compiled(other, *options, **more)
 
     (y,) = lowering.verify(model).comparisons
-    assert y.close and y.truth is not None and y.max_rel > 1e-2
+    assert y.close and y.float64 is not None and y.max_rel > 1e-2
     assert y.truth.ours <= 2 * y.truth.reference and "ok: the output is ill-conditioned; beside float64" in str(y)
     (y,) = lowering.verify(model, rtol=1e-3).comparisons
     assert not y.close  # that much was demanded
 
     monkeypatch.setattr(trial, "compile", wrong)
     (y,) = lowering.verify(model).comparisons
-    assert not y.close and y.truth is not None and y.truth.ours > 2 * y.truth.reference
+    assert not y.close and y.float64 is not None and y.truth.ours > 2 * y.truth.reference
     assert "DIFFERS: beside float64 ours is" in str(y)
 
 
@@ -77,7 +77,7 @@ def judged(ours: float, reference: float, truth: float, of: type = np.float32) -
     arrays = [np.array([1, 2, last]) for last in (ours, reference)]
     allowed, (actual, expected) = Allowed(1e-3, 1e-5), [array.astype(of) for array in arrays]
     wide = np.array([1, 2, truth], np.float64 if of is np.float32 else of)
-    return beside_truth(compare("y", actual, expected, allowed), actual, expected, wide, allowed)
+    return with_float64_errors(compare("y", actual, expected, allowed), actual, expected, wide, allowed)
 
 
 def test_what_the_truth_excuses() -> None:
