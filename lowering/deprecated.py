@@ -13,7 +13,7 @@ from typing import Any
 COMMANDS = {"quantise": "quantize"}
 """Old names of commands, with the new ones."""
 
-FIELDS = {"quantized": "quantised", "matmuls": "products"}
+FIELDS = {"quantized": "quantised", "matmuls": "products", "fix": "mend", "float64": "truth", "best": "settled"}
 """New names of fields in JSON that commands print, with the old ones."""
 
 
@@ -29,6 +29,9 @@ def renamed_attribute(module: str, name: str, renamed: Mapping[str, str], attrib
     return attributes[new]
 
 
-def with_old_fields(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its renamed fields under both names."""
-    return {**document, **{FIELDS[name]: value for name, value in document.items() if name in FIELDS}}
+def with_old_fields(document: Any) -> Any:
+    """Return a JSON document whose objects have renamed fields under both names."""
+    if isinstance(document, Mapping):
+        new = {name: with_old_fields(value) for name, value in document.items()}
+        return {**new, **{FIELDS[name]: value for name, value in new.items() if name in FIELDS}}
+    return [with_old_fields(item) for item in document] if isinstance(document, (list, tuple)) else document

@@ -27,4 +27,6 @@ def test_masks() -> None:
 
 
 def test_json() -> None:
-    assert deprecated.with_old_fields({"quantized": 3, "nodes": []}) == {"quantized": 3, "quantised": 3, "nodes": []}
+    document = {"quantized": 3, "nodes": [{"fix": "none"}]}
+    old = {"quantized": 3, "quantised": 3, "nodes": [{"fix": "none", "mend": "none"}]}
+    assert deprecated.with_old_fields(document) == old

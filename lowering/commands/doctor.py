@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from ..deprecated import with_old_fields
 from .printed import add_json, print_json
 
 
@@ -33,7 +34,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for area in (packages, here, toolchain):
         area.examine(report)
     if arguments.json:
-        print_json({"ok": report.ok, **dataclasses.asdict(report)})
+        print_json(with_old_fields({"ok": report.ok, **dataclasses.asdict(report)}))
     else:
         print(report)
     return 0 if report.ok else 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
+from ..deprecated import with_old_fields
 from ..errors import InputError
 from .options import RUNS, TARGET, address, natural, positive, seconds, settings
 from .printed import add_json, print_json
@@ -206,7 +207,7 @@ def _db(arguments: argparse.Namespace) -> int:
 
     done = act(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
     if arguments.json:
-        print_json(done.document)
+        print_json(with_old_fields(done.document))
     else:
         print(done.text)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
+from ..deprecated import with_old_fields
 from .options import (
     PRECISION,
     TARGET,
@@ -109,7 +110,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             serve(arguments),
         )
     if arguments.json:
-        print_json(_as_json(result, arguments))
+        print_json(with_old_fields(_as_json(result, arguments)))
     else:
         print("\n".join(map(str, result.comparisons)))
         print(f"allowed: {result.allowed}; synthetic inputs are of seed {arguments.seed}")
