@@ -125,6 +125,7 @@ RULES = {
     "lowering/flex": (
         {
             "lowering.cache_folder",
+            "lowering.deprecated",
             "lowering.flex",
             "lowering.attention.alibi",
             "lowering.attention.expr.node",

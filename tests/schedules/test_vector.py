@@ -120,8 +120,8 @@ def test_numbers_are_fixed_as_they_are() -> None:
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("main")
         rows = T.arg("rows", T.int64())
-        assert vector.fixed(T.int64(3) * 4 + 2).value == 14
-        assert not isinstance(vector.fixed(rows + 1), tvm.tirx.IntImm)
-        assert not isinstance(vector.fixed(T.int64(2) - 2), tvm.tirx.IntImm)  # by which something may be divided
+        assert vector.let(T.int64(3) * 4 + 2).value == 14
+        assert not isinstance(vector.let(rows + 1), tvm.tirx.IntImm)
+        assert not isinstance(vector.let(T.int64(2) - 2), tvm.tirx.IntImm)  # by which something may be divided
         T.evaluate(0)
     assert builder.get() is not None

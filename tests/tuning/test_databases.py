@@ -15,7 +15,7 @@ import lowering
 from lowering.commands.cli import main
 from lowering.tuning import database, upkeep
 from lowering.tuning.choices import recorded
-from lowering.tuning.database import best, held, journal, opened, records_of
+from lowering.tuning.database import best, journal, open_database, opened, records_of
 from lowering.tuning.plot import best_so_far
 from lowering.tuning.ranks import rank_correlation
 
@@ -54,7 +54,7 @@ def test_a_database_is_looked_at_while_it_grows(
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
     (part,) = upkeep.parts(folder)
-    others = held(part / "trials").get_all_tuning_records()
+    others = open_database(part / "trials").get_all_tuning_records()
     for path in (part / "trials").iterdir():
         path.write_bytes(b"")
     read = database._contents
@@ -127,7 +127,7 @@ def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
     (part,) = upkeep.parts(folder)
-    settled, trials = opened(part / "best"), held(part / "trials")
+    settled, trials = opened(part / "best"), open_database(part / "trials")
     tasks = [records for s in trials.get_all_tuning_records() if len(records := records_of(trials, s.workload.mod)) > 1]
     first, second, *_ = {str(records[0].workload.mod): records for records in tasks}.values()
     for records, gain in ((first, 2), (second, 1.5)):

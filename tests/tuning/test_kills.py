@@ -16,7 +16,7 @@ from models import matmul
 
 import lowering
 from lowering.tuning import upkeep
-from lowering.tuning.database import BEST, TRIALS, held, journal
+from lowering.tuning.database import BEST, TRIALS, journal, open_database
 from lowering.tuning.shared_records import RECORDS, WORKLOADS
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,9 @@ def check_whole(database: Path) -> int:
     """The records that a database holds, all of which can be read."""
     count = 0
     for part in sorted(database.glob("*/architecture.json")):
-        count += sum(record.run_secs is not None for record in held(part.parent / TRIALS).get_all_tuning_records())
+        count += sum(
+            record.run_secs is not None for record in open_database(part.parent / TRIALS).get_all_tuning_records()
+        )
         assert len(journal(part.parent)) >= count
     return count
 

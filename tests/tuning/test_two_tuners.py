@@ -15,7 +15,7 @@ from tvm.s_tir import meta_schedule as ms
 import lowering
 from lowering.target import resolve
 from lowering.tuning import database, upkeep
-from lowering.tuning.database import Database, held, identity, journal
+from lowering.tuning.database import Database, identity, journal, open_database
 
 TARGET = resolve("cpu")[0]
 PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))
@@ -38,7 +38,7 @@ def part(folder: Path) -> Path:
 
 def held_of(folder: Path, name: str = database.TRIALS) -> list[tuple[str, float]]:
     return sorted(
-        (identity(r.workload.mod), float(r.run_secs[0])) for r in held(folder / name).get_all_tuning_records()
+        (identity(r.workload.mod), float(r.run_secs[0])) for r in open_database(folder / name).get_all_tuning_records()
     )
 
 

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.records import decode
-from schedules.cuda.ptx import WARP, fixed, put, reduce_warp, registers, unrolled
+from schedules.cuda.ptx import WARP, let, put, reduce_warp, registers, unrolled
 
 WORDS = 4  # of a chunk of 16 bytes
 THREADS = 256  # per block
@@ -53,13 +53,13 @@ class Read:
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", THREADS) as thread,
             ):
-                first = fixed((block * THREADS + thread).astype("int64"))
+                first = let((block * THREADS + thread).astype("int64"))
                 words, folded = registers(WORDS * ahead, "int32"), registers(1, "int32")
                 put(folded, 0, T.int32(0))
-                rounds = fixed(tirx.ceildiv(chunks, T.int64(step * ahead)))
+                rounds = let(tirx.ceildiv(chunks, T.int64(step * ahead)))
                 with T.serial(T.int64(0), rounds) as turn:
                     with unrolled(ahead) as n:
-                        chunk = fixed((turn * ahead + n.astype("int64")) * step + first)
+                        chunk = let((turn * ahead + n.astype("int64")) * step + first)
                         lane = tirx.Ramp(n * WORDS, 1, WORDS)
                         there = chunk < chunks
                         with T.If(there):
@@ -69,9 +69,9 @@ class Read:
                                 T.buffer_store(words, tirx.Broadcast(T.int32(0), WORDS), [lane])
                     with unrolled(WORDS * ahead) as n:
                         put(folded, 0, folded[0] ^ words[n])
-                result = fixed(reduce_warp(folded[0], lambda a, b: a ^ b))
+                result = let(reduce_warp(folded[0], lambda a, b: a ^ b))
                 with T.If(tirx.truncmod(thread, WARP) == 0), T.Then():
-                    warp = fixed(tirx.truncdiv(block * THREADS + thread, WARP))
+                    warp = let(tirx.truncdiv(block * THREADS + thread, WARP))
                     put(found, warp, result)
                     with T.serial(1, self.warps * WARP // step) as other:
                         put(found, warp + other * (step // WARP), T.int32(0))
