@@ -8,7 +8,7 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, attacks, require
 from ..draw import Draw
-from .matmul_reader import conv, gemm, quantized
+from .matmuls import conv, gemm, quantized
 from .shapes import trilu
 
 

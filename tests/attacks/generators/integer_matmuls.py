@@ -9,7 +9,7 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, axis_of, broadcast_of, require
 from ..draw import Draw
-from .matmul_reader import conv
+from .matmuls import conv
 from .reductions import pool, whole_pool
 
 BYTES = ("uint8", "int8")
