@@ -88,7 +88,7 @@ def verify(
     others in their place (decoding.py), and the logits of each call are compared. A served decoder answers requests
     that come and go (served.py), and the reference each of them alone.
 
-    inputs gives some or all inputs, lists for sequences; the others are synthetic by seed (generate_inputs.py). sizes
+    inputs gives some or all inputs, lists for sequences; the others are synthetic by seed (synthetic_inputs.py). sizes
     gives symbolic dimensions by name, and as dims of `compile` the numbers of tensors of inputs that are sequences or
     optional values; where it says nothing they are those of the inputs that are given, or 4. An element is close when
     |ours - reference| <= atol + rtol * |reference|, 1e-5 and 1e-3 where neither is given. Where weights, precision or

@@ -23,8 +23,8 @@ NAME = "onnx-lowering-runtime"
 # What it is made of, in lowering/.
 _PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
-    "__init__.py", "__main__.py", "about.py", "arithmetic.py", "cache_folder.py", "choices.py", "errors.py",
-    "machine.py", "manifest.py", "notebook.py", "py.typed", "records.py", "units.py", "version.py",
+    "__init__.py", "__main__.py", "about.py", "arithmetic.py", "cache_folder.py", "choices.py", "deprecated.py",
+    "errors.py", "machine.py", "manifest.py", "notebook.py", "py.typed", "records.py", "units.py", "version.py",
     "graph/__init__.py", "graph/serve.py",  # what Serve holds
 )  # fmt: skip
 

@@ -79,7 +79,7 @@ OTHERS = [
     ("prefixes are shared", "serving/test_batcher.py::test_equal_beginnings_share_blocks", _HOST),
     ("PagedKVCache, any history", "serving/test_paged_cache_histories.py::test_histories", _HOST),
     ("KV write: bias, rotation and codes at once", "attention/test_kv_write.py::test_writes_new_rows_and_nothing_else",
-     "cuda/test_append_kernels.py::test_writes_new_rows_and_nothing_else"),
+     "cuda/test_kv_write_kernels.py::test_writes_new_rows_and_nothing_else"),
     ("layers share a cache", "serving/test_written_inputs.py::test_layers_share_a_cache", _HOST),
     ("checks in compiled models", "serving/test_compiled_checks.py::test_illegal_tables_are_refused", _UNREAD),
 ]  # fmt: skip
