@@ -72,7 +72,7 @@ def _given(rng: random.Random, p: AttentionProblem) -> AttentionProblem:
         told |= {"offset": "behind"} if p.lengths and rng.random() < 0.5 else {}
         window = dataclasses.replace(window, **told)
     splits = rng.choice([1, 2, 3, 7]) if rng.random() < 0.2 else None
-    return dataclasses.replace(p, window=window, store=cache_layout_cases.given(rng, p.layout), splits=splits)
+    return dataclasses.replace(p, window=window, layout=cache_layout_cases.given(rng, p.layout), splits=splits)
 
 
 def _for_tensor_cores(rng: random.Random) -> AttentionProblem:

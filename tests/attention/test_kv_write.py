@@ -17,7 +17,7 @@ CALLS = 6
 
 def check(seed: int) -> None:
     cases = made(seed, CALLS)
-    record = cases[0].append
+    record = cases[0].record
     functions = {"in_place": write_in_place(record), "copying": copy_and_write(record)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     built = tvm.compile(guard_divisions(module), TARGET)

@@ -36,7 +36,7 @@ def test_any_number_of_rows(target: tvm.target.Target, depth: int, columns: int)
     """Matmuls are exact, and sums are those of float32: nothing but the order of additions differs."""
     rng = np.random.default_rng(0)
     w = draw(rng, (depth, columns), "bfloat16")
-    run = compile_main({"x": ((tirx.Var("m", "int64"), depth), "bfloat16")}, matmul, target, {"w": w})
+    run = compile_main({"x": ((tirx.Var("m", "int64"), depth), "bfloat16")}, emit_matmul, target, {"w": w})
     for rows in (*range(1, 10), 71, 145):
         x = draw(rng, (rows, depth), "bfloat16")
         check(run(x), exact(x, w), "float32", depth)
@@ -47,7 +47,7 @@ def test_rows_and_columns_do_not_leak(target: tvm.target.Target) -> None:
     """A row's last number of an odd depth is alone in its word, not with the next row's first."""
     rng = np.random.default_rng(0)
     w = draw(rng, (35, 70), "bfloat16")
-    run = compile_main({"x": ((tirx.Var("m", "int64"), 35), "bfloat16")}, matmul, target, {"w": w})
+    run = compile_main({"x": ((tirx.Var("m", "int64"), 35), "bfloat16")}, emit_matmul, target, {"w": w})
     x = draw(rng, (9, 35), "bfloat16")
     x[[2, 5], 0] = np.nan, np.inf
     y = run(x)

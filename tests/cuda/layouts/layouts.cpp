@@ -31,7 +31,7 @@ uint32_t start_of(const Slice& slice) {
 }
 
 // A tile of so many rows by `Depth` values of k, which are successive; steps: units of 16 bytes from its start to each 16
-// values of k. The leading offset counts only where a product leaves a panel of 64 values.
+// values of k. The leading offset counts only where a matmul leaves a panel of 64 values.
 template <int Rows, int Depth>
 void k_major(const char* what, int leading, int stride, std::vector<int> steps) {
   auto layout = tile_to_shape(GMMA::Layout_K_SW128_Atom<Half>{}, Shape<Int<Rows>, Int<Depth>>{}, Step<_1, _2>{});
@@ -93,15 +93,15 @@ void fragments() {
       int at = SM90::GMMA::ALayout_64x16{}(t, v), r = v / 2, row = t / 32 * 16 + t % 32 / 4 + r % 2 * 8;
       expect(at % 64 == row && at / 64 == t % 4 * 2 + v % 2 + r / 2 * 8, "A of wgmma in registers", t, v);
     }
-  using Product = MMA_Traits<SM80_16x8x16_F32F16F16F32_TN>;
+  using Matmul = MMA_Traits<SM80_16x8x16_F32F16F16F32_TN>;
   for (int t = 0; t < 32; t++) {
     int g = t / 4, q = t % 4;
     for (int v = 0; v < 8; v++) {
-      int at = Product::ALayout{}(t, v), r = v / 2;
+      int at = Matmul::ALayout{}(t, v), r = v / 2;
       expect(at % 16 == g + r % 2 * 8 && at / 16 == 2 * q + v % 2 + r / 2 * 8, "A of mma.sync", t, v);
     }
     for (int v = 0; v < 4; v++) {
-      int b = Product::BLayout{}(t, v), c = Product::CLayout{}(t, v);
+      int b = Matmul::BLayout{}(t, v), c = Matmul::CLayout{}(t, v);
       expect(b % 8 == g && b / 8 == v / 2 * 8 + 2 * q + v % 2, "B of mma.sync", t, v);
       expect(c % 16 == g + v / 2 * 8 && c / 16 == 2 * q + v % 2, "C of mma.sync", t, v);
     }

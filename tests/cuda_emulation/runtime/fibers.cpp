@@ -51,12 +51,12 @@ namespace emulation {
 // The device of $CUDA_EMULATION_DEVICE, where no one calls emu_set_device: capability, SMs, bytes of shared memory.
 static Settings from_environment() {
   Settings found;
-  int capability, multiprocessors;
+  int capability, sm_count;
   size_t shared_memory;
   const char* text = getenv("CUDA_EMULATION_DEVICE");
-  if (text && sscanf(text, "%d %d %zu", &capability, &multiprocessors, &shared_memory) == 3) {
+  if (text && sscanf(text, "%d %d %zu", &capability, &sm_count, &shared_memory) == 3) {
     found.major = capability / 10, found.minor = capability % 10;
-    found.multiprocessors = multiprocessors, found.shared_memory = shared_memory;
+    found.sm_count = sm_count, found.shared_memory = shared_memory;
   }
   return found;
 }
@@ -250,10 +250,10 @@ emu_dim emu_block_size() { return block.size; }
 emu_dim emu_grid_size() { return block.grid; }
 void emu_trap(const char* text) { fail("%s", text); }
 
-void emu_set_device(int capability, int multiprocessors, size_t shared_memory) {
+void emu_set_device(int capability, int sm_count, size_t shared_memory) {
   settings.major = capability / 10;
   settings.minor = capability % 10;
-  settings.multiprocessors = multiprocessors;
+  settings.sm_count = sm_count;
   settings.shared_memory = shared_memory;
 }
 void emu_set_order(int descending, int arrivals, int races) {
@@ -274,7 +274,7 @@ int emu_leave_out(int step) {
   return reached;
 }
 
-long long emu_take_products() { return std::exchange(settings.products, 0); }
+long long emu_take_matmuls() { return std::exchange(settings.matmuls, 0); }
 
 const char* emu_take_failure() {
   static std::string taken;

@@ -68,7 +68,7 @@ void emu_mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int
     const float* c;
   } own{d, a, b, c};
   meet_warp(&keys[k + kind], "mma.sync", &own, [=](void** lanes) {
-    settings.products++;
+    settings.matmuls++;
     static float A[16][16], B[16][8];
     if (kind == TF32) {
       for (int lane = 0; lane < WARP; lane++) {

@@ -15,7 +15,7 @@ struct Mbarrier {
   long bytes = 0;                      // of bulk copies, still missing
   uint64_t phase = 0;
   Clock clock, completed;              // what arrivals tell; what they told when the last phase completed
-  int initialised_by = 0;              // thread, and how many fences it had executed then
+  int initialized_by = 0;              // thread, and how many fences it had executed then
   uint32_t fences = 0;
 };
 
@@ -23,7 +23,7 @@ std::unordered_map<uint32_t, Mbarrier> mbarriers;
 
 Mbarrier& at(uint32_t address) {
   auto it = mbarriers.find(address);
-  if (it == mbarriers.end()) fail("mbarrier at 0x%x was not initialised", address);
+  if (it == mbarriers.end()) fail("mbarrier at 0x%x was not initialized", address);
   return it->second;
 }
 
@@ -31,7 +31,7 @@ void need_alive(uint32_t address, const char* what) {
   if (!block.alive[block_of(address)]) fail("%s at 0x%x, which is in the shared memory of a block that has ended", what, address);
 }
 
-// For the running thread: after the initialisation, that is. remote: whether it may be that of another block.
+// For the running thread: after the initialization, that is. remote: whether it may be that of another block.
 Mbarrier& use(uint32_t address, bool remote = false) {
   if (!remote && block_of(address) != current->rank)
     fail("mbarrier at 0x%x: it is that of another block of the cluster", address);
@@ -73,9 +73,9 @@ void complete_bytes(uint32_t address, uint32_t bytes, const Clock& clock) {
 
 void check_mbarrier_for_bulk(uint32_t address) {
   Mbarrier& barrier = use(address, true);
-  if (threads[barrier.initialised_by].init_fences <= barrier.fences)
+  if (threads[barrier.initialized_by].init_fences <= barrier.fences)
     fail("mbarrier at 0x%x: a bulk copy uses it, but there was no fence.mbarrier_init or fence.proxy.async after its "
-         "initialisation", address);
+         "initialization", address);
 }
 
 void arrive_for_copies(uint32_t address, const Clock& clock, int extra) {
@@ -95,7 +95,7 @@ void emu_mbarrier_init(uint32_t address, uint32_t count) {
   order_access(address, 8, true);
   Mbarrier barrier;
   barrier.count = barrier.pending = count;
-  barrier.initialised_by = current->number;
+  barrier.initialized_by = current->number;
   barrier.fences = current->init_fences;
   mbarriers[address] = barrier;
 }

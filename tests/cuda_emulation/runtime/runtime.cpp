@@ -38,7 +38,7 @@ int attribute(int id) {
     case 10: return 32;                            // warp
     case 12: return 65536;                         // registers per block
     case 13: return 1;                             // clock rate, kHz: there is none
-    case 16: return settings.multiprocessors;
+    case 16: return settings.sm_count;
     case 38: return 50 << 20;                      // L2 cache
     case 39: return 2048;                          // threads per SM
     case 75: return settings.major;

@@ -8,7 +8,7 @@ enum class Arrivals { late, at_once, last_first };
 
 struct Settings {
   int major = 9, minor = 0;              // compute capability
-  int SMs = 132;             // SMs
+  int sm_count = 132;
   size_t shared_memory = 227 << 10;      // bytes of shared memory that a block may ask for
   bool descending = false;               // blocks and threads from the last to the first
   Arrivals arrivals = Arrivals::late;    // when asynchronous work is done
@@ -24,7 +24,7 @@ extern Settings settings;
 }  // namespace emulation
 
 // Sets compute capability (90 for sm_90a), number of SMs and bytes of shared memory per block.
-extern "C" void emu_set_device(int capability, int SMs, size_t shared_memory);
+extern "C" void emu_set_device(int capability, int sm_count, size_t shared_memory);
 // Sets the thread order (0 ascending, 1 descending), the arrivals (0 late, 1 at once, 2 last first), race checks.
 extern "C" void emu_set_order(int descending, int arrivals, int races);
 // Leaves out a step from now on (-1: none); whether the one before it was reached.

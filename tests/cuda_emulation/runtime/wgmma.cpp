@@ -52,7 +52,7 @@ struct Registers {
 };
 
 // One instruction, of 128 threads.
-struct Product {
+struct Matmul {
   int n, kind, rank;
   bool a_in_registers, a_transposed, b_transposed, accumulate;
   int scale_a, scale_b;
@@ -107,12 +107,12 @@ struct Product {
 
 // A commit group, or the open one.
 struct Group {
-  std::vector<std::shared_ptr<Product>> products;
+  std::vector<std::shared_ptr<Matmul>> matmuls;
   bool done = false;
 
   void run() {
     if (!done)
-      for (auto& product : products) product->run();
+      for (auto& matmul : matmuls) matmul->run();
     done = true;
   }
 };
@@ -143,15 +143,15 @@ void check_operand(const Operation& operation, uint64_t descriptor, int rows, bo
     }
 }
 
-bool touches(const Product& product, uint64_t address, size_t bytes, bool write) {
+bool touches(const Matmul& matmul, uint64_t address, size_t bytes, bool write) {
   int thread = current->number % WARPGROUP;
-  for (int i = 0; i < product.n / 2; i++) {
-    uint64_t at = (uint64_t)product.d[thread * (product.n / 2) + i];
+  for (int i = 0; i < matmul.n / 2; i++) {
+    uint64_t at = (uint64_t)matmul.d[thread * (matmul.n / 2) + i];
     if (at < address + bytes && address < at + 4) return true;
   }
-  if (product.a_in_registers && write)
+  if (matmul.a_in_registers && write)
     for (int r = 0; r < 4; r++) {
-      uint64_t at = (uint64_t)product.a[thread * 4 + r].where;
+      uint64_t at = (uint64_t)matmul.a[thread * 4 + r].where;
       if (at && at < address + bytes && address < at + 4) return true;
     }
   return false;
@@ -163,17 +163,17 @@ void reset_wgmma() { queues.assign(block.threads / WARPGROUP + 1, Queue()); }
 
 void end_wgmma() {
   for (auto& own : queues)
-    if (!own.open.products.empty() || !own.committed.empty()) fail("the block ended without waiting for its wgmmas");
+    if (!own.open.matmuls.empty() || !own.committed.empty()) fail("the block ended without waiting for its wgmmas");
 }
 
 void check_registers(uint64_t address, size_t bytes, bool write) {
   Queue& own = queue();
   auto check = [&](const Group& group) {
-    for (auto& product : group.products)
-      if (touches(*product, address, bytes, write))
+    for (auto& matmul : group.matmuls)
+      if (touches(*matmul, address, bytes, write))
         fail("%s of a register that a wgmma in flight %s", write ? "write" : "read", write ? "uses" : "writes");
   };
-  if (!own.open.products.empty()) check(own.open);
+  if (!own.open.matmuls.empty()) check(own.open);
   uint32_t waited = own.waited[current->warp() - first_warp()], number = own.number;
   for (auto group = own.committed.rbegin(); group != own.committed.rend() && --number > waited; ++group) check(*group);
 }
@@ -200,25 +200,25 @@ void emu_wgmma(float* const* d, int n, int kind, const emu_register* a, uint64_t
   meet_warpgroup(&keys[n / 8][kind], "wgmma.mma_async", &own, [=](void** calls) {
     for (bool fenced : queue().fenced)
       if (!fenced) fail("wgmma.mma_async without a wgmma.fence after the last wgmma.wait_group");
-    settings.products++;
-    auto product = std::make_shared<Product>();
-    product->n = n;
-    product->kind = kind;
-    product->rank = current->rank;
-    product->a_in_registers = a != nullptr;
-    product->a_transposed = a_transposed;
-    product->b_transposed = b_transposed;
-    product->accumulate = scale_d != 0;
-    product->scale_a = scale_a;
-    product->scale_b = scale_b;
-    product->a_descriptor = a_descriptor;
-    product->b_descriptor = b_descriptor;
+    settings.matmuls++;
+    auto matmul = std::make_shared<Matmul>();
+    matmul->n = n;
+    matmul->kind = kind;
+    matmul->rank = current->rank;
+    matmul->a_in_registers = a != nullptr;
+    matmul->a_transposed = a_transposed;
+    matmul->b_transposed = b_transposed;
+    matmul->accumulate = scale_d != 0;
+    matmul->scale_a = scale_a;
+    matmul->scale_b = scale_b;
+    matmul->a_descriptor = a_descriptor;
+    matmul->b_descriptor = b_descriptor;
     for (int i = 0; i < WARPGROUP; i++) {
       auto& call = *(Call*)calls[i];
       if (call.a_descriptor != a_descriptor || call.b_descriptor != b_descriptor || call.scale_d != scale_d)
         fail("wgmma.mma_async with operands that differ between threads of the warpgroup");
-      product->d.insert(product->d.end(), call.registers.d, call.registers.d + n / 2);
-      if (a) product->a.insert(product->a.end(), call.registers.a, call.registers.a + 4);
+      matmul->d.insert(matmul->d.end(), call.registers.d, call.registers.d + n / 2);
+      if (a) matmul->a.insert(matmul->a.end(), call.registers.a, call.registers.a + 4);
     }
     // What all four warps have seen; each must have waited for what they multiply.
     Clock past = clock_of(first_warp());
@@ -226,8 +226,8 @@ void emu_wgmma(float* const* d, int n, int kind, const emu_register* a, uint64_t
     Operation operation = emulation::operation(agent(), queue().number, past);
     if (!a) check_operand(operation, a_descriptor, M, a_transposed, "wgmma: read of A");
     check_operand(operation, b_descriptor, n, b_transposed, "wgmma: read of B");
-    if (settings.arrivals == Arrivals::at_once) product->run();
-    queue().open.products.push_back(product);
+    if (settings.arrivals == Arrivals::at_once) matmul->run();
+    queue().open.matmuls.push_back(matmul);
   });
 }
 
