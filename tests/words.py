@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOTS = ("lowering", "schedules", "docs", "examples", "benchmarks", "tests", "README.md")
 TEXTS = (".py", ".md", ".c", ".cc", ".cu", ".h", ".hpp", ".ipynb")
 # Generated tables, data, and the pages that name the words themselves.
-EXCLUDED = re.compile(r"docs/(glossary|exporter_models|models|changelog)\.md|/results/|tests/words\.py|/presets/")
+EXCLUDED = re.compile(
+    r"docs/(glossary|renamed|exporter_models|models|changelog)\.md|/results/|tests/(test_)?words\.py|/presets/"
+)
 
 # A word of a name or of a sentence: what stands beside it is no lower-case letter.
 _WORD = r"(?<![A-Za-z]){}(?![a-z])"
@@ -93,10 +95,14 @@ def count_names(text: str) -> int:
 
 def count(path: Path) -> Counter[str]:
     """Return how often each term's words occur in a file."""
-    text = path.read_text()
+    return count_text(path.read_text(), path.suffix == ".py")
+
+
+def count_text(text: str, is_python: bool) -> Counter[str]:
+    """Return how often each term's words occur in a text."""
     plain = _QUOTED.sub("", text)
     found = {term: len(re.findall(_WORD.format(f"(?:{words})"), plain)) for term, words in WORDS.items()}
-    if path.suffix == ".py":
+    if is_python:
         found["names that say nothing"] = count_names(text)
         found["What, Who, That, Of"] = len(_SENTENCE.findall(text))
     return Counter(found)
