@@ -52,7 +52,7 @@ number of elements of an input, output or initializer.
 def page() -> str:
     """The whole page."""
     lines, swept = [], node_sweep.recorded()
-    for (domain, name), versions in ops.registered().items():
+    for (domain, name), versions in ops.list_registered().items():
         if domain == legality.OWN_DOMAIN:
             continue
         standard = domain in node_cases.DOMAINS

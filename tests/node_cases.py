@@ -27,7 +27,7 @@ from lowering.backend import counts_and_ranks, with_ranks
 from lowering.graph.list_inputs import split_list_inputs
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
-from lowering.ops import registered
+from lowering.ops import list_registered
 
 # Operators of transformers.
 OPERATORS = (
@@ -110,7 +110,7 @@ def _tensor_type(kind: onnx.TypeProto) -> onnx.TypeProto.Tensor:
 
 def operators() -> list[str]:
     """The operators above, and all others of the standard that have a lowering and cases."""
-    others = {name for domain, name in registered() if domain in DOMAINS and name in _modules()}
+    others = {name for domain, name in list_registered() if domain in DOMAINS and name in _modules()}
     return sorted({*OPERATORS, *EVERY_TYPE, *others})
 
 

@@ -16,7 +16,7 @@ from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask
 from schedules.cpu.attention_tiles import DecodeTiles
 from schedules.cpu.vector import machine
-from schedules.cuda.prefill_mma import takes
+from schedules.cuda.prefill_mma import can_prefill
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "records.md"
 
@@ -94,7 +94,7 @@ def on_cpu(case: Case) -> set[str]:
 
 
 def on_tensor_cores(case: Case) -> set[str]:
-    assert takes(case.problem)
+    assert can_prefill(case.problem)
     most = SMALL_M // case.problem.group
     return {"CUDA decode" if rows <= most else "CUDA mma" for rows in rows_of(case)}
 

@@ -180,7 +180,7 @@ def test_attention_of_another_domain_is_not_ours() -> None:
 
 def test_lookup_takes_the_newest_version_not_above_the_opset() -> None:
     assert ops.lookup("", "Squeeze", 11) is not None
-    assert ops.registered()["", "Slice"] == (1, 10)
+    assert ops.list_registered()["", "Slice"] == (1, 10)
     assert ops.lookup("", "Slice", 9) is ops.lookup("", "Slice", 1)
     assert ops.lookup("", "Slice", 9) is not ops.lookup("", "Slice", 10)
     assert ops.lookup("", "Slice", 24) is ops.lookup("", "Slice", 10)

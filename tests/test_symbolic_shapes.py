@@ -201,8 +201,8 @@ def test_relative_buckets_in_both_directions() -> None:
         steps = Mul(log, eight) whole = Cast<to=7>(steps) far = Add(whole, exact)
         last = Constant<value_int=15>() limited = Min(far, last)
         bucket = Where(near, n, limited) place = Add(side, bucket)
-        bias = Gather(table, place) heads_first = Transpose<perm=[2, 0, 1]>(bias)
-        mask = Unsqueeze(heads_first, first)
+        bias = Gather(table, place) move_heads_first = Transpose<perm=[2, 0, 1]>(bias)
+        mask = Unsqueeze(move_heads_first, first)
         y = Attention(x, x, x, mask)
     }""",
         opset=23,

@@ -23,9 +23,9 @@ from scipy.stats import spearmanr
 from lowering.attention.problem import AttentionProblem
 from schedules.cuda.decode_tiles import DecodeTiles, DecodeTiming
 from schedules.cuda.device import DEVICES
-from schedules.cuda.matmul_reader import Shape
+from schedules.cuda.matmul_reader import MatmulShape
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
-from schedules.cuda.small_m_tiles import RowsTiming, SmallMTiles
+from schedules.cuda.small_m_tiles import SmallMTiles, SmallMTiming
 
 TIMINGS = Path(__file__).parents[1] / "results" / "gpu" / "h200_tiles.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_tile_models.md"
@@ -116,14 +116,14 @@ def matmul_timings(kernel: str, kind: type, most: int) -> dict[str, list[Timing]
     found: dict[str, list[Timing]] = {}
     for row in rows():
         if row["kernel"] == kernel and row["m"] <= most:
-            shape = Shape("float16", 1, row["m"], row["n"], row["k"], row["matmuls"])
+            shape = MatmulShape("float16", 1, row["m"], row["n"], row["k"], row["matmuls"])
             name = f"{row['m']} rows of {row['n']} x {row['k']}{' (gate)' if row['matmuls'] > 1 else ''}"
             found.setdefault(name, []).append(Timing(shape, kind(**row["tiles"]), row["us"]))
     return found
 
 
 def few_rows_model() -> Model:
-    rough = RowsTiming(3000, 32768, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    rough = SmallMTiming(3000, 32768, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
     return Model("Few rows; n x k of the weight", rough, matmul_timings("few rows", SmallMTiles, 8))
 
 

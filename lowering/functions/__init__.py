@@ -1,4 +1,4 @@
-"""Operators as Python functions over arrays, compiled at the first call of each kind."""
+"""Operators as Python functions over arrays, compiled at the first call of each configuration."""
 
 from .gpt_attention import gpt_attention
 

@@ -1,8 +1,8 @@
-"""`gpt_attention`: TensorRT-LLM's operator over NumPy arrays, by a compiled model of one node.
+"""`gpt_attention`: TensorRT-LLM's operator over NumPy arrays, implemented by a compiled model of one node.
 
-A model is compiled for each configuration: attributes, element types and ranks, which arguments there are, and the
-sizes that kernels are made for (heads, their size, tokens in a block). It serves any number of requests, lengths and
-blocks, and every layer. Models are kept while the process lives.
+A model is compiled for each configuration: attributes, element types and ranks, the arguments that are present, and the
+sizes that kernels are specialized for (heads, head size, tokens in a block). It serves any number of requests, lengths
+and blocks, and every layer. Models are cached while the process lives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = Any
 Dims: TypeAlias = tuple[int | str, ...]
 
-KEPT_MODELS = 256
+MAX_CACHED_MODELS = 256
 
 _ENUMERATIONS = {
     "position_embedding_type": POSITIONS,
@@ -36,8 +36,8 @@ _ENUMERATIONS = {
     "mask_type": MASKS,
 }
 _IGNORED = ("host_kv_cache_block_offsets", "max_context_length", "cross_kv_length", "host_kv_cache_pool_pointers")
-# Dimensions that kernels are made for, from the back.
-_FIXED = {
+# Dimensions that kernels are specialized for, counted from the last axis.
+_STATIC_AXES = {
     "qkv": (-1,),
     "past_key_value": (-4, -3, -1),
     "cache_indirection": (1,),
@@ -127,75 +127,85 @@ def gpt_attention(
     target: str = "cpu",
     **others: Any,
 ) -> Any:
-    """Attention of requests in context and generation phases, as tensorrt_llm.functional.gpt_attention means it.
+    """Compute attention of requests in context and generation phases.
 
-    docs/serving.md has shapes, element types and formulas by argument. qkv is [rows, (Hq + 2 Hkv) D], or [requests,
-    rows, (Hq + 2 Hkv) D] with rows of padding, or a list of q, k and v. Returns context, of the type of qkv (or
-    float8_e4m3fn where attention_output_orig_quant_scale is given), and with return_lse the pair of it and lse,
-    float32. The cache, past_key_value or the pools, is updated in place; no other argument is written to.
+    The semantics are those of tensorrt_llm.functional.gpt_attention. docs/serving.md has shapes, element types and
+    formulas by argument.
 
-    Raises ArgumentError, a ValueError, before anything is written; check=False leaves out what depends on contents of
-    arrays. Of TensorRT-LLM's further arguments those that ask for something raise NotImplementedError; a name that it
-    does not know is a TypeError. target is that of `lowering.compile`.
+    Args:
+        qkv: [rows, (Hq + 2 Hkv) D], or [requests, rows, (Hq + 2 Hkv) D] with rows of padding, or a list of q, k and v.
+        return_lse: return the pair of context and lse, float32.
+        check: check what depends on the contents of arrays, too.
+        target: the target, as in `lowering.compile`.
+        **others: further arguments of TensorRT-LLM, with values that ask for nothing.
+
+    Returns:
+        context, of the type of qkv, or float8_e4m3fn if attention_output_orig_quant_scale is given. The cache,
+        past_key_value or the pools, is updated in place; no other argument is written to.
+
+    Raises:
+        ArgumentError: an argument is illegal; it is a ValueError, raised before anything is written.
+        NotImplementedError: a further argument of TensorRT-LLM asks for something.
+        TypeError: TensorRT-LLM has no argument of this name.
     """
     arguments = dict(locals())
     own = ("qkv", "return_lse", "check", "target", "others")
-    asked = {name: value for name, value in arguments.items() if name not in own}
+    requested = {name: value for name, value in arguments.items() if name not in own}
     refuse_unknown(others)
-    check_call(qkv, asked, contents=check)
-    arrays = _arrays(qkv, asked)
-    pool, shared = _contiguous(arrays)
-    settings = _settings(asked)
-    inputs = tuple((name, arrays[name].dtype.name, _dims(name, arrays)) for name in INPUTS if name in arrays)
+    check_call(qkv, requested, contents=check)
+    arrays = _collect_inputs(qkv, requested)
+    pool, shared = _make_contiguous(arrays)
+    settings = _dump_attributes(requested)
+    inputs = tuple((name, arrays[name].dtype.name, _name_dims(name, arrays)) for name in INPUTS if name in arrays)
     width = num_heads * hidden_size_per_head
-    coded = attention_output_orig_quant_scale is not None
-    dtype = "float8_e4m3fn" if coded else arrays["qkv"].dtype.name
-    model = _model(inputs, settings, return_lse, width, dtype, target)
+    is_quantized = attention_output_orig_quant_scale is not None
+    dtype = "float8_e4m3fn" if is_quantized else arrays["qkv"].dtype.name
+    model = _compile_model(inputs, settings, return_lse, width, dtype, target)
     results = model.run(arrays)
     if shared is not None and pool is not None:
         shared[...] = pool
     return (results["context"], results["lse"]) if return_lse else results["context"]
 
 
-def _arrays(qkv: Any, asked: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The node's inputs: what says where a layer is, is made one of layer 0 in its own pool."""
-    parts = [np.asarray(part) for part in qkv] if isinstance(qkv, (list, tuple)) else None
-    found = {"qkv": np.asarray(qkv) if parts is None else np.concatenate(parts, axis=-1)}
-    layer, pools = asked["layer_idx"], asked["host_kv_cache_pool_pointers"]
+def _collect_inputs(qkv: Any, requested: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the node's inputs; arguments that locate a layer are converted to layer 0 in its own pool."""
+    projections = [np.asarray(projection) for projection in qkv] if isinstance(qkv, (list, tuple)) else None
+    inputs = {"qkv": np.asarray(qkv) if projections is None else np.concatenate(projections, axis=-1)}
+    layer, pools = requested["layer_idx"], requested["host_kv_cache_pool_pointers"]
     for name in INPUTS[1:]:
-        if asked[name] is not None:
-            found[name] = asked[name]
-    cache = found.pop("past_key_value", None)
+        if requested[name] is not None:
+            inputs[name] = requested[name]
+    cache = inputs.pop("past_key_value", None)
     pools = [cache] if pools is None and cache is not None and not isinstance(cache, (list, tuple)) else pools
     pools = cache if pools is None else pools
-    mapping = np.asarray(found["host_kv_cache_pool_mapping"]) if "host_kv_cache_pool_mapping" in found else None
+    mapping = np.asarray(inputs["host_kv_cache_pool_mapping"]) if "host_kv_cache_pool_mapping" in inputs else None
     if pools is not None:
-        which, inside = (0, layer) if mapping is None else (int(mapping[layer, 0]), int(mapping[layer, 1]))
-        found["past_key_value"] = pools[which]
-        if found["past_key_value"].ndim == 6:
-            found["host_kv_cache_pool_mapping"] = np.array([[0, inside]], np.int32)
+        pool_index, layer_index = (0, layer) if mapping is None else (int(mapping[layer, 0]), int(mapping[layer, 1]))
+        inputs["past_key_value"] = pools[pool_index]
+        if inputs["past_key_value"].ndim == 6:
+            inputs["host_kv_cache_pool_mapping"] = np.array([[0, layer_index]], np.int32)
         else:
-            found.pop("host_kv_cache_pool_mapping", None)
-        offsets = found.get("kv_cache_block_offsets")
+            inputs.pop("host_kv_cache_pool_mapping", None)
+        offsets = inputs.get("kv_cache_block_offsets")
         if offsets is not None and np.ndim(offsets) == 5:
-            found["kv_cache_block_offsets"] = np.asarray(offsets)[which]
-    windows = found.get("host_max_attention_window_sizes")
+            inputs["kv_cache_block_offsets"] = np.asarray(offsets)[pool_index]
+    windows = inputs.get("host_max_attention_window_sizes")
     if windows is not None:
-        found["host_max_attention_window_sizes"] = np.asarray(windows)[layer % len(windows) :][:1]
+        inputs["host_max_attention_window_sizes"] = np.asarray(windows)[layer % len(windows) :][:1]
     for name in ("rotary_cos_sin", "long_rope_rotary_cos_sin"):
-        if name in found:
-            found[name] = np.asarray(found[name]).reshape(-1, asked["rotary_embedding_dim"] // 2, 2)
-    for name, value in found.items():
+        if name in inputs:
+            inputs[name] = np.asarray(inputs[name]).reshape(-1, requested["rotary_embedding_dim"] // 2, 2)
+    for name, value in inputs.items():
         if name != "past_key_value":
             array = np.asarray(value)
-            found[name] = array.reshape(-1) if name == "host_sink_token_length" else array
-    if "host_sink_token_length" in found:
-        found["host_sink_token_length"] = found["host_sink_token_length"].astype(np.int32)
-    return found
+            inputs[name] = array.reshape(-1) if name == "host_sink_token_length" else array
+    if "host_sink_token_length" in inputs:
+        inputs["host_sink_token_length"] = inputs["host_sink_token_length"].astype(np.int32)
+    return inputs
 
 
-def _contiguous(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Puts a copy of a strided cache in its place: the copy, and the cache that it must be written back to."""
+def _make_contiguous(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Replace a strided cache by a contiguous copy; return the copy, and the cache to write it back to."""
     cache = arrays.get("past_key_value")
     if cache is None or cache.flags.c_contiguous:
         return cache, None
@@ -203,23 +213,23 @@ def _contiguous(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray | None, np.nd
     return arrays["past_key_value"], cache
 
 
-def _settings(asked: Mapping[str, Any]) -> str:
-    """The attributes, as JSON with sorted keys."""
-    found: dict[str, Any] = {}
-    for name, value in asked.items():
+def _dump_attributes(requested: Mapping[str, Any]) -> str:
+    """Return the attributes, as JSON with sorted keys."""
+    attributes: dict[str, Any] = {}
+    for name, value in requested.items():
         if name in (*INPUTS, *_IGNORED) or value is None:
             continue
         if name in _ENUMERATIONS and isinstance(value, str):
             value = _ENUMERATIONS[name].index(value)
         if name == "rope_scaling_config":
-            value = json.dumps({key: _plain(item) for key, item in value.items()}, sort_keys=True)
-        found[name] = _plain(value)
-    found["layer_idx"] = 0
-    return json.dumps(found, sort_keys=True)
+            value = json.dumps({key: _to_json_value(item) for key, item in value.items()}, sort_keys=True)
+        attributes[name] = _to_json_value(value)
+    attributes["layer_idx"] = 0
+    return json.dumps(attributes, sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold, of NumPy's numbers and arrays."""
+def _to_json_value(value: Any) -> Any:
+    """Convert NumPy's numbers and arrays to values that JSON can represent."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):
@@ -227,48 +237,51 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def _dims(name: str, arrays: Mapping[str, np.ndarray]) -> Dims:
-    """The shape, with names for the sizes that calls differ in."""
+def _name_dims(name: str, arrays: Mapping[str, np.ndarray]) -> Dims:
+    """Return the shape, with names for the sizes that differ between calls."""
     array = arrays[name]
-    fixed = {axis % array.ndim for axis in _FIXED.get(name, ()) if -array.ndim <= axis < array.ndim}
+    static_axes = {axis % array.ndim for axis in _STATIC_AXES.get(name, ()) if -array.ndim <= axis < array.ndim}
     if name == "past_key_value" and "kv_cache_block_offsets" in arrays:
-        fixed.add(array.ndim - 2)
+        static_axes.add(array.ndim - 2)
     if name == "relative_attention_bias":
-        fixed |= {0} | ({1} if array.ndim == 2 else set())
-    return tuple(size if axis in fixed else f"{name}_{axis}" for axis, size in enumerate(array.shape))
+        static_axes |= {0} | ({1} if array.ndim == 2 else set())
+    return tuple(size if axis in static_axes else f"{name}_{axis}" for axis, size in enumerate(array.shape))
 
 
-@functools.lru_cache(maxsize=KEPT_MODELS)
-def _model(
+@functools.lru_cache(maxsize=MAX_CACHED_MODELS)
+def _compile_model(
     inputs: tuple[tuple[str, str, Dims], ...], settings: str, lse: bool, width: int, dtype: str, target: str
 ) -> Model:
     from ..compiling.compiler import compile
 
-    # Arguments were checked in front, or shall not be.
-    return compile(one_node(inputs, settings, lse, width, dtype), target, checks=False)
+    # Arguments were checked by the caller, or must not be.
+    return compile(build_one_node_model(inputs, settings, lse, width, dtype), target, checks=False)
 
 
-def one_node(
+def build_one_node_model(
     inputs: tuple[tuple[str, str, Dims], ...], settings: str, lse: bool, width: int, dtype: str
 ) -> onnx.ModelProto:
-    """The model of a GptAttention with inputs of these names, types and dimensions, and attributes (JSON), whose result
-    has rows of `width` elements."""
-    given = {name: (kind, dims) for name, kind, dims in inputs}
-    names = [name if name in given else "" for name in INPUTS]
+    """Return the model of a GptAttention.
+
+    It has inputs of these names, types and dimensions, and attributes `settings` (JSON). Its result has rows of `width`
+    elements.
+    """
+    infos = {name: (kind, dims) for name, kind, dims in inputs}
+    names = [name if name in infos else "" for name in INPUTS]
     while not names[-1]:
         names.pop()
-    rank = len(given["qkv"][1])
+    rank = len(infos["qkv"][1])
     outputs = ["context", "", "lse"] if lse else ["context"]
     node = helper.make_node("GptAttention", names, outputs, "gpt_attention", domain=DOMAIN, **json.loads(settings))
-    front = [f"row_{axis}" for axis in range(rank - 1)]
-    made = [_info("context", dtype, (*front, width))]
+    row_dims = [f"row_{axis}" for axis in range(rank - 1)]
+    results = [_make_value_info("context", dtype, (*row_dims, width))]
     if lse:
-        made.append(_info("lse", "float32", (*front, "heads")))
-    graph = helper.make_graph([node], "gpt_attention", [_info(n, *given[n]) for n in given], made)
+        results.append(_make_value_info("lse", "float32", (*row_dims, "heads")))
+    graph = helper.make_graph([node], "gpt_attention", [_make_value_info(n, *infos[n]) for n in infos], results)
     imports = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=11)
 
 
-def _info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
+def _make_value_info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
     return helper.make_tensor_value_info(name, kind, dims)

@@ -1,8 +1,8 @@
 """The operator registry: (domain, operator, since_version) -> lowering function.
 
-Nothing else lives here. A lowering function takes the `Node` and one `Value` (or None for a hole) per input, and
-returns one Value, or a tuple of Values in output order (None for an output nobody asked for). It says no by raising
-`node.error(what, remedy)`.
+This file contains only the registry. A lowering function takes the `Node` and one `Value` (or None for an omitted
+input) per input. It returns one Value, or a tuple of Values in output order (None for an output that the model does not
+request). It rejects a node by raising `node.error(problem, remedy)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REGISTRY: dict[tuple[str, str], dict[int, Lowering]] = {}
 
 
 def op(name: str, since: int, domain: str = "") -> Callable[[Lowering], Lowering]:
-    """Registers a lowering of `domain`.`name` for opset versions from `since` on, up to the next registered one."""
+    """Register a lowering of `domain`.`name` for opsets from `since` up to the next registered version."""
 
     def register(function: Lowering) -> Lowering:
         versions = _REGISTRY.setdefault((domain, name), {})
@@ -32,14 +32,14 @@ def op(name: str, since: int, domain: str = "") -> Callable[[Lowering], Lowering
 
 
 def lookup(domain: str, name: str, opset: int) -> Lowering | None:
-    """The newest lowering not above `opset` within the same domain; None if there is none."""
+    """Return the newest lowering of the domain that is not above `opset`, or None."""
     versions = _REGISTRY.get(("" if domain == "ai.onnx" else domain, name), {})
     legal = [since for since in versions if since <= opset]
     return versions[max(legal)] if legal else None
 
 
-def registered() -> dict[tuple[str, str], tuple[int, ...]]:
-    """Every registered operator with the versions at which its lowering starts."""
+def list_registered() -> dict[tuple[str, str], tuple[int, ...]]:
+    """Return every registered operator with the versions at which its lowerings start."""
     return {key: tuple(sorted(versions)) for key, versions in sorted(_REGISTRY.items())}
 
 

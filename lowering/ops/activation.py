@@ -1,4 +1,4 @@
-"""Activation functions: ONNX Sigmoid, Gelu, Swish, Relu, Softmax and their kin."""
+"""Activation functions: ONNX Sigmoid, Gelu, Swish, Relu, Softmax and similar operators."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..importing.compute import (
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
-from .asserted import asserted, broadcast_to
-from .contents import static_axis
+from .assertions import assert_broadcastable, assert_shape
+from .contents import normalize_axis
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
@@ -34,14 +34,14 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Element], dict[str, Any]]] = {
     "Tanh": (tirx.tanh, {}),
     "Clip": (lambda x, min, max: _clip(x, min, max), {"min": -math.inf, "max": math.inf}),
 }
-"""By name the scalar function of an activation, and the defaults of its attributes."""
+"""The scalar function of each activation by name, and the defaults of its attributes."""
 
 
-def activate(node: Node, x: Value, name: str, attributes: Mapping[str, float]) -> Value:
-    """Emit the activation that a fused node names, with its attributes where they are given.
+def emit_activation(node: Node, x: Value, name: str, attributes: Mapping[str, float]) -> Value:
+    """Emit the activation that a fused node names, with its attributes where present.
 
     Raises:
-        NodeError: The activation is not known.
+        NodeError: The activation is not supported.
     """
     if name not in _FUNCTIONS:
         raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(sorted(_FUNCTIONS))}.")
@@ -51,7 +51,7 @@ def activate(node: Node, x: Value, name: str, attributes: Mapping[str, float]) -
 
 
 def _register(name: str, since: int, function: Callable[..., Element], **defaults: Any) -> None:
-    """An operator whose attributes, with these defaults, are arguments of the scalar function."""
+    """Register an operator whose attributes, with these defaults, are arguments of the scalar function."""
     _FUNCTIONS[name] = function, defaults
 
     @op(name, since=since)
@@ -61,7 +61,7 @@ def _register(name: str, since: int, function: Callable[..., Element], **default
 
 
 def _where(condition: Element, a: Element | float, b: Element | float) -> Element:
-    """a where the condition holds, else b; one of them may be a number."""
+    """Return a where the condition is true, else b; one of them may be a number."""
     dtype = next(v.ty.dtype for v in (a, b) if not isinstance(v, (int, float)))
     a, b = (tirx.const(v, dtype) if isinstance(v, (int, float)) else v for v in (a, b))
     return tirx.Select(condition, a, b)
@@ -94,7 +94,7 @@ def _leaky_relu(x: Element, alpha: float) -> Element:
 
 
 def _clipped_line(x: Element, slope: float, offset: float) -> Element:
-    """slope x + offset, within [0, 1]; NaN where x is."""
+    """Return slope x + offset, clamped to [0, 1]; NaN where x is."""
     y = slope * x + offset
     return _where(y < 0.0, 0.0, _where(y > 1.0, 1.0, y))
 
@@ -104,12 +104,15 @@ def _elu(x: Element, alpha: float) -> Element:
 
 
 def _softplus(x: Element) -> Element:
-    """log(1 + e^x) without overflow, and without losing small e^x."""
+    """Return log(1 + e^x) without overflow, and without losing small e^x."""
     return _where(x > 0.0, x, 0.0) + tirx.log1p(tirx.exp(-tirx.abs(x)))
 
 
 def _mish(x: Element) -> Element:
-    """x tanh(softplus(x)) = x n / (n + 2) with n = e^x (e^x + 2); 1 - n / (n + 2) is below rounding from x = 20 on."""
+    """Return x tanh(softplus(x)) = x n / (n + 2) with n = e^x (e^x + 2).
+
+    1 - n / (n + 2) is below rounding from x = 20 on.
+    """
     e = tirx.exp(x)
     n = e * (e + 2.0)
     return _where(x > 20.0, x, x * n / (n + 2.0))
@@ -149,25 +152,25 @@ def swiglu(node: Node, gate: Value, x: Value) -> Value:
     alpha = node.attr("alpha", 1.0)
     if gate.rank != x.rank:
         raise node.error(f"the inputs have ranks {gate.rank} and {x.rank}.", "They must have one shape.")
-    x = asserted(node, x, gate.shape)
+    x = assert_shape(node, x, gate.shape)
     return pointwise(node, lambda gate, x: swish(gate, alpha) * x, gate, x, name="swiglu")
 
 
 @op("PRelu", since=9)
 def prelu(node: Node, x: Value, slope: Value) -> Value:
-    x, slope = broadcast_to(node, x, slope)
+    x, slope = assert_broadcastable(node, x, slope)
     return pointwise(node, lambda x, slope: _where(x < 0, slope * x, x), x, slope, name="prelu")
 
 
 # -- along axes -------------------------------------------------------------------------------------------------------
 
-# TensorIR's own max, which schedules know: where it drops a NaN, the sum of the exponentials still has it.
+# TensorIR's own max, which schedules recognize. Where it drops a NaN, the sum of the exponentials still has it.
 _PEAK = Reducer(te.max, tirx.min_value)
 
 
 def _softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
-    """p / sum p with p = e^(x - m), m the maximum."""
-    at = _reduced_index(axes)
+    """Return p / sum p with p = e^(x - m), m the maximum."""
+    at = _make_reduced_index(axes)
     m = reduced(x.shape, axes, _PEAK, lambda *i: read(x, i), "m")
     p = te.compute(x.shape, lambda *i: tirx.exp(read(x, i) - m(*at(i))), name="p")
     l = reduced(x.shape, axes, total, lambda *i: p(*i), "l")
@@ -175,8 +178,8 @@ def _softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
 
 
 def _log_softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
-    """x - m - log(sum e^(x - m)) with m the maximum."""
-    at = _reduced_index(axes)
+    """Return x - m - log(sum e^(x - m)) with m the maximum."""
+    at = _make_reduced_index(axes)
     m = reduced(x.shape, axes, _PEAK, lambda *i: read(x, i), "m")
     l = reduced(x.shape, axes, total, lambda *i: tirx.exp(read(x, i) - m(*at(i))), "l")
 
@@ -187,15 +190,15 @@ def _log_softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
 
 
 def _hardmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
-    """1 at the first maximum in row-major order along the axes, 0 elsewhere."""
-    at = _reduced_index(axes)
+    """Return 1 at the first maximum in row-major order along the axes, 0 elsewhere."""
+    at = _make_reduced_index(axes)
     m = reduced(x.shape, axes, largest, lambda *i: read(x, i), "m")
 
     def position(index: Sequence[Element]) -> Element:
-        place = tirx.const(0, "int64")
+        offset = tirx.const(0, "int64")
         for axis in axes:
-            place = place * x.shape[axis] + index[axis]
-        return place.astype("int64")
+            offset = offset * x.shape[axis] + index[axis]
+        return offset.astype("int64")
 
     last = tirx.max_value("int64")
     first = reduced(
@@ -210,35 +213,38 @@ def _hardmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
     )
 
 
-def _reduced_index(axes: Sequence[int]) -> Callable[[Sequence[Element]], list[Element]]:
+def _make_reduced_index(axes: Sequence[int]) -> Callable[[Sequence[Element]], list[Element]]:
     return lambda index: [tirx.const(0, "int64") if axis in axes else i for axis, i in enumerate(index)]
 
 
-def _along_axes(node: Node, x: Value, kernel: Callable[[te.Tensor, Sequence[int]], te.Tensor]) -> Value:
-    """From opset 13 on along one axis (default the last), before along that axis (default 1) and all behind it."""
+def _emit_along_axes(node: Node, x: Value, kernel: Callable[[te.Tensor, Sequence[int]], te.Tensor]) -> Value:
+    """Emit a function along the axes of attribute axis.
+
+    From opset 13 on it is one axis (default: the last). Before, it is that axis (default 1) and all following ones.
+    """
     require_numbers(node, x)
     if node.version >= 13:
-        axes = [static_axis(node, node.attr("axis", -1), x.rank)]
+        axes = [normalize_axis(node, node.attr("axis", -1), x.rank)]
     else:
-        axes = list(range(static_axis(node, node.attr("axis", 1), x.rank), x.rank))
+        axes = list(range(normalize_axis(node, node.attr("axis", 1), x.rank), x.rank))
     return node.emit_te(lambda t: kernel(t, axes), node.tensor(x), primfunc_name_hint=node.op_type.lower())
 
 
-def softmax_over(node: Node, x: Value, axes: Sequence[int]) -> Value:
-    """Numbers that add up to 1 over the axes together."""
+def emit_softmax(node: Node, x: Value, axes: Sequence[int]) -> Value:
+    """Emit numbers that add up to 1 over all of the axes."""
     return node.emit_te(lambda t: _softmax(t, axes), node.tensor(x), primfunc_name_hint="softmax")
 
 
 @op("Softmax", since=1)
 def softmax(node: Node, x: Value) -> Value:
-    return _along_axes(node, x, _softmax)
+    return _emit_along_axes(node, x, _softmax)
 
 
 @op("LogSoftmax", since=1)
 def log_softmax(node: Node, x: Value) -> Value:
-    return _along_axes(node, x, _log_softmax)
+    return _emit_along_axes(node, x, _log_softmax)
 
 
 @op("Hardmax", since=1)
 def hardmax(node: Node, x: Value) -> Value:
-    return _along_axes(node, x, _hardmax)
+    return _emit_along_axes(node, x, _hardmax)

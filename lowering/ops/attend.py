@@ -1,4 +1,4 @@
-"""From tensors to the attention kernel: what every attention operator does once its own rules are applied."""
+"""From tensors to the attention kernel: the common steps of all attention operators after their own rules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..importing.values import Shape, Size, Value, static, storage_dtype, storag
 from .reshape import reshape_to
 
 
-def attend(
+def lower_attention(
     node: Node,
-    given: Mapping[str, Value | Size | None],
+    tensors: Mapping[str, Value | Size | None],
     *,
     heads: tuple[int, int],
     mask: Mask | None = None,
@@ -27,17 +27,24 @@ def attend(
     codec: Codec | None = None,
     **fields: Any,
 ) -> dict[str, Value]:
-    """The outputs of one call of the kernel, by name: y in the layout of q, and those that `fields` ask for.
+    """Emit one call of the attention kernel, and return its outputs by name.
 
-    given holds the kernel's parameters by the names that `AttentionProblem` has for them, None for those that are not
-    there: q is [B, Hq, S, D] or [B, S, Hq * D], k and v are [B, Hkv, T, D] or [B, T, Hkv * D]; sizes that mean the same
-    are the same already. heads is (Hq, Hkv), mask says how the tensor of that name is meant, beams and codec are those
-    of the cache; further fields are those of the record that no tensor tells.
+    The outputs are y in the layout of q, and those that `fields` request.
+
+    Args:
+        tensors: The kernel's parameters by the names of `AttentionProblem`, None for absent ones. q is [B, Hq, S, D] or
+            [B, S, Hq * D]. k and v are [B, Hkv, T, D] or [B, T, Hkv * D]. Sizes of equal meaning are already the same
+            expression.
+        heads: (Hq, Hkv).
+        mask: The interpretation of the tensor of that name.
+        beams: The beams of the cache.
+        codec: The quantization of the cache.
+        fields: Further fields of the record that do not follow from a tensor.
     """
-    tensors = {name: value for name, value in given.items() if isinstance(value, Value)}
-    q, k, v = (tensors[name] for name in "qkv")
+    present = {name: value for name, value in tensors.items() if isinstance(value, Value)}
+    q, k, v = (present[name] for name in "qkv")
     (row_axes, q_shape), (key_axes, k_shape), (_, v_shape) = (
-        _logical(x, count) for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
+        _read_logical_shape(x, count) for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
     )
     problem = AttentionProblem(
         batch=static(q_shape[0]),
@@ -51,15 +58,15 @@ def attend(
         v_dtype=v.dtype if codec is None else q.dtype,
         row_axes=row_axes,
         layout=CacheLayout(key_axes, beams=beams, codec=codec),
-        lengths="lengths" in tensors,
+        lengths="lengths" in present,
         mask=mask,
-        sink="sink" in tensors,
+        sink="sink" in present,
         **fields,
     )
-    return solved(node, problem, given, k_shape[2])
+    return call_attention_kernel(node, problem, tensors, k_shape[2])
 
 
-def packed(
+def make_ragged_problem(
     batch: Size,
     heads: tuple[int, int],
     size: int,
@@ -69,8 +76,10 @@ def packed(
     v_size: int | None = None,
     **fields: Any,
 ) -> AttentionProblem:
-    """The record of packed rows, [rows, heads, size] by default, that sum in float32, over a cache whose batches have
-    lengths; heads is (Hq, Hkv), v_size that of values where it is another one."""
+    """Return the record of a ragged batch, accumulated in float32, over a cache with lengths.
+
+    The rows are [rows, heads, size] by default. heads is (Hq, Hkv). v_size is the size of values where it differs.
+    """
     return AttentionProblem(
         batch=static(batch),
         q_len=None,
@@ -89,15 +98,21 @@ def packed(
     )
 
 
-def solved(node: Node, problem: AttentionProblem, given: Mapping[str, Any], keys: Size) -> dict[str, Value]:
-    """The outputs of one call of the kernel of a problem, by name. given holds its parameters by name, for so many
-    keys; sizes that mean the same are the same already."""
+def call_attention_kernel(
+    node: Node, problem: AttentionProblem, tensors: Mapping[str, Any], keys: Size
+) -> dict[str, Value]:
+    """Emit one call of the kernel of a problem, and return its outputs by name.
+
+    Args:
+        tensors: The kernel's parameters by name. Sizes of equal meaning are already the same expression.
+        keys: The number of keys.
+    """
     scalars = problem.scalars()
     arguments = [
-        node.shape_expr([given[name]]).values[0] if name in scalars else node.tensor(given[name])
+        node.shape_expr([tensors[name]]).values[0] if name in scalars else node.tensor(tensors[name])
         for name in problem.inputs()
     ]
-    q = given["q"]
+    q = tensors["q"]
     sizes = dict(zip(problem.row_axes, q.shape))
     wide = {"d": problem.v_head_dim, "e": problem.q_heads * problem.v_head_dim}
     rows = (sizes["t"], problem.q_heads) if problem.packed else (sizes["b"], problem.q_heads, sizes["t"])
@@ -107,17 +122,19 @@ def solved(node: Node, problem: AttentionProblem, given: Mapping[str, Any], keys
         "lse": (rows, problem.acc_dtype),
         "max": (rows, problem.acc_dtype),
     }
-    function = plain(problem).without_attr("global_symbol")  # the module gives each function a name of its own
+    function = plain(problem).without_attr("global_symbol")  # the module names each function
     results = node.call_tir(function, arguments, [shapes[name] for name in problem.outputs()], "attention")
     return dict(zip(problem.outputs(), results, strict=True))
 
 
-def formula_of(
+def trace_formula(
     element: Callable[..., Any], tables: Sequence[Value], score_dtype: str | None = None, sizes: Sequence[Size] = ()
 ) -> tuple[Formula, dict[str, Value | Size]]:
-    """The mask whose elements are element(b, h, i, j, *reads, *sizes), reads[k](*index) being an element of tables[k];
-    and the kernel's parameters for it. With score_dtype it is the change that makes element(b, h, i, j, s, *reads,
-    *sizes) of a score s."""
+    """Return the mask with elements element(b, h, i, j, *reads, *sizes), and its kernel parameters.
+
+    reads[k](*index) is an element of tables[k]. With score_dtype, the formula is instead the change element(b, h, i, j,
+    s, *reads, *sizes) of a score s.
+    """
     indices = [tirx.Var(name, "int64") for name in PAIR]
     if score_dtype is not None:
         indices.append(tirx.Var("s", score_dtype))
@@ -126,29 +143,32 @@ def formula_of(
         for k, t in enumerate(tables)
     ]
 
-    def reader(buffer: tirx.Buffer) -> Callable[..., Any]:
+    def make_reader(buffer: tirx.Buffer) -> Callable[..., Any]:
         return lambda *index: buffer[tuple(index)]
 
     scalars = [
         tirx.const(s, "int64") if isinstance(s, int) else tirx.Var(f"size_{k}", "int64") for k, s in enumerate(sizes)
     ]
     variables = [scalar for scalar in scalars if isinstance(scalar, tirx.Var)]
-    formula, read = Formula.of(element(*indices, *map(reader, buffers), *scalars), indices, variables, buffers)
-    given = {id(made): known for made, known in zip((*buffers, *scalars), (*tables, *sizes))}
-    return formula, {name: given[id(made)] for name, made in read.items()}
+    formula, used = Formula.of(element(*indices, *map(make_reader, buffers), *scalars), indices, variables, buffers)
+    values = {id(variable): value for variable, value in zip((*buffers, *scalars), (*tables, *sizes))}
+    return formula, {name: values[id(variable)] for name, variable in used.items()}
 
 
-def mask_of(mask: Value | None, pad: bool = False, broadcasts: tuple[int, ...] = ()) -> Mask | None:
-    """How a tensor of rank 4 is meant whose dimensions of 1 broadcast, as those on the axes `broadcasts` do if the run
-    shows that they are 1; pad as in `Mask`."""
+def describe_mask(mask: Value | None, pad: bool = False, broadcasts: tuple[int, ...] = ()) -> Mask | None:
+    """Return how a mask tensor of rank 4 is interpreted.
+
+    Its dimensions of size 1 broadcast. Those on the axes `broadcasts` do if they are 1 at run time. pad is as in
+    `Mask`.
+    """
     if mask is None:
         return None
     batch, heads, rows, keys = (static(size) for size in mask.shape)
     return Mask(mask.dtype, (batch, heads, rows, keys), pad, broadcasts)
 
 
-def heads_first(node: Node, value: Value, heads: int) -> Value:
-    """[B, L, H * D] as [B, H, L, D]."""
+def move_heads_first(node: Node, value: Value, heads: int) -> Value:
+    """Return [B, L, H * D] as [B, H, L, D]."""
     if value.rank == 4:
         return value
     batch, length, width = value.shape
@@ -156,13 +176,13 @@ def heads_first(node: Node, value: Value, heads: int) -> Value:
     return node.emit(relax.op.permute_dims(node.tensor(split), [0, 2, 1, 3]))
 
 
-def concatenated(node: Node, past: Value, new: Value) -> Value:
-    """A cache [B, H, P, D] with new rows [B, H, L, D] behind it."""
+def concatenate_cache(node: Node, past: Value, new: Value) -> Value:
+    """Emit a cache [B, H, P, D] followed by new rows [B, H, L, D]."""
     return node.emit(relax.op.concat([node.tensor(past), node.tensor(new)], axis=2))
 
 
-def _logical(value: Value, heads: int) -> tuple[Axes, Shape]:
-    """The axes, and the dimensions as (batch, heads, length, head size)."""
+def _read_logical_shape(value: Value, heads: int) -> tuple[Axes, Shape]:
+    """Return the axes, and the dimensions as (batch, heads, length, head size)."""
     if value.rank == 4:
         return "bhtd", value.shape
     batch, length, width = value.shape

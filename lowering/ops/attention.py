@@ -1,9 +1,9 @@
-"""ai.onnx Attention 23, 24 and 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), with the errata of onnx 1.23;
-and the compiler's own, which is version 25 with sinks.
+"""ai.onnx Attention 23, 24 and 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), with errata of onnx 1.23.
 
-The node becomes one call of the kernel that an `AttentionProblem` describes. Here are only the operator's own rules:
-which inputs and attributes are legal, how a mask broadcasts, where query rows lie among the keys. Dimensions that must
-be equal, and are not provably so, are asserted at run time.
+It also registers the compiler's own operator, which is version 25 with sinks. The node becomes one call of the kernel
+that an `AttentionProblem` describes. This file contains only the operator's own rules: legal inputs and attributes,
+mask broadcasting, and the position of query rows among the keys. Dimensions that must be equal, and are not provably
+so, are asserted at run time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..importing.compute import agreed, number
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
 from . import op
-from .asserted import asserted, required
-from .attend import attend, concatenated, heads_first, mask_of
+from .assertions import assert_shape, require
+from .attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from .reshape import reshape_to
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _SOFTMAX_PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # TensorProto.DataType
-_UNBOUNDED = 2**62  # a wider window sees every key, and sums with it stay below 2**63
+_UNBOUNDED = 2**62  # a wider window sees every key; adding to it stays below 2**63
 
 
 @op("Attention", since=25, domain=OWN_DOMAIN)
@@ -42,42 +42,48 @@ def attention(
     nonpad: Value | None = None,
     sink: Value | None = None,
 ) -> tuple[Value | None, ...]:
-    """Y, present_key, present_value and qk_matmul_output; None for what nobody asks for. sink is [Hq], of Q's type."""
-    attributes = _attributes(node)
+    """Emit Y, present_key, present_value and qk_matmul_output; None for unused outputs.
+
+    sink is [Hq], of Q's type.
+    """
+    attributes = _read_attributes(node)
     _check_inputs(node, q, k, v, past_key, past_value, nonpad)
-    sizes = _sizes(node, q, k, v, past_key, past_value)
+    sizes = _read_sizes(node, q, k, v, past_key, past_value)
 
-    def shaped(value: Value, heads: int, length: Size, dim: int) -> Value:
-        four = (sizes.batch, heads, length, dim)
-        return asserted(node, value, four if value.rank == 4 else (sizes.batch, length, heads * dim))
+    def require_shape(value: Value, heads: int, length: Size, dim: int) -> Value:
+        full_shape = (sizes.batch, heads, length, dim)
+        return assert_shape(node, value, full_shape if value.rank == 4 else (sizes.batch, length, heads * dim))
 
-    q = shaped(q, sizes.q_heads, sizes.q_len, sizes.head_dim)
-    k = shaped(k, sizes.kv_heads, sizes.new_len, sizes.head_dim)
-    v = shaped(v, sizes.kv_heads, sizes.new_len, sizes.v_head_dim)
+    q = require_shape(q, sizes.q_heads, sizes.q_len, sizes.head_dim)
+    k = require_shape(k, sizes.kv_heads, sizes.new_len, sizes.head_dim)
+    v = require_shape(v, sizes.kv_heads, sizes.new_len, sizes.v_head_dim)
     present_key, present_value = None, None
     if past_key is not None and past_value is not None:
-        past_key = shaped(past_key, sizes.kv_heads, sizes.past, sizes.head_dim)
-        past_value = shaped(past_value, sizes.kv_heads, sizes.past, sizes.v_head_dim)
-        k = present_key = concatenated(node, past_key, heads_first(node, k, sizes.kv_heads))
-        v = present_value = concatenated(node, past_value, heads_first(node, v, sizes.kv_heads))
+        past_key = require_shape(past_key, sizes.kv_heads, sizes.past, sizes.head_dim)
+        past_value = require_shape(past_value, sizes.kv_heads, sizes.past, sizes.v_head_dim)
+        k = present_key = concatenate_cache(node, past_key, move_heads_first(node, k, sizes.kv_heads))
+        v = present_value = concatenate_cache(node, past_value, move_heads_first(node, v, sizes.kv_heads))
     elif node.wants(1) or node.wants(2):
-        present_key, present_value = heads_first(node, k, sizes.kv_heads), heads_first(node, v, sizes.kv_heads)
+        present_key, present_value = (
+            move_heads_first(node, k, sizes.kv_heads),
+            move_heads_first(node, v, sizes.kv_heads),
+        )
 
     scores = (sizes.batch, sizes.q_heads, sizes.q_len, node.simplify(sizes.past + sizes.new_len))
-    how: Mask | None = None
+    mask_record: Mask | None = None
     if mask is not None:
-        mask, how = _mask(node, mask, q.dtype, scores)
+        mask, mask_record = _read_mask(node, mask, q.dtype, scores)
     if nonpad is not None:
-        nonpad = asserted(node, nonpad, (sizes.batch,))
+        nonpad = assert_shape(node, nonpad, (sizes.batch,))
     if sink is not None:
         if sink.dtype != q.dtype or sink.rank != 1:
             raise node.error(f"input sink is {sink.dtype} of rank {sink.rank}.", f"Make it {q.dtype} [query heads].")
-        sink = asserted(node, sink, (sizes.q_heads,))
+        sink = assert_shape(node, sink, (sizes.q_heads,))
     window = None
     if attributes.left is not None or attributes.right is not None:
         offset: Offset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
         window = Window(attributes.left, attributes.right, offset)
-    results = attend(
+    results = lower_attention(
         node,
         {"q": q, "k": k, "v": v, "mask": mask, "lengths": nonpad, "past": sizes.past, "sink": sink},
         heads=(sizes.q_heads, sizes.kv_heads),
@@ -85,7 +91,7 @@ def attention(
         scale=1 / math.sqrt(sizes.head_dim) if attributes.scale is None else attributes.scale,
         softcap=attributes.softcap,
         window=window,
-        mask=how,
+        mask=mask_record,
         qk_mode=attributes.qk_mode if node.wants(3) else None,
     )
     return results["y"], present_key, present_value, results.get("qk")
@@ -93,7 +99,10 @@ def attention(
 
 @dataclass(frozen=True)
 class _Attributes:
-    """left and right: how many keys before and behind its own position a row sees; None is unbounded."""
+    """The attributes of a node.
+
+    left and right are the numbers of keys before and after its own position that a row sees. None is unbounded.
+    """
 
     left: int | None
     right: int | None
@@ -103,11 +112,11 @@ class _Attributes:
     qk_mode: int
 
 
-def _attributes(node: Node) -> _Attributes:
+def _read_attributes(node: Node) -> _Attributes:
     causal = node.attr("is_causal", 0)
     if causal not in (0, 1):
         raise node.error(f"attribute is_causal is {causal}.", "Use 0 or 1.")
-    left, right = _window_side(node, "left_window_size"), _window_side(node, "right_window_size")
+    left, right = _read_window_side(node, "left_window_size"), _read_window_side(node, "right_window_size")
     if causal:
         right = 0
     scale = node.attr("scale", None)
@@ -127,7 +136,7 @@ def _attributes(node: Node) -> _Attributes:
     return _Attributes(left, right, scale, softcap, softmax, qk_mode)
 
 
-def _window_side(node: Node, name: str) -> int | None:
+def _read_window_side(node: Node, name: str) -> int | None:
     size = node.attr(name, -1)
     if size != -1 and node.version < 25:
         raise node.error(f"attribute {name} does not exist before opset 25.", "Import opset 25 or later.")
@@ -145,7 +154,7 @@ def _check_inputs(
     past_value: Value | None,
     nonpad: Value | None,
 ) -> None:
-    """Ranks, types, and which inputs go together."""
+    """Check ranks, types, and which inputs go together."""
     if not q.rank == k.rank == v.rank or q.rank not in (3, 4):
         raise node.error(f"inputs Q, K and V have ranks {q.rank}, {k.rank} and {v.rank}.", "Make all 3-D or all 4-D.")
     for name, value, like, other in (
@@ -162,11 +171,11 @@ def _check_inputs(
         if value is not None and value.rank != 4:
             raise node.error(f"input {name} has rank {value.rank}.", "It is 4-D, also for 3-D Q, K and V.")
     if node.version >= 25 and node.wants(1) != node.wants(2):
-        given, missing = ("present_key", "present_value") if node.wants(1) else ("present_value", "present_key")
-        raise node.error(f"output {given} is given without {missing}.", "From opset 25 on, name both or none.")
+        present, missing = ("present_key", "present_value") if node.wants(1) else ("present_value", "present_key")
+        raise node.error(f"output {present} is given without {missing}.", "From opset 25 on, name both or none.")
     if (past_key is None) != (past_value is None):
-        given, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
-        raise node.error(f"input {given} is given without {missing}.", "Give both or none.")
+        present, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
+        raise node.error(f"input {present} is given without {missing}.", "Give both or none.")
     if nonpad is None:
         return
     if node.version < 24:
@@ -180,8 +189,8 @@ def _check_inputs(
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """What the inputs agree on. past is 0 without past_key; new_len is the length of K and V."""
+class _AttentionSizes:
+    """The sizes on which the inputs agree. past is 0 without past_key; new_len is the length of K and V."""
 
     batch: Size
     q_heads: int
@@ -193,57 +202,59 @@ class _Sizes:
     v_head_dim: int
 
 
-def _sizes(node: Node, q: Value, k: Value, v: Value, past_key: Value | None, past_value: Value | None) -> _Sizes:
-    q_heads, kv_heads = _heads(node, q, k, v)
+def _read_sizes(
+    node: Node, q: Value, k: Value, v: Value, past_key: Value | None, past_value: Value | None
+) -> _AttentionSizes:
+    q_heads, kv_heads = _read_heads(node, q, k, v)
     dims = {
-        "Q": _logical(node, "Q", q, q_heads),
-        "K": _logical(node, "K", k, kv_heads),
-        "V": _logical(node, "V", v, kv_heads),
+        "Q": _read_logical_shape(node, "Q", q, q_heads),
+        "K": _read_logical_shape(node, "K", k, kv_heads),
+        "V": _read_logical_shape(node, "V", v, kv_heads),
     }
     if past_key is not None and past_value is not None:
         dims |= {"past_key": past_key.shape, "past_value": past_value.shape}
 
-    def same(what: str, axis: int, *names: str) -> Size:
-        return agreed(node, what, **{name: dims[name][axis] for name in names if name in dims})
+    def require_same(quantity: str, axis: int, *names: str) -> Size:
+        return agreed(node, quantity, **{name: dims[name][axis] for name in names if name in dims})
 
-    same("number of heads", 1, "K", "V", "past_key", "past_value")
-    return _Sizes(
-        batch=same("batch size", 0, *dims),
+    require_same("number of heads", 1, "K", "V", "past_key", "past_value")
+    return _AttentionSizes(
+        batch=require_same("batch size", 0, *dims),
         q_heads=q_heads,
         kv_heads=kv_heads,
         q_len=dims["Q"][2],
-        new_len=same("sequence length", 2, "K", "V"),
-        past=same("sequence length", 2, "past_key", "past_value") if past_key is not None else 0,
-        head_dim=number(node, "head size of Q and K", same("head size", 3, "Q", "K", "past_key")),
-        v_head_dim=number(node, "head size of V", same("head size", 3, "V", "past_value")),
+        new_len=require_same("sequence length", 2, "K", "V"),
+        past=require_same("sequence length", 2, "past_key", "past_value") if past_key is not None else 0,
+        head_dim=number(node, "head size of Q and K", require_same("head size", 3, "Q", "K", "past_key")),
+        v_head_dim=number(node, "head size of V", require_same("head size", 3, "V", "past_value")),
     )
 
 
-def _heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
-    """Query and key/value heads: from the attributes for 3-D inputs, from the shapes for 4-D ones."""
+def _read_heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
+    """Return query and key/value heads: attributes for 3-D inputs, dimensions for 4-D ones."""
     names = ("q_num_heads", "kv_num_heads")
     stated = [node.attr(name, None) for name in names]
     if q.rank == 3:
         for name, heads in zip(names, stated):
             if heads is None or heads < 1:
-                what = "is missing" if heads is None else f"is {heads}"
-                raise node.error(f"attribute {name} {what}.", "Inputs of rank 3 need their number of heads.")
+                problem = "is missing" if heads is None else f"is {heads}"
+                raise node.error(f"attribute {name} {problem}.", "Inputs of rank 3 need their number of heads.")
         heads = (stated[0], stated[1])
     else:
         shared = agreed(node, "number of heads", K=k.shape[1], V=v.shape[1])
         heads = number(node, "number of heads of Q", q.shape[1]), number(node, "number of heads of K", shared)
-        for name, said, found in zip(names, stated, heads):
-            if said is not None and (node.version >= 25 or said != found):
-                raise node.error(f"attribute {name} is {said}; 4-D inputs have {found} heads.", "Remove it.")
-            if said is not None:
+        for name, attribute, actual in zip(names, stated, heads):
+            if attribute is not None and (node.version >= 25 or attribute != actual):
+                raise node.error(f"attribute {name} is {attribute}; 4-D inputs have {actual} heads.", "Remove it.")
+            if attribute is not None:
                 node.warn(f"attribute {name} has no meaning for 4-D inputs and is ignored.")
     if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1]:
         raise node.error(f"{heads[0]} query heads do not divide into {heads[1]} key/value heads.", "Use a multiple.")
     return heads
 
 
-def _logical(node: Node, name: str, value: Value, heads: int) -> Shape:
-    """The dimensions of the input as (batch, heads, length, head size)."""
+def _read_logical_shape(node: Node, name: str, value: Value, heads: int) -> Shape:
+    """Return the dimensions of the input as (batch, heads, length, head size)."""
     if value.rank == 4:
         return value.shape
     batch, length, width = value.shape
@@ -256,8 +267,11 @@ def _logical(node: Node, name: str, value: Value, heads: int) -> Shape:
     return batch, heads, length, width // heads
 
 
-def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask | None]:
-    """The mask as a tensor of rank 4, bool or of the type of Q, and how it is meant. full is [B, Hq, S, T]."""
+def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask | None]:
+    """Return the mask as a tensor of rank 4, bool or of the type of Q, and its interpretation.
+
+    full is [B, Hq, S, T].
+    """
     if not 1 <= mask.rank <= 4:
         raise node.error(f"input attn_mask has rank {mask.rank}.", "Use rank 1 to 4, right-aligned to [B, H, S, T].")
     if mask.dtype.startswith(("int", "uint")):
@@ -266,28 +280,28 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask
         mask = node.emit(relax.op.astype(node.tensor(mask), dtype))
     if mask.rank < 4:
         mask = reshape_to(node, mask, (1,) * (4 - mask.rank) + mask.shape)
-    wanted: list[Size] = []
+    mask_shape: list[Size] = []
     broadcasts: list[int] = []
     for axis, (size, target) in enumerate(zip(mask.shape, full)):
-        if axis == 3 and node.version >= 24:  # a shorter mask hides the keys behind its end
+        if axis == 3 and node.version >= 24:  # a shorter mask hides the keys after its end
             if isinstance(size, int) and isinstance(target, int) and size > target:
                 raise node.error(f"input attn_mask is for {size} keys, and there are {target}.", "Cut it.")
-            wanted.append(size)
+            mask_shape.append(size)
         elif isinstance(size, int) and size == 1:
-            wanted.append(1)
-        elif isinstance(size, tirx.Var) and not node.symbols.equal(size, target):  # one that is computed is full
+            mask_shape.append(1)
+        elif isinstance(size, tirx.Var) and not node.symbols.equal(size, target):  # a computed one is full
             text = f"dimension {axis - 4} of attn_mask is {{}}, and must be 1 or {{}}."
             fits = symbolic.logical_or(symbolic.equal(size, 1), symbolic.equal(size, target))
-            mask = required(node, mask, fits, text, size, target)
-            wanted.append(size)
+            mask = require(node, mask, fits, text, size, target)
+            mask_shape.append(size)
             broadcasts.append(axis)
         else:
             agreed(node, f"dimension {axis - 4} of attn_mask", **{"attn_mask": size, "the score matrix": target})
-            wanted.append(target)
-    pad = node.version >= 24 and not node.symbols.equal(wanted[3], full[3])
+            mask_shape.append(target)
+    pad = node.version >= 24 and not node.symbols.equal(mask_shape[3], full[3])
     if pad:
         text = "input attn_mask is for {} keys, and there are {}."
-        node.importer.expect(symbolic.equal(wanted[3], full[3]))  # most are for all keys
-        mask = required(node, mask, symbolic.less_or_equal(wanted[3], full[3]), text, wanted[3], full[3])
-    mask = asserted(node, mask, tuple(wanted))
-    return mask, mask_of(mask, pad, tuple(broadcasts))
+        node.importer.expect(symbolic.equal(mask_shape[3], full[3]))  # most masks cover all keys
+        mask = require(node, mask, symbolic.less_or_equal(mask_shape[3], full[3]), text, mask_shape[3], full[3])
+    mask = assert_shape(node, mask, tuple(mask_shape))
+    return mask, describe_mask(mask, pad, tuple(broadcasts))

@@ -18,12 +18,12 @@ from . import op
 from .float8 import FORMATS, SCALE, decode, encode, encode_scale
 from .kernels import compute
 
-_PLAIN = (
+_NATIVE = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64",
 )  # fmt: skip
 _NARROW = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4}
-"""Integers of less than a byte, and their bits."""
+"""Integers of less than a byte, and their numbers of bits."""
 
 
 @op("Cast", since=6)
@@ -41,24 +41,24 @@ def cast_like(node: Node, data: Value, like: Value) -> Value:
 
 
 def cast_to(node: Node, data: Value, dtype: str) -> Value:
-    """The data with elements of another type, by the rules of the attributes saturate and round_mode."""
+    """Convert the elements to another type, by the rules of attributes saturate and round_mode."""
     if dtype == data.dtype:
         return data
     if "string" in (data.dtype, dtype):
-        return _cast_texts(node, data, dtype)
+        return _cast_strings(node, data, dtype)
     for name in (data.dtype, dtype):
-        if name not in (*_PLAIN, *_NARROW, *FORMATS, SCALE):
+        if name not in (*_NATIVE, *_NARROW, *FORMATS, SCALE):
             raise node.error(f"cannot cast {data.dtype} to {dtype}: type {name} is no number.")
-    known = _contents(node, data, dtype)
-    if known is not None:
-        return known
-    if data.dtype == "bool" and dtype in _PLAIN:
-        # As a choice of numbers: TVM's analyser cannot read a cast of bool vectors, which a fused kernel can repeat.
+    folded = _fold_cast(node, data, dtype)
+    if folded is not None:
+        return folded
+    if data.dtype == "bool" and dtype in _NATIVE:
+        # As a select: TVM's analyzer cannot read a cast of bool vectors, which a fused kernel can repeat.
         one, zero = (tirx.const(number, widened(dtype)) for number in (1, 0))
         return pointwise(node, lambda x: tirx.Select(x, one, zero), data, dtype=dtype, name="cast")
-    if data.dtype in _PLAIN and dtype in _PLAIN and data.rank:
+    if data.dtype in _NATIVE and dtype in _NATIVE and data.rank:
         return in_their_order(node, lambda x: node.emit(relax.op.astype(node.tensor(x), dtype), dtype), [data])
-    # TVM makes a constant of one element a Python number, which not every type can hold.
+    # TVM converts a constant of one element to a Python number, which not every type can represent.
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
     if mode not in ("up", "down", "nearest"):
         raise node.error(f"attribute round_mode is '{mode}'.", "Use up, down or nearest.")
@@ -68,7 +68,7 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         if data.dtype in FORMATS or data.dtype == SCALE:
             number = decode(number, data.dtype)
         elif data.dtype in _NARROW:
-            number = _from_low_bits(number.astype("int64"), data.dtype)
+            number = _sign_extend(number.astype("int64"), data.dtype)
         if dtype == SCALE:
             return encode_scale(number.astype("float32"), saturate, mode)
         if dtype in FORMATS:
@@ -80,30 +80,37 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
     return compute(node, "cast", element, [data], data.shape, dtype=dtype)
 
 
-def _cast_texts(node: Node, data: Value, dtype: str) -> Value:
-    """To or from strings, of constants: numbers are written as NumPy writes them, and read as Python reads them."""
-    known = data.constant
-    if known is None:
+def _cast_strings(node: Node, data: Value, dtype: str) -> Value:
+    """Convert constants to or from strings.
+
+    Numbers are formatted as NumPy does, and parsed as Python does.
+    """
+    constant = data.constant
+    if constant is None:
         raise node.error(
             f"cannot cast {data.dtype} to {dtype}: the elements are known to the run only, and compiled code tells of "
             "strings only whether they are equal.",
             "Make the input a constant, or cast before or after the model.",
         )
     if dtype == "string":
-        return node.constant(known.astype(np.str_).astype(object))
-    numbers = [_number_in(node, text, dtype) for text in known.flat]
+        return node.constant(constant.astype(np.str_).astype(object))
+    numbers = [_parse_number(node, text, dtype) for text in constant.flat]
     if not is_float(dtype):
-        return cast_to(node, node.constant(np.array(numbers, np.int64).reshape(known.shape)), dtype)
-    array = np.array(numbers, np.float64).reshape(known.shape)
-    if dtype in _PLAIN:
+        return cast_to(node, node.constant(np.array(numbers, np.int64).reshape(constant.shape)), dtype)
+    array = np.array(numbers, np.float64).reshape(constant.shape)
+    if dtype in _NATIVE:
         with np.errstate(over="ignore"):
             return node.constant(array.astype(numpy_dtype(dtype)))
     return cast_to(node, node.constant(array), dtype)
 
 
-def _number_in(node: Node, text: str, dtype: str) -> float | int:
-    """Read a number. Raises NodeError for what is none, or is none of the type."""
-    ranges = np.iinfo(dtype) if dtype in _PLAIN and dtype != "bool" and not is_float(dtype) else np.iinfo("int64")
+def _parse_number(node: Node, text: str, dtype: str) -> float | int:
+    """Parse a number.
+
+    Raises:
+        NodeError: The text is not a number, or not a number of the type.
+    """
+    ranges = np.iinfo(dtype) if dtype in _NATIVE and dtype != "bool" and not is_float(dtype) else np.iinfo("int64")
     try:
         if is_float(dtype):
             return float(text)
@@ -115,8 +122,8 @@ def _number_in(node: Node, text: str, dtype: str) -> float | int:
     return number
 
 
-def _contents(node: Node, data: Value, dtype: str) -> Value | None:
-    """Sizes stay sizes in the types that can hold them."""
+def _fold_cast(node: Node, data: Value, dtype: str) -> Value | None:
+    """Return contents that are sizes, in types that can represent them, or None."""
     if dtype not in ("int32", "int64", "bool"):
         return None
     if dtype == "bool":
@@ -130,33 +137,35 @@ def _mask(dtype: str) -> int:
     return (1 << _NARROW[dtype]) - 1
 
 
-def _from_low_bits(code: Any, dtype: str) -> Any:
-    """The number that the low bits of a byte stand for."""
-    low, sign = code & _mask(dtype), 1 << (_NARROW[dtype] - 1)
+def _sign_extend(byte: Any, dtype: str) -> Any:
+    """Return the number that the low bits of a byte represent."""
+    low, sign = byte & _mask(dtype), 1 << (_NARROW[dtype] - 1)
     return low if dtype.startswith("u") else (low ^ sign) - sign
 
 
 @op("BitCast", since=26)
 def bit_cast(node: Node, data: Value) -> Value:
-    """The same bits as elements of another type of as many."""
+    """Reinterpret the bits as elements of another type with as many bits."""
     dtype = ir.DataType(node.attr("to")).numpy().name
     for name in (data.dtype, dtype):
-        if name not in (*_PLAIN, *FORMATS):
+        if name not in (*_NATIVE, *FORMATS):
             raise node.error(f"the bits of {name} are not supported.", "Use numbers of 8 bits or more.")
-    given, made = (storage_dtype(name) for name in (data.dtype, dtype))
-    if DataType(given).bits != DataType(made).bits:
+    source_dtype, target_dtype = (storage_dtype(name) for name in (data.dtype, dtype))
+    if DataType(source_dtype).bits != DataType(target_dtype).bits:
         raise node.error(f"elements of {data.dtype} and {dtype} have different numbers of bits.")
     if data.contents is not None and data.constant is not None:
         data = node.constant(data.constant.astype(numpy_dtype(data.dtype)).view(numpy_dtype(dtype)))
         return data
-    if given == made:
+    if source_dtype == target_dtype:
         return Value(dtype, data.shape, node.tensor(data))
 
     def element(index: Any, x: Any) -> Any:
-        if given == "bool":  # a byte of 0 or 1, which is one bit to LLVM
-            return tirx.reinterpret(made, tirx.Select(x(*index), tirx.const(1, "uint8"), tirx.const(0, "uint8")))
-        if made == "bool":
+        if source_dtype == "bool":  # a byte of 0 or 1, which is one bit to LLVM
+            return tirx.reinterpret(
+                target_dtype, tirx.Select(x(*index), tirx.const(1, "uint8"), tirx.const(0, "uint8"))
+            )
+        if target_dtype == "bool":
             return tirx.reinterpret("uint8", x(*index)) != tirx.const(0, "uint8")
-        return tirx.reinterpret(made, x(*index))
+        return tirx.reinterpret(target_dtype, x(*index))
 
     return compute(node, "bit_cast", element, [data], data.shape, dtype=dtype)

@@ -1,5 +1,7 @@
-"""ONNX Det: determinants of [..., M, M] by elimination with the largest element of each column as its pivot
-(https://onnx.ai/onnx/operators/onnx__Det.html)."""
+"""ONNX Det: determinants of [..., M, M] (https://onnx.ai/onnx/operators/onnx__Det.html).
+
+They are computed by elimination with the largest element of each column as its pivot.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ from ..importing.node import Node
 from ..importing.values import Value
 from ..tensorir.independent import independent
 from . import op
-from .asserted import asserted
-from .kernels import grid, let, loops, serial
+from .assertions import assert_shape
+from .kernels import emit_loops, grid, let, serial
 
 
 def require_square(node: Node, x: Value) -> Value:
-    """Return x [..., M, M] float, whose last two sizes are equal or asserted to be at run time.
+    """Return x [..., M, M] float, with its last two sizes proved or asserted to be equal.
 
     Raises:
-        NodeError: It has another element type, fewer dimensions, or two numbers that differ.
+        NodeError: It has another element type, fewer dimensions, or two static sizes that differ.
     """
     require_numbers(node, x)
     if x.rank < 2 or not is_float(x.dtype):
         raise node.error(f"X is {x.dtype} of rank {x.rank}.", "Make it floats [..., M, M].")
     rows = next((size for size in x.shape[-2:] if isinstance(size, int)), x.shape[-1])
-    return asserted(node, x, (*x.shape[:-2], rows, rows))
+    return assert_shape(node, x, (*x.shape[:-2], rows, rows))
 
 
 @op("Det", since=11)
@@ -36,26 +38,26 @@ def det(node: Node, x: Value) -> Value:
     dtype, size = widened(x.dtype), x.shape[-1]
     zero, one = tirx.const(0, dtype), tirx.const(1, dtype)
 
-    def statements(x: Any, y: Any, left: Any, found: Any, best: Any) -> None:
-        def swapped(column: Any, row: Any) -> None:
-            """The row and the one of the column's number, from that column on."""
+    def statements(x: Any, y: Any, left: Any, determinant: Any, best: Any) -> None:
+        def swap_rows(column: Any, row: Any) -> None:
+            """Swap a row and the row with the column's number, from that column on."""
             with serial(size - column) as k:
-                kept = let(left[column, column + k])
+                saved = let(left[column, column + k])
                 T.buffer_store(left, left[row, column + k], [column, column + k])
-                T.buffer_store(left, kept, [row, column + k])
+                T.buffer_store(left, saved, [row, column + k])
 
         with independent(*x.shape[:-2]) as outer:
             with grid((size, size)) as (i, j):
                 T.buffer_store(left, x[(*outer, i, j)].astype(dtype), [i, j])
-            T.buffer_store(found, one, [0])
+            T.buffer_store(determinant, one, [0])
             with serial(size) as c:
                 T.buffer_store(best, c, [0])
                 with serial(size - c) as i, T.If(tirx.abs(left[c + i, c]) > tirx.abs(left[best[0], c])), T.Then():
                     T.buffer_store(best, c + i, [0])
                 with T.If(best[0] != c), T.Then():
-                    swapped(c, best[0])
-                    T.buffer_store(found, -found[0], [0])
-                T.buffer_store(found, found[0] * left[c, c], [0])
+                    swap_rows(c, best[0])
+                    T.buffer_store(determinant, -determinant[0], [0])
+                T.buffer_store(determinant, determinant[0] * left[c, c], [0])
                 with T.If(left[c, c] != zero), T.Then(), serial(size - c - 1) as i:
                     row = c + 1 + i
                     T.buffer_store(left, left[row, c] / left[c, c], [row, c])
@@ -63,8 +65,8 @@ def det(node: Node, x: Value) -> Value:
                         column = c + 1 + j
                         value = left[row, column] - left[row, c] * left[c, column]
                         T.buffer_store(left, value, [row, column])
-            T.buffer_store(y, found[0].astype(x.dtype), list(outer))
+            T.buffer_store(y, determinant[0].astype(x.dtype), list(outer))
 
     scratch = [((size, size), dtype), ((1,), dtype), ((1,), "int64")]
-    (result,) = loops(node, "det", statements, [x], [(x.shape[:-2], x.dtype)], scratch=scratch)
+    (result,) = emit_loops(node, "det", statements, [x], [(x.shape[:-2], x.dtype)], scratch=scratch)
     return result

@@ -9,7 +9,7 @@ from ..importing.compute import Element, dtype_of, pointwise, widened
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
-from .random_numbers import uniform_numbers
+from .random_numbers import emit_uniform_numbers
 from .reshape import reshape_to
 
 
@@ -17,7 +17,11 @@ from .reshape import reshape_to
 def dropout(
     node: Node, x: Value, ratio: Value | None = None, training_mode: Value | None = None
 ) -> tuple[Value, Value | None]:
-    """The data as it is and a mask of ones outside training or at a ratio of 0; else x / (1 - ratio) where kept."""
+    """Emit the data and the mask.
+
+    Outside training, or at a ratio of 0, the data is unchanged and the mask is ones. Otherwise the data is x / (1 -
+    ratio) where the mask is true.
+    """
     if training_mode is None or _is_number(training_mode, 0) or _is_number(ratio, 0):
         return x, _ones(node, x) if node.wants(1) else None
     ratio = node.constant(np.asarray(0.5, "float32")) if ratio is None else reshape_to(node, ratio, ())
@@ -30,8 +34,8 @@ def dropout(
         dtype=accurate,
         name="dropped_share",
     )
-    drawn = uniform_numbers(node, x.shape, accurate)
-    keep = pointwise(node, lambda u, share: u >= share, drawn, share, dtype="bool", name="dropout_mask")
+    draws = emit_uniform_numbers(node, x.shape, accurate)
+    keep = pointwise(node, lambda u, share: u >= share, draws, share, dtype="bool", name="dropout_mask")
 
     def element(x: Element, keep: Element, share: Element) -> Element:
         return tirx.Select(keep, x / (tirx.const(1.0, dtype_of(share)) - share), tirx.const(0.0, accurate))

@@ -1,6 +1,6 @@
-"""Gather, GatherElements and GatherND. Negative indices count from the back; others outside are errors.
+"""Gather, GatherElements and GatherND. Negative indices count from the end; other indices out of bounds are errors.
 
-Kernels clamp all the same: on a GPU nothing else keeps reads inside, and to the compiler it is a bound.
+Kernels clamp indices all the same: on a GPU nothing else limits reads, and the compiler uses it as a bound.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
-from .asserted import asserted, inside, required
-from .contents import few, movable, moved, sizes, static_axis
+from .assertions import assert_in_bounds, assert_shape, require
+from .contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
 from .kernels import compute
 
 
-def wrapped(index: Any, size: Any) -> Any:
-    """An index in [-size, size) counted from the front; others are clamped."""
+def wrap_index(index: Any, size: Any) -> Any:
+    """Return an index in [-size, size) counted from the front; other indices are clamped."""
     index = index.astype("int64") if not isinstance(index, int) else tirx.IntImm("int64", index)
     index = tirx.Select(index < 0, index + size, index)
     return tirx.max(tirx.min(index, size - 1), tirx.IntImm("int64", 0))
@@ -28,42 +28,42 @@ def wrapped(index: Any, size: Any) -> Any:
 
 @op("Gather", since=1)
 def gather(node: Node, data: Value, indices: Value) -> Value:
-    return gather_along(node, data, indices, static_axis(node, node.attr("axis", 0), data.rank))
+    return gather_along(node, data, indices, normalize_axis(node, node.attr("axis", 0), data.rank))
 
 
 def gather_along(node: Node, data: Value, indices: Value, axis: int) -> Value:
-    """Return the entries of data along an axis that the indices name; indices [I...] take the place of the axis.
+    """Emit the entries of data along an axis that the indices select; indices [I...] replace the axis.
 
     Raises:
-        NodeError: An index is known to be outside.
+        NodeError: An index is provably out of bounds.
     """
-    places, dim = sizes(indices), data.shape[axis]
+    static_indices, dim = read_sizes(indices), data.shape[axis]
     shape = (*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
-    if indices.rank == 0 and places is not None:  # one place that is known: no tensor of indices is needed
-        data = _required(node, data, places[0], axis)
+    if indices.rank == 0 and static_indices is not None:  # one static index: no tensor of indices is needed
+        data = _require_index(node, data, static_indices[0], axis)
     else:
-        indices = inside(node, indices, dim, of=f"dimension {axis} of {node.name_of(data, False)}")
-    if movable(data) and indices.constant is not None and few(shape):
+        indices = assert_in_bounds(node, indices, dim, bound_name=f"dimension {axis} of {node.name_of(data, False)}")
+    if can_fold_contents(data) and indices.constant is not None and fits_contents(shape):
         assert data.contents is not None
-        return moved(node, data, np.take(data.contents, indices.constant.astype("int64"), axis=axis))
-    if indices.rank == 0 and places is not None:
-        place = _place(node, places[0], dim)
-        return compute(node, "gather", lambda i, x, at: x(*i[:axis], at, *i[axis:]), [data], shape, [place])
+        return fold_contents(node, data, np.take(data.contents, indices.constant.astype("int64"), axis=axis))
+    if indices.rank == 0 and static_indices is not None:
+        index = _wrap_static_index(node, static_indices[0], dim)
+        return compute(node, "gather", lambda i, x, at: x(*i[:axis], at, *i[axis:]), [data], shape, [index])
     end = axis + indices.rank
 
     def element(i: Any, x: Any, at: Any, size: Any) -> Any:
-        return x(*i[:axis], wrapped(at(*i[axis:end]), size), *i[end:])
+        return x(*i[:axis], wrap_index(at(*i[axis:end]), size), *i[end:])
 
     return compute(node, "gather", element, [data, indices], shape, [dim])
 
 
 @op("GatherElements", since=11)
 def gather_elements(node: Node, data: Value, indices: Value) -> Value:
-    axis = static_axis(node, node.attr("axis", 0), data.rank)
-    indices = element_indices(node, data, indices, axis)
+    axis = normalize_axis(node, node.attr("axis", 0), data.rank)
+    indices = assert_element_indices(node, data, indices, axis)
 
     def element(i: Any, x: Any, at: Any, size: Any) -> Any:
-        return x(*i[:axis], wrapped(at(*i), size), *i[axis + 1 :])
+        return x(*i[:axis], wrap_index(at(*i), size), *i[axis + 1 :])
 
     return compute(node, "gather_elements", element, [data, indices], indices.shape, [data.shape[axis]])
 
@@ -78,49 +78,59 @@ def gather_nd(node: Node, data: Value, indices: Value) -> Value:
         raise node.error("the last dimension of input indices is symbolic, so the rank of the result is unknown.")
     if batch + depth > data.rank:
         raise node.error(f"indices of shape {list(indices.shape)} do not fit data of rank {data.rank}.")
-    indices = asserted(node, indices, (*data.shape[:batch], *indices.shape[batch:]))
-    indices = tuple_indices(node, data, indices, batch)
+    indices = assert_shape(node, indices, (*data.shape[:batch], *indices.shape[batch:]))
+    indices = assert_tuple_indices(node, data, indices, batch)
     shape = (*indices.shape[:-1], *data.shape[batch + depth :])
     outer = indices.rank - 1
 
     def element(i: Any, x: Any, at: Any, *dims: Any) -> Any:
-        places = [wrapped(at(*i[:outer], tirx.IntImm("int64", k)), dims[k]) for k in range(depth)]
-        return x(*i[:batch], *places, *i[outer:])
+        position = [wrap_index(at(*i[:outer], tirx.IntImm("int64", k)), dims[k]) for k in range(depth)]
+        return x(*i[:batch], *position, *i[outer:])
 
     return compute(node, "gather_nd", element, [data, indices], shape, data.shape[batch : batch + depth])
 
 
-def _place(node: Node, index: Size, size: Size) -> Size:
-    """`wrapped` for a known index."""
+def _wrap_static_index(node: Node, index: Size, size: Size) -> Size:
+    """Apply `wrap_index` to a static index."""
     if not isinstance(index, int):
-        return wrapped(index, size)
+        return wrap_index(index, size)
     if index < 0:
         index = node.simplify(size + index)
         return index if node.symbols.prove(index >= 0) else symbolic.maximum(index, 0)
     return index if node.symbols.prove(index < size) else symbolic.minimum(index, node.simplify(size - 1))
 
 
-def _required(node: Node, data: Value, place: Size, axis: int) -> Value:
-    """The data, in whose dimension `axis` there is a known place."""
+def _require_index(node: Node, data: Value, index: Size, axis: int) -> Value:
+    """Return the data; report an error unless a static index is within its dimension `axis`."""
     size = data.shape[axis]
-    there = symbolic.logical_and(symbolic.less_or_equal(0, size + place), symbolic.less(place, size))
-    return required(node, data, there, f"index {{}} is outside dimension {axis}, which has size {{}}.", place, size)
+    is_in_bounds = symbolic.logical_and(symbolic.less_or_equal(0, size + index), symbolic.less(index, size))
+    return require(
+        node, data, is_in_bounds, f"index {{}} is outside dimension {axis}, which has size {{}}.", index, size
+    )
 
 
-def element_indices(node: Node, data: Value, indices: Value, axis: int) -> Value:
-    """Indices along an axis of data, one for each element at their own place in the other dimensions."""
+def assert_element_indices(node: Node, data: Value, indices: Value, axis: int) -> Value:
+    """Return indices along an axis of data, asserted to be in bounds.
+
+    There is one index per element, at the element's own position in the other dimensions.
+    """
     if indices.rank != data.rank:
         raise node.error(f"input indices has rank {indices.rank}, and the data rank {data.rank}.", "Use one rank.")
-    for k, (size, most) in enumerate(zip(indices.shape, data.shape)):
-        if k != axis and not node.symbols.equal(size, most):
+    for k, (size, max_size) in enumerate(zip(indices.shape, data.shape)):
+        if k != axis and not node.symbols.equal(size, max_size):
             text = f"dimension {k} of input indices is {{}}, and that of the data {{}}: it must not be larger."
-            indices = required(node, indices, symbolic.less_or_equal(size, most), text, size, most)
-    return inside(node, indices, data.shape[axis], of=f"dimension {axis} of {node.name_of(data, False)}")
+            indices = require(node, indices, symbolic.less_or_equal(size, max_size), text, size, max_size)
+    return assert_in_bounds(
+        node, indices, data.shape[axis], bound_name=f"dimension {axis} of {node.name_of(data, False)}"
+    )
 
 
-def tuple_indices(node: Node, data: Value, indices: Value, batch: int = 0) -> Value:
-    """Indices whose last dimension holds places in the dimensions of data from `batch` on."""
+def assert_tuple_indices(node: Node, data: Value, indices: Value, batch: int = 0) -> Value:
+    """Return index tuples along the last dimension, asserted to be in bounds.
+
+    They index the dimensions of data from `batch` on.
+    """
     depth = indices.shape[-1]
     name = node.name_of(data, False)
-    of = [f"dimension {axis} of {name}" for axis in range(batch, batch + depth)]
-    return inside(node, indices, *data.shape[batch : batch + depth], of=of)
+    names = [f"dimension {axis} of {name}" for axis in range(batch, batch + depth)]
+    return assert_in_bounds(node, indices, *data.shape[batch : batch + depth], bound_name=names)

@@ -1,4 +1,4 @@
-"""From tensors to the kernel that puts new keys and values into a cache (lowering/attention/kv_write.py)."""
+"""From tensors to the kernel that writes new keys and values to a cache (lowering/attention/kv_write.py)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..importing.node import Node
 from ..importing.values import Value
 
 
-def kv_write(node: Node, record: KvWrite, given: Mapping[str, Value]) -> dict[str, Value]:
-    """The caches with the new rows, by the names that the record has for them; in place where they are donated.
+def kv_write(node: Node, record: KvWrite, tensors: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the caches with the new rows, by their names in the record; in place where they are donated.
 
-    given holds the kernel's parameters by name, of sizes that fit.
+    `tensors` are the kernel's parameters by name, with asserted sizes.
     """
-    arguments = [node.tensor(given[name]) for name in record.inputs()]
-    outputs = [(given[name].shape, given[name].dtype) for name in record.caches()]
+    arguments = [node.tensor(tensors[name]) for name in record.inputs()]
+    outputs = [(tensors[name].shape, tensors[name].dtype) for name in record.caches()]
     results = node.call_tir(copy_and_write(record), arguments, outputs, "kv_write")
     return dict(zip(record.caches(), results, strict=True))

@@ -11,7 +11,7 @@ from ..attention.linear import LinearAttention, copying
 from ..importing.node import Node
 from ..importing.values import Size, Value, static
 from . import op
-from .asserted import asserted
+from .assertions import assert_shape
 
 _DECAY = ("gated", "gated_delta")
 _DELTA = ("delta", "gated_delta")
@@ -20,7 +20,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Rows:
+class LinearAttentionInputs:
     """The inputs that have a row for each token."""
 
     query: Value
@@ -40,62 +40,72 @@ def linear_attention(
     decay: Value | None = None,
     beta: Value | None = None,
 ) -> tuple[Value, Value]:
-    """output [B, T, heads Dv] and present_state [B, kv_num_heads, D, Dv]; attribute chunk_size is a hint."""
+    """Emit output [B, T, heads Dv] and present_state [B, kv_num_heads, D, Dv].
+
+    Attribute chunk_size is a hint.
+    """
     q_heads, kv_heads = node.attr("q_num_heads"), node.attr("kv_num_heads")
     if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
         raise node.error(
             f"attributes q_num_heads and kv_num_heads are {q_heads} and {kv_heads}.",
             "Make q_num_heads a positive multiple of kv_num_heads.",
         )
-    rows = Rows(query, key, value, decay, beta)
-    return state_and_output(node, rows, past_state, (q_heads, kv_heads), shared_keys=False)
+    rows = LinearAttentionInputs(query, key, value, decay, beta)
+    return emit_linear_attention(node, rows, past_state, (q_heads, kv_heads), shared_keys=False)
 
 
-def state_and_output(
-    node: Node, given: Rows, past: Value | None, heads: tuple[int, int], shared_keys: bool
+def emit_linear_attention(
+    node: Node, inputs: LinearAttentionInputs, past: Value | None, heads: tuple[int, int], shared_keys: bool
 ) -> tuple[Value, Value]:
-    """The outputs, for numbers of heads of queries and of the state that fit; see read_problem for shared_keys."""
-    record, rows = read_problem(node, given, *heads, shared_keys)
-    batch, length = given.query.shape[:2]
+    """Emit the outputs for consistent numbers of heads of queries and of the state.
+
+    See read_linear_attention for shared_keys.
+    """
+    record, rows = read_linear_attention(node, inputs, *heads, shared_keys)
+    batch, length = inputs.query.shape[:2]
     state_shape = (batch, record.v_heads, record.head_dim, record.v_head_dim)
     if past is None:
-        past = node.emit(relax.op.zeros(node.shape_expr(state_shape), given.query.dtype))
+        past = node.emit(relax.op.zeros(node.shape_expr(state_shape), inputs.query.dtype))
     if past.rank != 4 or past.dtype not in FLOATS:
         raise node.error(
             f"input past_state is {past.dtype} of rank {past.rank}.", "Make it floats [batch, kv_num_heads, D, Dv]."
         )
-    past = asserted(node, past, state_shape)
+    past = assert_shape(node, past, state_shape)
     record = replace(record, state_dtype=past.dtype)
-    outputs = [(past.shape, past.dtype), ((batch, length, record.y_heads * record.v_head_dim), given.query.dtype)]
+    outputs = [(past.shape, past.dtype), ((batch, length, record.y_heads * record.v_head_dim), inputs.query.dtype)]
     arguments = [node.tensor(x) for x in (past, *rows)]
     present, y = node.call_tir(copying(record), arguments, outputs, "linear_attention")
     return y, present
 
 
-def read_problem(
-    node: Node, given: Rows, q_heads: int, kv_heads: int, shared_keys: bool
+def read_linear_attention(
+    node: Node, inputs: LinearAttentionInputs, q_heads: int, kv_heads: int, shared_keys: bool
 ) -> tuple[LinearAttention, list[Value]]:
-    """The record, for a state of the query's type, and the inputs that are there, in its order, of shapes that fit.
+    """Return the record, for a state of the query's type, and the present inputs.
 
-    With shared_keys there may be fewer heads of keys than of values. Raises NodeError.
+    The inputs are in the order of the record, with asserted shapes. With shared_keys there may be fewer heads of keys
+    than of values.
+
+    Raises:
+        NodeError: The attributes and inputs are not consistent.
     """
-    query, decay, beta = given.query, given.decay, given.beta
+    query, decay, beta = inputs.query, inputs.decay, inputs.beta
     rule = node.attr("update_rule", "gated_delta")
     if rule not in _RULES:
         raise node.error(f"attribute update_rule is '{rule}'.", f"Use one of {', '.join(_RULES)}.")
-    for name, there, rules in (("decay", decay, _DECAY), ("beta", beta, _DELTA)):
-        if (there is not None) != (rule in rules):
-            what = "missing" if there is None else "given"
-            needed = "needs" if there is None else "has no use for"
-            raise node.error(f"input {name} is {what}, and update_rule '{rule}' {needed} it.")
-    rows = {name: x for name, x in vars(given).items() if x is not None}
+    for name, value, rules in (("decay", decay, _DECAY), ("beta", beta, _DELTA)):
+        if (value is not None) != (rule in rules):
+            state = "missing" if value is None else "given"
+            needed = "needs" if value is None else "has no use for"
+            raise node.error(f"input {name} is {state}, and update_rule '{rule}' {needed} it.")
+    rows = {name: x for name, x in vars(inputs).items() if x is not None}
     for name, x in rows.items():
         if x.rank != 3:
             raise node.error(f"input {name} has rank {x.rank}.", "Make it [batch, length, heads * size].")
         if x.dtype != query.dtype or x.dtype not in FLOATS:
             raise node.error(f"input {name} is {x.dtype}, for a query of {query.dtype}.", "Give both one float type.")
-    size = _divided(node, "query", query, q_heads)
-    k_heads = _divided(node, "key", given.key, size)
+    size = _read_head_count(node, "query", query, q_heads)
+    k_heads = _read_head_count(node, "key", inputs.key, size)
     if k_heads != kv_heads and not (shared_keys and kv_heads % k_heads == 0):
         raise node.error(
             f"input key has {k_heads} heads of {size} elements, as query has, for kv_num_heads = {kv_heads}."
@@ -108,28 +118,28 @@ def read_problem(
         k_heads=k_heads,
         v_heads=kv_heads,
         head_dim=size,
-        v_head_dim=_divided(node, "value", given.value, kv_heads),
+        v_head_dim=_read_head_count(node, "value", inputs.value, kv_heads),
         dtype=query.dtype,
         state_dtype=query.dtype,
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(size),
-        decay=_per_head(node, decay, "decay", {kv_heads: 1, kv_heads * size: size}),
-        betas=_per_head(node, beta, "beta", {1: 1, kv_heads: kv_heads}),
+        decay=_read_per_head(node, decay, "decay", {kv_heads: 1, kv_heads * size: size}),
+        betas=_read_per_head(node, beta, "beta", {1: 1, kv_heads: kv_heads}),
     )
-    return record, [asserted(node, x, (batch, length, x.shape[2]), name) for name, x in rows.items()]
+    return record, [assert_shape(node, x, (batch, length, x.shape[2]), name) for name, x in rows.items()]
 
 
-def _divided(node: Node, name: str, x: Value, parts: int) -> int:
-    """The last dimension, a number, over `parts`."""
+def _read_head_count(node: Node, name: str, x: Value, divisor: int) -> int:
+    """Return the last dimension, which must be static, divided by `divisor`."""
     width: Size = x.shape[2]
-    if not isinstance(width, int) or width % parts or not width:
+    if not isinstance(width, int) or width % divisor or not width:
         raise node.error(
-            f"the last dimension of input {name} is {width}.", f"Make it a number, a positive multiple of {parts}."
+            f"the last dimension of input {name} is {width}.", f"Make it a number, a positive multiple of {divisor}."
         )
-    return width // parts
+    return width // divisor
 
 
-def _per_head(node: Node, x: Value | None, name: str, meanings: dict[int, int]) -> int:
-    """What the last dimension of decay or beta means; 0 where the input is not there."""
+def _read_per_head(node: Node, x: Value | None, name: str, meanings: dict[int, int]) -> int:
+    """Return the meaning of the last dimension of decay or beta; 0 where the input is absent."""
     if x is None:
         return 0
     width = x.shape[2]

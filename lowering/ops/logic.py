@@ -1,4 +1,4 @@
-"""Comparisons and truth values: ONNX Equal, Less, And, Not and their kin (opset 7 and later)."""
+"""Comparisons and logic: ONNX Equal, Less, And, Not and similar operators (opset 7 and later)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from . import op
 
 @op("Equal", since=7)
 def equal(node: Node, a: Value, b: Value) -> Value:
-    if a.dtype == "string":  # the codes of equal strings are equal
+    if a.dtype == "string":  # equal strings have equal ids
         a, b = (Value("int32", v.shape, node.tensor(v)) for v in (a, b))
-    if a.dtype == "bool":  # LLVM has no comparison of them
+    if a.dtype == "bool":  # LLVM cannot compare bools
         return not_(node, xor(node, a, b))
-    known = symbolic.elementwise(node, symbolic.equal, a, b, dtype="bool")
-    return known or relax_call(node, relax.op.equal, a, b, dtype="bool")
+    folded = symbolic.elementwise(node, symbolic.equal, a, b, dtype="bool")
+    return folded or relax_call(node, relax.op.equal, a, b, dtype="bool")
 
 
 @op("Less", since=7)
 def less(node: Node, a: Value, b: Value) -> Value:
-    known = symbolic.elementwise(node, symbolic.less, a, b, dtype="bool")
-    return known or relax_call(node, relax.op.less, a, b, dtype="bool")
+    folded = symbolic.elementwise(node, symbolic.less, a, b, dtype="bool")
+    return folded or relax_call(node, relax.op.less, a, b, dtype="bool")
 
 
 @op("LessOrEqual", since=12)
 def less_or_equal(node: Node, a: Value, b: Value) -> Value:
-    known = symbolic.elementwise(node, symbolic.less_or_equal, a, b, dtype="bool")
-    return known or relax_call(node, relax.op.less_equal, a, b, dtype="bool")
+    folded = symbolic.elementwise(node, symbolic.less_or_equal, a, b, dtype="bool")
+    return folded or relax_call(node, relax.op.less_equal, a, b, dtype="bool")
 
 
 @op("Greater", since=7)

@@ -1,6 +1,6 @@
-"""matmuls: ONNX MatMul and Gemm.
+"""Matmuls: ONNX MatMul and Gemm.
 
-They become relax.op.matmul (with permute_dims and add), where the weight packing pass and the matrix kernels find them.
+They become relax.op.matmul (with permute_dims and add), where the weight packing pass and the matmul kernels find them.
 Half precision is accumulated in float32 and rounded once.
 """
 
@@ -15,12 +15,15 @@ from ..importing.compute import agreed, is_float, relax_call, require_numbers, w
 from ..importing.node import Node
 from ..importing.values import Value, is_one
 from . import op
-from .asserted import broadcast_to
+from .assertions import assert_broadcastable
 from .kernels import compute
 
 
-def emit_matmul(node: Node, a: Value, b: Value, sums: str | None = None) -> Value:
-    """A B as numpy.matmul has it, in the type of the sums: `sums`, or else float32 for half precision."""
+def emit_matmul(node: Node, a: Value, b: Value, acc_dtype: str | None = None) -> Value:
+    """Emit A B as in numpy.matmul, in the accumulator type.
+
+    It is `acc_dtype`, or else float32 for half precision.
+    """
     require_numbers(node, a, b)
     if a.rank == 0 or b.rank == 0:
         raise node.error(f"operands {list(a.shape)} and {list(b.shape)}: a scalar is no matrix.", "Use Mul.")
@@ -31,21 +34,21 @@ def emit_matmul(node: Node, a: Value, b: Value, sums: str | None = None) -> Valu
         if not is_one(a.shape[-k]) and not is_one(b.shape[-k]):
             a_shape[-k] = b_shape[-k] = agreed(node, "a batch dimension", a.shape[-k], b.shape[-k])
     a, b = with_shape(node, a, a_shape), with_shape(node, b, b_shape)
-    inside = sums or widened(a.dtype)
-    out_dtype = inside if inside != a.dtype else None
+    out_type = acc_dtype or widened(a.dtype)
+    out_dtype = out_type if out_type != a.dtype else None
     y = node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))
-    if a_shape[column] == 0:  # sums of nothing, which no kernel begins
-        return compute(node, "no_matmul", lambda *_: tirx.const(0, inside), [a, b], y.shape, dtype=inside)
+    if a_shape[column] == 0:  # an empty inner dimension, which no kernel initializes
+        return compute(node, "no_matmul", lambda *_: tirx.const(0, out_type), [a, b], y.shape, dtype=out_type)
     return y
 
 
-def rounded(node: Node, value: Value, dtype: str) -> Value:
-    """The value as elements of dtype."""
+def round_to(node: Node, value: Value, dtype: str) -> Value:
+    """Return the value as elements of dtype."""
     return value if value.dtype == dtype else node.emit(relax.op.astype(node.tensor(value), dtype))
 
 
-def permuted(node: Node, value: Value, axes: Sequence[int]) -> Value:
-    """The value with its axes in another order."""
+def permute_axes(node: Node, value: Value, axes: Sequence[int]) -> Value:
+    """Return the value with its axes in another order."""
     if list(axes) == list(range(value.rank)):
         return value
     return node.emit(relax.op.permute_dims(node.tensor(value), list(axes)), value.dtype)
@@ -53,29 +56,29 @@ def permuted(node: Node, value: Value, axes: Sequence[int]) -> Value:
 
 @op("MatMul", since=1)
 def matmul(node: Node, a: Value, b: Value) -> Value:
-    return rounded(node, emit_matmul(node, a, b), a.dtype)
+    return round_to(node, emit_matmul(node, a, b), a.dtype)
 
 
 @op("Gemm", since=7)
 def gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
-    """alpha A' B' + beta C, rounded once."""
-    return rounded(node, gemm_accumulator(node, a, b, c), a.dtype)
+    """Emit alpha A' B' + beta C, rounded once."""
+    return round_to(node, emit_gemm_accumulator(node, a, b, c), a.dtype)
 
 
-def gemm_accumulator(node: Node, a: Value, b: Value, c: Value | None) -> Value:
-    """Emit alpha A' B' + beta C in the type of the accumulator."""
+def emit_gemm_accumulator(node: Node, a: Value, b: Value, c: Value | None) -> Value:
+    """Emit alpha A' B' + beta C in the accumulator type."""
     if a.rank != 2 or b.rank != 2:
         raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "Gemm takes matrices; MatMul takes any rank.")
-    a = permuted(node, a, [1, 0]) if node.attr("transA", 0) else a
-    b = permuted(node, b, [1, 0]) if node.attr("transB", 0) else b
-    y = _scaled(node, emit_matmul(node, a, b), "alpha")
+    a = permute_axes(node, a, [1, 0]) if node.attr("transA", 0) else a
+    b = permute_axes(node, b, [1, 0]) if node.attr("transB", 0) else b
+    y = _scale(node, emit_matmul(node, a, b), "alpha")
     if c is not None and node.attr("beta", 1.0) != 0.0:
-        y, c = broadcast_to(node, y, c)
-        y = relax_call(node, relax.op.add, y, _scaled(node, rounded(node, c, y.dtype), "beta"))
+        y, c = assert_broadcastable(node, y, c)
+        y = relax_call(node, relax.op.add, y, _scale(node, round_to(node, c, y.dtype), "beta"))
     return y
 
 
-def _scaled(node: Node, value: Value, attribute: str) -> Value:
+def _scale(node: Node, value: Value, attribute: str) -> Value:
     factor = node.attr(attribute, 1.0)
     if factor == 1.0:
         return value

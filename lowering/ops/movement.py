@@ -1,4 +1,4 @@
-"""Transpose, Concat, Split, Expand, Tile, Where and others that rearrange, repeat, join or choose elements."""
+"""Transpose, Concat, Split, Expand, Tile, Where and others that rearrange, repeat, concatenate or select elements."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..importing.compute import in_groups
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, empty, storage_dtype
 from . import op
-from .asserted import asserted, inside, no_negative, required
-from .contents import few, movable, moved, sizes, static_axis
-from .kernels import blocks, compute, grid
+from .assertions import assert_in_bounds, assert_nonnegative, assert_shape, require
+from .contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
+from .kernels import compute, emit_blocks, grid
 from .reshape import reshape_to
-from .run_time import bind, compute_sizes
-from .slice import cut
+from .run_time import bind_sizes, compute_sizes
+from .slice import emit_slice
 
-# Farther than any diagonal: sums with it do not wrap.
-_FAR = 2**48
+# Beyond any diagonal: adding to it does not wrap.
+_MAX_DIAGONAL = 2**48
 
 
 @op("Transpose", since=1)
@@ -31,18 +31,18 @@ def transpose(node: Node, data: Value) -> Value:
     order = node.attr("perm", list(reversed(range(data.rank))))
     if sorted(order) != list(range(data.rank)):
         raise node.error(f"attribute perm is {order} for data of rank {data.rank}.")
-    return permute(node, data, order)
+    return emit_transpose(node, data, order)
 
 
-def permute(node: Node, data: Value, order: list[int]) -> Value:
-    """The data with its dimensions in another order."""
-    if movable(data):
+def emit_transpose(node: Node, data: Value, order: list[int]) -> Value:
+    """Return the data with its dimensions in another order."""
+    if can_fold_contents(data):
         assert data.contents is not None
-        return moved(node, data, data.contents.transpose(order))
+        return fold_contents(node, data, data.contents.transpose(order))
     if data.rank > 3 and order == channels_second_axes(data.rank):
         return channels_second(node, data)
-    (data,), places, _ = as_computed(node, data)
-    order = [places.index(axis) for axis in order]
+    (data,), axes, _ = as_computed(node, data)
+    order = [axes.index(axis) for axis in order]
     if order == list(range(data.rank)):
         return data
     stored = [*order, data.rank] if data.dtype == "complex128" else order
@@ -50,34 +50,36 @@ def permute(node: Node, data: Value, order: list[int]) -> Value:
 
 
 @op("Concat", since=4)
-def concat(node: Node, *parts: Value) -> Value:
-    return concatenate(node, parts, static_axis(node, node.attr("axis"), parts[0].rank))
+def concat(node: Node, *inputs: Value) -> Value:
+    return concatenate_values(node, inputs, normalize_axis(node, node.attr("axis"), inputs[0].rank))
 
 
-def concatenate(node: Node, parts: Sequence[Value], axis: int) -> Value:
-    """Return the parts one after the other along an axis; other dimensions are known or asserted to be equal.
+def concatenate_values(node: Node, values: Sequence[Value], axis: int) -> Value:
+    """Concatenate the values along an axis; other dimensions are proved or asserted to be equal.
 
     Raises:
-        NodeError: Ranks differ, or numbers of other axes.
+        NodeError: Ranks differ, or static sizes of other axes.
     """
-    if any(p.rank != parts[0].rank for p in parts):
-        raise node.error(f"inputs have different ranks: {[p.rank for p in parts]}.")
-    if movable(*parts):
-        joined = np.concatenate([p.contents for p in parts if p.contents is not None], axis=axis)
-        if few(joined.shape):
-            return moved(node, parts[0] if all(symbolic.known(p) for p in parts) else node.constant(joined), joined)
-    parts = tuple(_aligned(node, p, parts[0].shape, axis) for p in parts)
-    parts = tuple(p for p in parts if not empty((p.shape[axis],))) or parts[:1]
-    stored, order, back = as_computed(node, *parts)
-    return back(in_groups(lambda group: join(node, group, order.index(axis)), stored))
+    if any(value.rank != values[0].rank for value in values):
+        raise node.error(f"inputs have different ranks: {[value.rank for value in values]}.")
+    if can_fold_contents(*values):
+        joined = np.concatenate([value.contents for value in values if value.contents is not None], axis=axis)
+        if fits_contents(joined.shape):
+            return fold_contents(
+                node, values[0] if all(symbolic.known(value) for value in values) else node.constant(joined), joined
+            )
+    values = tuple(_align_shape(node, value, values[0].shape, axis) for value in values)
+    values = tuple(value for value in values if not empty((value.shape[axis],))) or values[:1]
+    stored, order, back = as_computed(node, *values)
+    return back(in_groups(lambda group: emit_concat(node, group, order.index(axis)), stored))
 
 
-def join(node: Node, parts: Sequence[Value], axis: int) -> Value:
-    """A kernel that copies the parts, whose shapes agree, behind each other."""
-    if len(parts) == 1:
-        return parts[0]
-    total = node.simplify(sum(p.shape[axis] for p in parts))
-    shape = (*parts[0].shape[:axis], total, *parts[0].shape[axis + 1 :])
+def emit_concat(node: Node, values: Sequence[Value], axis: int) -> Value:
+    """Emit a kernel that copies the values, whose shapes agree, one after the other."""
+    if len(values) == 1:
+        return values[0]
+    total = node.simplify(sum(value.shape[axis] for value in values))
+    shape = (*values[0].shape[:axis], total, *values[0].shape[axis + 1 :])
 
     def statements(*buffers: Any) -> None:
         *sources, out = buffers
@@ -91,61 +93,61 @@ def join(node: Node, parts: Sequence[Value], axis: int) -> Value:
                 T.buffer_store(out, source[tuple(index)], target)
             start = start + source.shape[axis]
 
-    return blocks(node, "concat", statements, parts, (shape, parts[0].dtype))
+    return emit_blocks(node, "concat", statements, values, (shape, values[0].dtype))
 
 
-def _aligned(node: Node, part: Value, like: Shape, axis: int) -> Value:
-    """The part, asserted to have the dimensions of `like` in all axes but one."""
-    shape = (*like[:axis], part.shape[axis], *like[axis + 1 :])
-    if any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(part.shape, shape)):
-        raise node.error(f"shapes {list(part.shape)} and {list(like)} differ outside of axis {axis}.")
-    return asserted(node, part, shape)
+def _align_shape(node: Node, value: Value, like: Shape, axis: int) -> Value:
+    """Return the value, asserted to have the dimensions of `like` in all axes but one."""
+    shape = (*like[:axis], value.shape[axis], *like[axis + 1 :])
+    if any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(value.shape, shape)):
+        raise node.error(f"shapes {list(value.shape)} and {list(like)} differ outside of axis {axis}.")
+    return assert_shape(node, value, shape)
 
 
 @op("Split", since=2)
 def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value, ...]:
-    axis, count = static_axis(node, node.attr("axis", 0), data.rank), len(node.outputs)
+    axis, count = normalize_axis(node, node.attr("axis", 0), data.rank), len(node.outputs)
     dim = data.shape[axis]
-    parts: list[Size] | None = node.attr("split", None)
+    sizes_of_outputs: list[Size] | None = node.attr("split", None)
     if lengths is not None:
         if lengths.rank != 1:
             raise node.error(f"input split has rank {lengths.rank}.", "Make it a vector.")
-        lengths = asserted(node, lengths, (count,))
-        known = sizes(lengths)
-        parts = bind(node, lengths) if known is None else known
-    elif parts is None:
-        parts = _even_parts(node, dim, count)
+        lengths = assert_shape(node, lengths, (count,))
+        static_sizes = read_sizes(lengths)
+        sizes_of_outputs = bind_sizes(node, lengths) if static_sizes is None else static_sizes
+    elif sizes_of_outputs is None:
+        sizes_of_outputs = _split_evenly(node, dim, count)
         text = f"{count} parts are asked for of dimension {axis}, which is {{}}: the last would have less than nothing."
-        data = required(node, data, symbolic.less_or_equal(parts[0] * (count - 1), dim), text, dim)
-    if len(parts) != count:
-        raise node.error(f"there are {count} outputs but {len(parts)} lengths.")
-    return tuple(split_axis(node, data, axis, parts))
+        data = require(node, data, symbolic.less_or_equal(sizes_of_outputs[0] * (count - 1), dim), text, dim)
+    if len(sizes_of_outputs) != count:
+        raise node.error(f"there are {count} outputs but {len(sizes_of_outputs)} lengths.")
+    return tuple(split_axis(node, data, axis, sizes_of_outputs))
 
 
-def split_axis(node: Node, data: Value, axis: int, parts: Sequence[Size]) -> list[Value]:
-    """Return parts of these lengths along an axis, which are known or asserted to be all of it.
+def split_axis(node: Node, data: Value, axis: int, lengths: Sequence[Size]) -> list[Value]:
+    """Return slices of these lengths along an axis; their sum is proved or asserted to be its size.
 
     Raises:
-        NodeError: Lengths that are numbers are another number together, or one is negative.
+        NodeError: Static lengths add up to another size, or one is negative.
     """
     dim = data.shape[axis]
-    total = node.simplify(sum(parts))
+    total = node.simplify(sum(lengths))
     if isinstance(total, int) and isinstance(dim, int) and total != dim:
-        raise node.error(f"the lengths {parts} do not add up to dimension {axis}, which is {dim}.")
-    data = no_negative(node, data, parts, "the split")
-    data = asserted(node, data, (*data.shape[:axis], total, *data.shape[axis + 1 :]))
+        raise node.error(f"the lengths {lengths} do not add up to dimension {axis}, which is {dim}.")
+    data = assert_nonnegative(node, data, lengths, "the split")
+    data = assert_shape(node, data, (*data.shape[:axis], total, *data.shape[axis + 1 :]))
     results, start = [], 0
-    for length in parts:
+    for length in lengths:
         begins: list[Size] = [0] * data.rank
         begins[axis] = node.simplify(start)
         shape = (*data.shape[:axis], length, *data.shape[axis + 1 :])
-        results.append(cut(node, data, begins, [1] * data.rank, shape))
+        results.append(emit_slice(node, data, begins, [1] * data.rank, shape))
         start = start + length
     return results
 
 
-def _even_parts(node: Node, dim: Size, count: int) -> list[Size]:
-    """Equal parts; from version 18 on, with num_outputs, the last ones may be smaller."""
+def _split_evenly(node: Node, dim: Size, count: int) -> list[Size]:
+    """Return equal lengths; from version 18 on, with num_outputs, the last ones may be smaller."""
     if isinstance(dim, int):
         if dim % count and node.version < 18:
             raise node.error(f"a dimension of {dim} has no {count} equal parts.", "Give the lengths.")
@@ -161,7 +163,7 @@ def _even_parts(node: Node, dim: Size, count: int) -> list[Size]:
 
 @op("Expand", since=8)
 def expand(node: Node, data: Value, shape: Value) -> Value:
-    target = sizes(shape)
+    target = read_sizes(shape)
     if shape.rank != 1:
         raise node.error(f"input shape has rank {shape.rank}.", "Make it a vector.")
     if target is None and not isinstance(shape.shape[0], int):
@@ -169,70 +171,76 @@ def expand(node: Node, data: Value, shape: Value) -> Value:
     count = shape.shape[0]
     rank = max(data.rank, count)
     if target is not None:
-        data = no_negative(node, data, target, node.name_of(shape, False))
-    have: list[Size] = [1] * (rank - data.rank) + list(data.shape)
-    want: list[Size] = [None] * rank if target is None else target
-    want = [1] * (rank - count) + want[-count:] if count else [1] * rank
-    dims = [_broadcast_size(node, h, w) for h, w in zip(have, want)]
-    for axis, (h, w, d) in enumerate(zip(have, want, dims)):
+        data = assert_nonnegative(node, data, target, node.name_of(shape, False))
+    in_dims: list[Size] = [1] * (rank - data.rank) + list(data.shape)
+    target_dims: list[Size] = [None] * rank if target is None else target
+    target_dims = [1] * (rank - count) + target_dims[-count:] if count else [1] * rank
+    dims = [_merge_broadcast_size(node, h, w) for h, w in zip(in_dims, target_dims)]
+    for axis, (h, w, d) in enumerate(zip(in_dims, target_dims, dims)):
         if w is not None and d is not None:
             text = f"dimension {axis - rank} of the data is {{}}, and does not broadcast to {{}}."
-            one = symbolic.logical_or(symbolic.equal(h, 1), symbolic.equal(w, 1))
-            data = required(node, data, symbolic.logical_or(symbolic.equal(h, w), one), text, h, w)
+            is_unit = symbolic.logical_or(symbolic.equal(h, 1), symbolic.equal(w, 1))
+            data = require(node, data, symbolic.logical_or(symbolic.equal(h, w), is_unit), text, h, w)
     open_axes = [k for k, d in enumerate(dims) if d is None]
-    beside = tuple(d for d in dims if d is not None), data.dtype
-    symbols = _broadcast_at_run_time(node, shape, target is None, have, want, open_axes, beside)
+    other_dims = tuple(d for d in dims if d is not None), data.dtype
+    symbols = _bind_broadcast_sizes(node, shape, target is None, in_dims, target_dims, open_axes, other_dims)
     for axis, symbol in zip(open_axes, symbols):
         dims[axis] = symbol
-    if data.contents is not None and movable(data) and few(tuple(dims)):
-        return moved(node, data, np.broadcast_to(data.contents, tuple(d for d in dims if d is not None)))
-    data = reshape_to(node, data, tuple(have))
-    if all(node.symbols.equal(h, d) for h, d in zip(have, dims)):
+    if data.contents is not None and can_fold_contents(data) and fits_contents(tuple(dims)):
+        return fold_contents(node, data, np.broadcast_to(data.contents, tuple(d for d in dims if d is not None)))
+    data = reshape_to(node, data, tuple(in_dims))
+    if all(node.symbols.equal(h, d) for h, d in zip(in_dims, dims)):
         return data
-    kept = [node.symbols.equal(h, d) for h, d in zip(have, dims)]
+    has_size = [node.symbols.equal(h, d) for h, d in zip(in_dims, dims)]
 
-    def element(index: Any, x: Any, *sizes: Any) -> Any:
-        # The only element of a dimension of size 1 stands for all; what has the size already is not changed by min.
-        return x(*(i if same else tirx.min(i, n - 1) for i, n, same in zip(index, sizes, kept)))
+    def element(index: Any, x: Any, *read_sizes: Any) -> Any:
+        # The only element of a dimension of size 1 replaces all. An index of an equal dimension is not changed by min.
+        return x(*(i if same else tirx.min(i, n - 1) for i, n, same in zip(index, read_sizes, has_size)))
 
-    return compute(node, "expand", element, [data], tuple(dims), have)
+    return compute(node, "expand", element, [data], tuple(dims), in_dims)
 
 
-def _broadcast_size(node: Node, have: Size, want: Size | None) -> Size | None:
-    """The size of two that broadcast, where either may be 1; None where only the run decides."""
-    if want is None:
+def _merge_broadcast_size(node: Node, in_size: Size, target_size: Size | None) -> Size | None:
+    """Return the broadcast of two sizes, either of which may be 1; None if only the run time decides."""
+    if target_size is None:
         return None
-    if isinstance(have, int) and isinstance(want, int) and 1 not in (have, want) and have != want:
-        raise node.error(f"size {have} of the data does not broadcast to {want}.")
-    if node.symbols.equal(have, 1):
-        return want
-    if node.symbols.equal(want, 1) or node.symbols.equal(have, want):
-        return have
-    return next((s for s in (have, want) if isinstance(s, int)), None)
+    if (
+        isinstance(in_size, int)
+        and isinstance(target_size, int)
+        and 1 not in (in_size, target_size)
+        and in_size != target_size
+    ):
+        raise node.error(f"size {in_size} of the data does not broadcast to {target_size}.")
+    if node.symbols.equal(in_size, 1):
+        return target_size
+    if node.symbols.equal(target_size, 1) or node.symbols.equal(in_size, target_size):
+        return in_size
+    return next((s for s in (in_size, target_size) if isinstance(s, int)), None)
 
 
-def _broadcast_at_run_time(
+def _bind_broadcast_sizes(
     node: Node,
     shape: Value,
     data_dependent: bool,
-    have: list[Size],
-    want: list[Size],
+    in_dims: list[Size],
+    target_dims: list[Size],
     axes: list[int],
-    beside: tuple[Shape, str],
+    other_dims: tuple[Shape, str],
 ) -> list[Any]:
+    """Return the symbols of the broadcast sizes on these axes, bound at run time."""
     if not axes:
         return []
     tensors = [node.emit(relax.op.astype(node.tensor(shape), "int64"))] if data_dependent else []
-    missing = len(have) - shape.shape[0]
+    missing = len(in_dims) - shape.shape[0]
     for axis in axes:
-        if want[axis] is not None:
-            node.importer.expect(symbolic.equal(have[axis], want[axis]))
+        if target_dims[axis] is not None:
+            node.importer.expect(symbolic.equal(in_dims[axis], target_dims[axis]))
 
     def dims(*target: Any) -> list[Any]:
         result = []
         for axis in axes:
-            h = have[axis] * tirx.IntImm("int64", 1)
-            w = target[0][axis - missing] if data_dependent else want[axis]
+            h = in_dims[axis] * tirx.IntImm("int64", 1)
+            w = target[0][axis - missing] if data_dependent else target_dims[axis]
             legal = tirx.Or(h == w, tirx.Or(h == 1, w == 1))
             text = f"{node.where}: dimension {axis} of the data does not broadcast to {node.name_of(shape, False)}."
             with T.Assert(legal, text, "ValueError"):
@@ -240,37 +248,43 @@ def _broadcast_at_run_time(
             result.append(tirx.Select(h == 1, w, h))
         return result
 
-    used = [s for s in (*have, *want) if s is not None]
-    return bind(node, compute_sizes(node, "expand_dims", len(axes), dims, tensors, used), beside, of=shape)
+    used = [s for s in (*in_dims, *target_dims) if s is not None]
+    return bind_sizes(
+        node, compute_sizes(node, "expand_dims", len(axes), dims, tensors, used), other_dims, source=shape
+    )
 
 
 @op("Tile", since=6)
 def tile(node: Node, data: Value, repeats: Value) -> Value:
     if repeats.rank != 1 or (isinstance(repeats.shape[0], int) and repeats.shape[0] != data.rank):
         raise node.error(f"input repeats is {list(repeats.shape)}, for data of rank {data.rank}.", "Give one for each.")
-    repeats = asserted(node, repeats, (data.rank,))
-    known = sizes(repeats)
-    times = bind(node, repeats, (data.shape, data.dtype)) if known is None else known
-    data = no_negative(node, data, times, node.name_of(repeats, False))
+    repeats = assert_shape(node, repeats, (data.rank,))
+    static_repeats = read_sizes(repeats)
+    times = bind_sizes(node, repeats, (data.shape, data.dtype)) if static_repeats is None else static_repeats
+    data = assert_nonnegative(node, data, times, node.name_of(repeats, False))
     shape = tuple(node.simplify(d * t) for d, t in zip(data.shape, times))
-    if movable(data) and few(shape) and all(isinstance(t, int) for t in times):
+    if can_fold_contents(data) and fits_contents(shape) and all(isinstance(t, int) for t in times):
         assert data.contents is not None
-        return moved(node, data, np.tile(data.contents, times))
-    once = [isinstance(t, int) and t == 1 for t in times]
+        return fold_contents(node, data, np.tile(data.contents, times))
+    has_one_repeat = [isinstance(t, int) and t == 1 for t in times]
 
     def element(index: Any, x: Any, *dims: Any) -> Any:
-        one = tirx.IntImm("int64", 1)
-        periods = [tirx.max(d * one, one) for d in dims]  # a size of 0 has no index, but proofs divide by it
-        return x(*(i if single else tirx.floormod(i, period) for i, period, single in zip(index, periods, once)))
+        unit = tirx.IntImm("int64", 1)
+        periods = [
+            tirx.max(d * unit, unit) for d in dims
+        ]  # a dimension of size 0 is never indexed, but proofs divide by it
+        return x(
+            *(i if single else tirx.floormod(i, period) for i, period, single in zip(index, periods, has_one_repeat))
+        )
 
     return compute(node, "tile", element, [data], shape, data.shape)
 
 
 @op("Where", since=9)
 def where(node: Node, condition: Value, a: Value, b: Value) -> Value:
-    known = symbolic.elementwise(node, symbolic.where, condition, a, b, dtype=a.dtype)
-    if known is not None:
-        return known
+    folded = symbolic.elementwise(node, symbolic.where, condition, a, b, dtype=a.dtype)
+    if folded is not None:
+        return folded
     values = node.unify(condition, a, b)
     rank = max(v.rank for v in values)
     shape: list[Size] = [1] * rank
@@ -294,8 +308,8 @@ def trilu(node: Node, data: Value, k: Value | None = None) -> Value:
     upper = bool(node.attr("upper", 1))
     if data.rank < 2:
         raise node.error(f"the input has rank {data.rank}.", "Make it a matrix, or a stack of them.")
-    offset = [0] if k is None else sizes(k)
-    far = tirx.IntImm("int64", _FAR)
+    offset = [0] if k is None else read_sizes(k)
+    far = tirx.IntImm("int64", _MAX_DIAGONAL)
     zero = tirx.const(0, storage_dtype(data.dtype))
 
     def element(index: Any, x: Any, diagonal: Any) -> Any:
@@ -311,18 +325,18 @@ def trilu(node: Node, data: Value, k: Value | None = None) -> Value:
 
 @op("OneHot", since=9)
 def one_hot(node: Node, indices: Value, depth: Value, values: Value) -> Value:
-    axis = static_axis(node, node.attr("axis", -1), indices.rank + 1)
-    count = sizes(depth)
+    axis = normalize_axis(node, node.attr("axis", -1), indices.rank + 1)
+    count = read_sizes(depth)
     if count is None:
         wide = node.emit(relax.op.astype(node.tensor(reshape_to(node, depth, (1,))), "int64"))
-        count = bind(node, wide, (indices.shape, values.dtype), of=depth)
-    values = asserted(node, no_negative(node, values, count, node.name_of(depth, False)), (2,))
+        count = bind_sizes(node, wide, (indices.shape, values.dtype), source=depth)
+    values = assert_shape(node, assert_nonnegative(node, values, count, node.name_of(depth, False)), (2,))
     shape = (*indices.shape[:axis], count[0], *indices.shape[axis:])
 
     def element(index: Any, at: Any, pair: Any, size: Any) -> Any:
-        place = at(*index[:axis], *index[axis + 1 :]).astype("int64")
-        place = tirx.Select(place < 0, place + size, place)
-        return tirx.Select(place == index[axis], pair(1), pair(0))
+        position = at(*index[:axis], *index[axis + 1 :]).astype("int64")
+        position = tirx.Select(position < 0, position + size, position)
+        return tirx.Select(position == index[axis], pair(1), pair(0))
 
     return compute(node, "one_hot", element, [indices, values], shape, [count[0]], values.dtype)
 
@@ -331,57 +345,59 @@ def one_hot(node: Node, indices: Value, depth: Value, values: Value) -> Value:
 def reverse_sequence(node: Node, data: Value, lengths: Value) -> Value:
     batch, time = node.attr("batch_axis", 1), node.attr("time_axis", 0)
     if {batch, time} != {0, 1} or data.rank < 2 or lengths.rank != 1:
-        what = f"attributes batch_axis and time_axis are {batch} and {time}, the inputs have ranks {data.rank} and"
-        raise node.error(f"{what} {lengths.rank}.", "The axes are 0 and 1 of data, and the lengths a vector.")
-    lengths = asserted(node, lengths, (data.shape[batch],))
-    of = f"the length of {node.name_of(data, False)}"
-    lengths = inside(node, lengths, node.simplify(data.shape[time] + 1), of=of, from_the_back=False)
+        problem = f"attributes batch_axis and time_axis are {batch} and {time}, the inputs have ranks {data.rank} and"
+        raise node.error(f"{problem} {lengths.rank}.", "The axes are 0 and 1 of data, and the lengths a vector.")
+    lengths = assert_shape(node, lengths, (data.shape[batch],))
+    length_name = f"the length of {node.name_of(data, False)}"
+    lengths = assert_in_bounds(
+        node, lengths, node.simplify(data.shape[time] + 1), bound_name=length_name, from_the_back=False
+    )
 
     def element(index: Any, x: Any, length: Any) -> Any:
         n, i = length(index[batch]).astype("int64"), index[time]
-        place = list(index)
-        place[time] = tirx.Select(i < n, n - 1 - i, i)
-        return x(*place)
+        position = list(index)
+        position[time] = tirx.Select(i < n, n - 1 - i, i)
+        return x(*position)
 
     return compute(node, "reverse_sequence", element, [data, lengths], data.shape)
 
 
 @op("DepthToSpace", since=1)
 def depth_to_space(node: Node, data: Value) -> Value:
-    b, mode = _block_size(node, data), node.attr("mode", "DCR")
+    b, mode = _read_block_size(node, data), node.attr("mode", "DCR")
     n, c, h, w = data.shape
-    depth = _divided(node, c, b * b)
+    depth = _divide(node, c, b * b)
     if mode == "DCR":
-        data = permute(node, reshape_to(node, data, (n, b, b, depth, h, w)), [0, 3, 4, 1, 5, 2])
+        data = emit_transpose(node, reshape_to(node, data, (n, b, b, depth, h, w)), [0, 3, 4, 1, 5, 2])
     else:
-        data = permute(node, reshape_to(node, data, (n, depth, b, b, h, w)), [0, 1, 4, 2, 5, 3])
+        data = emit_transpose(node, reshape_to(node, data, (n, depth, b, b, h, w)), [0, 1, 4, 2, 5, 3])
     return reshape_to(node, data, (n, depth, h * b, w * b))
 
 
 @op("SpaceToDepth", since=1)
 def space_to_depth(node: Node, data: Value) -> Value:
-    b = _block_size(node, data)
+    b = _read_block_size(node, data)
     n, c, h, w = data.shape
-    rows, columns = _divided(node, h, b), _divided(node, w, b)
+    rows, columns = _divide(node, h, b), _divide(node, w, b)
     order = [0, 3, 5, 1, 2, 4] if node.attr("mode", "DCR") == "DCR" else [0, 1, 3, 5, 2, 4]
-    data = permute(node, reshape_to(node, data, (n, c, rows, b, columns, b)), order)
+    data = emit_transpose(node, reshape_to(node, data, (n, c, rows, b, columns, b)), order)
     return reshape_to(node, data, (n, c * b * b, rows, columns))
 
 
-_LARGEST_BLOCK = 2**20  # no dimension is larger than its square
+_MAX_BLOCK = 2**20  # no dimension is larger than its square
 
 
-def _block_size(node: Node, data: Value) -> int:
+def _read_block_size(node: Node, data: Value) -> int:
     size = int(node.attr("blocksize"))
-    if data.rank != 4 or not 1 <= size <= _LARGEST_BLOCK:
+    if data.rank != 4 or not 1 <= size <= _MAX_BLOCK:
         raise node.error(
             f"attribute blocksize is {size}, and the input of rank {data.rank}.",
-            f"Use rank 4, and 1 to {_LARGEST_BLOCK}.",
+            f"Use rank 4, and 1 to {_MAX_BLOCK}.",
         )
     return size
 
 
-def _divided(node: Node, size: Size, by: int) -> Size:
+def _divide(node: Node, size: Size, by: int) -> Size:
     if isinstance(size, int):
         if size % by:
             raise node.error(f"size {size} is not divisible by {by}, as attribute blocksize asks.")

@@ -11,11 +11,11 @@ from tvm.script.ir_builder import tirx as T
 from ..importing.node import Node
 from ..importing.values import Value, prod
 from . import op
-from .asserted import asserted
-from .kernels import loops, serial
+from .assertions import assert_shape
+from .kernels import emit_loops, serial
 from .reshape import reshape_to
-from .run_time import bind
-from .slice import cut
+from .run_time import bind_sizes
+from .slice import emit_slice
 
 
 @op("NonMaxSuppression", since=10)
@@ -23,40 +23,43 @@ def non_max_suppression(
     node: Node,
     boxes: Value,
     scores: Value,
-    most: Value | None = None,
+    max_boxes: Value | None = None,
     iou_threshold: Value | None = None,
     score_threshold: Value | None = None,
 ) -> Value:
-    """[selected, 3]: batch, class and box, of boxes [N, boxes, 4] and scores [N, classes, boxes]; of each class the
-    best first, and of equal ones the first."""
+    """Emit [selected, 3]: batch, class and box.
+
+    boxes is [N, boxes, 4], and scores [N, classes, boxes]. Of each class the best box comes first, and of equal ones
+    the first.
+    """
     for name, value in (("boxes", boxes), ("scores", scores)):
         if value.rank != 3 or value.dtype != "float32":
             raise node.error(f"input {name} is {value.dtype} of rank {value.rank}.", "Make it float32 of rank 3.")
     batch, classes, count = scores.shape
-    boxes = asserted(node, boxes, (batch, count, 4))
+    boxes = assert_shape(node, boxes, (batch, count, 4))
     limits = [
-        _number(node, most, np.asarray([0], np.int64)),
-        _number(node, iou_threshold, np.asarray([0], np.float32)),
-        _number(node, score_threshold, np.asarray([-np.inf], np.float32)),
+        _read_limit(node, max_boxes, np.asarray([0], np.int64)),
+        _read_limit(node, iou_threshold, np.asarray([0], np.float32)),
+        _read_limit(node, score_threshold, np.asarray([-np.inf], np.float32)),
     ]
     centered = bool(node.attr("center_point_box", 0))
     rows = node.simplify(prod((batch, classes, count)))
 
     def statements(
-        boxes: Any, scores: Any, most: Any, iou: Any, least: Any, found: Any, total: Any, alive: Any
+        boxes: Any, scores: Any, max_boxes: Any, iou: Any, min_score: Any, selections: Any, total: Any, alive: Any
     ) -> None:
         T.buffer_store(total, tirx.const(0, "int64"), [0])
         with serial(batch) as b, serial(classes) as c:
-            # Kept so far, the best that is left, and whether there is one.
+            # The number selected so far, the best remaining box, and whether there is one.
             state = T.alloc_buffer((3,), "int64")
             T.buffer_store(state, tirx.const(0, "int64"), [0])
             T.buffer_store(state, tirx.const(1, "int64"), [2])
             with serial(count) as i:
                 score = scores[b, c, i]
-                every = tirx.isinf(least[0]) & (least[0] < tirx.const(0.0, "float32"))
-                wanted = tirx.all(tirx.any(score > least[0], every), tirx.Not(tirx.isnan(score)))
-                T.buffer_store(alive, wanted.astype("int64"), [i])
-            with T.While(tirx.all(state[2] > 0, state[0] < most[0])):
+                accepts_all = tirx.isinf(min_score[0]) & (min_score[0] < tirx.const(0.0, "float32"))
+                is_candidate = tirx.all(tirx.any(score > min_score[0], accepts_all), tirx.Not(tirx.isnan(score)))
+                T.buffer_store(alive, is_candidate.astype("int64"), [i])
+            with T.While(tirx.all(state[2] > 0, state[0] < max_boxes[0])):
                 T.buffer_store(state, tirx.const(-1, "int64"), [1])
                 with serial(count) as i, T.If(alive[i] > 0), T.Then():
                     best = tirx.max(state[1], tirx.const(0, "int64"))
@@ -66,22 +69,22 @@ def non_max_suppression(
                 with T.If(state[2] > 0), T.Then():
                     best = T.bind(state[1])
                     for k, value in enumerate((b, c, best)):
-                        T.buffer_store(found, value, [total[0], k])
+                        T.buffer_store(selections, value, [total[0], k])
                     T.buffer_store(total, total[0] + 1, [0])
                     T.buffer_store(state, state[0] + 1, [0])
                     T.buffer_store(alive, tirx.const(0, "int64"), [best])
                     with serial(count) as i, T.If(alive[i] > 0), T.Then():
-                        over = _overlap(boxes, b, best, i, centered) > iou[0]
+                        over = _compute_overlap(boxes, b, best, i, centered) > iou[0]
                         T.buffer_store(alive, tirx.Select(over, tirx.const(0, "int64"), alive[i]), [i])
 
-    made = [((rows, 3), "int64"), ((1,), "int64")]
-    found, total = loops(node, "non_max_suppression", statements, [boxes, scores, *limits], made,
+    output_types = [((rows, 3), "int64"), ((1,), "int64")]
+    selections, total = emit_loops(node, "non_max_suppression", statements, [boxes, scores, *limits], output_types,
                          scratch=[((count,), "int64")])  # fmt: skip
-    (selected,) = bind(node, total)
-    return cut(node, found, [0, 0], [1, 1], (selected, 3))
+    (selected,) = bind_sizes(node, total)
+    return emit_slice(node, selections, [0, 0], [1, 1], (selected, 3))
 
 
-def _number(node: Node, value: Value | None, default: np.ndarray) -> Value:
+def _read_limit(node: Node, value: Value | None, default: np.ndarray) -> Value:
     if value is None:
         return node.constant(default)
     if value.dtype != default.dtype.name:
@@ -89,8 +92,8 @@ def _number(node: Node, value: Value | None, default: np.ndarray) -> Value:
     return reshape_to(node, value, (1,))
 
 
-def _overlap(boxes: Any, b: Any, i: Any, j: Any, centered: bool) -> Any:
-    """The area that two boxes share over that of both together; 0 where one has none."""
+def _compute_overlap(boxes: Any, b: Any, i: Any, j: Any, centered: bool) -> Any:
+    """Return the intersection area of two boxes over that of their union; 0 where one is empty."""
     zero, half = tirx.const(0.0, "float32"), tirx.const(0.5, "float32")
 
     def ends(box: Any, axis: int) -> tuple[Any, Any]:
@@ -106,6 +109,6 @@ def _overlap(boxes: Any, b: Any, i: Any, j: Any, centered: bool) -> Any:
         shared = shared * tirx.max(tirx.min(b_end, d) - tirx.max(a, c), zero)
     for span in spans:
         areas.append((span[0][1] - span[0][0]) * (span[1][1] - span[1][0]))
-    both = areas[0] + areas[1] - shared
-    there = tirx.all(areas[0] > zero, areas[1] > zero, both > zero)
-    return tirx.Select(there, shared / tirx.Select(both > zero, both, tirx.const(1.0, "float32")), zero)
+    union = areas[0] + areas[1] - shared
+    is_valid = tirx.all(areas[0] > zero, areas[1] > zero, union > zero)
+    return tirx.Select(is_valid, shared / tirx.Select(union > zero, union, tirx.const(1.0, "float32")), zero)

@@ -1,7 +1,8 @@
-"""Normalization: ONNX LayerNormalization, RMSNormalization, and the instance, group, batch and Lp kinds.
+"""Normalization: ONNX LayerNormalization, RMSNormalization, and instance, group, batch and Lp normalization.
 
-Statistics are computed in float32 (float64 where stash_type or the data ask for it), the variance from centered data,
-since a sum of squares would cancel. Scale and bias are applied before the only rounding to the type of the result.
+Statistics are computed in float32 (float64 where stash_type or the data require it). The variance is computed from
+centered data, since a sum of squares would cancel. Scale and bias are applied before the only rounding to the result
+type.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ..importing.compute import Element, Extent, is_float, read, reduced, requir
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
-from .asserted import broadcast_to, divisible, over_channels
-from .contents import static_axis
+from .assertions import assert_broadcastable, assert_channel_vectors, assert_divisible
+from .contents import normalize_axis
 
-_MOST_CHANNELS = 2**31 - 1  # of a window of LRN
+_MAX_CHANNELS = 2**31 - 1  # of a window of LRN
 
 
 @dataclass(frozen=True)
@@ -35,44 +36,48 @@ class _Statistics:
     dtype: str
 
     def at(self, tensor: te.Tensor, index: Sequence[Element]) -> Element:
-        """The statistic that covers an index of the space."""
+        """Return the statistic that covers an index of the space."""
         return tensor(*(tirx.const(0, "int64") if axis in self.axes else i for axis, i in enumerate(index)))
 
-    def averaged(self, element: Callable[..., Element], finish: Callable[[Element], Element], name: str) -> te.Tensor:
-        """finish(mean of element over the axes); they stay, with size 1."""
+    def average(self, element: Callable[..., Element], finish: Callable[[Element], Element], name: str) -> te.Tensor:
+        """Return finish(mean of element over the axes); the axes stay, with size 1."""
         count = functools.reduce(lambda n, axis: n * self.shape[axis], self.axes, tirx.const(1, "int64"))
         if isinstance(count, tirx.IntImm) and int(count) == 0:
-            count = tirx.const(1, "int64")  # TVM refuses to divide by a constant 0
-        sums = reduced(self.shape, self.axes, total, element, f"{name}_sum")
-        return te.compute(sums.shape, lambda *index: finish(sums(*index) / count.astype(self.dtype)), name=name)
+            count = tirx.const(1, "int64")  # TVM rejects a division by a constant 0
+        accumulators = reduced(self.shape, self.axes, total, element, f"{name}_sum")
+        return te.compute(
+            accumulators.shape, lambda *index: finish(accumulators(*index) / count.astype(self.dtype)), name=name
+        )
 
     def mean(self) -> te.Tensor:
-        return self.averaged(self.element, lambda x: x, "mean")
+        return self.average(self.element, lambda x: x, "mean")
 
     def scale(self, mean: te.Tensor | None) -> te.Tensor:
-        """1 / sqrt(variance + epsilon); without a mean, of the mean square."""
+        """Return 1 / sqrt(variance + epsilon); without a mean, of the mean square."""
 
         def square(*index: Element) -> Element:
             x = self.element(*index)
             x = x if mean is None else x - self.at(mean, index)
             return x * x
 
-        return self.averaged(square, lambda variance: 1.0 / tirx.sqrt(variance + self.epsilon), "inv_std_dev")
+        return self.average(square, lambda variance: 1.0 / tirx.sqrt(variance + self.epsilon), "inv_std_dev")
 
 
-def _stage_one_dtype(dtype: str, stash: str) -> str:
+def _choose_stage_one_dtype(dtype: str, stash: str) -> str:
     return "float64" if "float64" in (dtype, stash) else "float32"
 
 
-def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centered: bool, epsilon: float = 1e-5) -> Value:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on.
+def normalize_last_axes(
+    node: Node, x: Value, parameters: Sequence[Value], centered: bool, epsilon: float = 1e-5
+) -> Value:
+    """Emit (x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on.
 
-    Without centered the mean is taken for 0. parameters are scale, whose type is that of the result, and the bias if
-    there is one. epsilon is what the attribute is by default.
+    Without centered the mean is 0. parameters are scale, whose type is that of the result, and the optional bias.
+    epsilon is the default of the attribute.
     """
     require_numbers(node, x, *parameters)
-    x, *parameters = broadcast_to(node, x, *parameters)
-    statistics = _last_axes(node, x, epsilon)
+    x, *parameters = assert_broadcastable(node, x, *parameters)
+    statistics = _make_last_axes_statistics(node, x, epsilon)
     dtype = parameters[0].dtype
 
     def kernel(x: te.Tensor, scale: te.Tensor, *bias: te.Tensor) -> te.Tensor:
@@ -91,14 +96,17 @@ def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centered: 
     return node.emit_te(kernel, *tensors, dtype=dtype, primfunc_name_hint=node.op_type.lower())
 
 
-def _last_axes(node: Node, x: Value, epsilon: float = 1e-5) -> Callable[[te.Tensor], _Statistics]:
-    """The statistics over the axes from attribute axis on. epsilon is the default of the attribute."""
-    axes = range(static_axis(node, node.attr("axis", -1), x.rank), x.rank)
-    dtype, epsilon = _stage_one_dtype(x.dtype, _stash_dtype(node)), node.attr("epsilon", epsilon)
+def _make_last_axes_statistics(node: Node, x: Value, epsilon: float = 1e-5) -> Callable[[te.Tensor], _Statistics]:
+    """Return the statistics over the axes from attribute axis on.
+
+    epsilon is the default of the attribute.
+    """
+    axes = range(normalize_axis(node, node.attr("axis", -1), x.rank), x.rank)
+    dtype, epsilon = _choose_stage_one_dtype(x.dtype, _read_stash_dtype(node)), node.attr("epsilon", epsilon)
     return lambda t: _Statistics(t.shape, axes, lambda *i: t(*i).astype(dtype), epsilon, dtype)
 
 
-def _stash_dtype(node: Node) -> str:
+def _read_stash_dtype(node: Node) -> str:
     return onnx.helper.tensor_dtype_to_np_dtype(node.attr("stash_type", onnx.TensorProto.FLOAT)).name
 
 
@@ -106,28 +114,31 @@ def _stash_dtype(node: Node) -> str:
 def layer_normalization(
     node: Node, x: Value, scale: Value, bias: Value | None = None
 ) -> tuple[Value, Value | None, Value | None]:
-    """Y, Mean and InvStdDev. The last two are computed on their own: inference does not ask for them."""
-    y = over_last_axes(node, x, [scale] if bias is None else [scale, bias], centered=True)
-    statistics, stash = _last_axes(node, x), _stash_dtype(node)
+    """Emit Y, Mean and InvStdDev.
+
+    The last two are computed separately: inference does not use them.
+    """
+    y = normalize_last_axes(node, x, [scale] if bias is None else [scale, bias], centered=True)
+    statistics, stash = _make_last_axes_statistics(node, x), _read_stash_dtype(node)
 
     def mean(t: te.Tensor) -> te.Tensor:
-        return _cast(statistics(t).mean(), stash)
+        return _cast_stash(statistics(t).mean(), stash)
 
     def inv_std_dev(t: te.Tensor) -> te.Tensor:
         s = statistics(t)
-        return _cast(s.scale(s.mean()), stash)
+        return _cast_stash(s.scale(s.mean()), stash)
 
     extras = [node.emit_te(k, node.tensor(x)) if node.wants(n) else None for n, k in ((1, mean), (2, inv_std_dev))]
     return y, extras[0], extras[1]
 
 
-def _cast(tensor: te.Tensor, dtype: str) -> te.Tensor:
+def _cast_stash(tensor: te.Tensor, dtype: str) -> te.Tensor:
     return te.compute(tensor.shape, lambda *index: tensor(*index).astype(dtype), name="stash")
 
 
 @op("RMSNormalization", since=23)
 def rms_normalization(node: Node, x: Value, scale: Value) -> Value:
-    return over_last_axes(node, x, [scale], centered=False)
+    return normalize_last_axes(node, x, [scale], centered=False)
 
 
 # -- over channels: x is [N, C, D1, ...], scale and bias are [C] ------------------------------------------------------
@@ -135,23 +146,26 @@ def rms_normalization(node: Node, x: Value, scale: Value) -> Value:
 
 @op("InstanceNormalization", since=6)
 def instance_normalization(node: Node, x: Value, scale: Value, bias: Value) -> Value:
-    return _over_groups(node, x, scale, bias, None)
+    return _normalize_groups(node, x, scale, bias, None)
 
 
 @op("GroupNormalization", since=21)
 def group_normalization(node: Node, x: Value, scale: Value, bias: Value) -> Value:
-    return _over_groups(node, x, scale, bias, node.attr("num_groups"))
+    return _normalize_groups(node, x, scale, bias, node.attr("num_groups"))
 
 
-def _over_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | None) -> Value:
-    """Statistics over the channels of a group and all positions. groups None means one channel per group."""
+def _normalize_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | None) -> Value:
+    """Normalize over the channels of a group and all positions.
+
+    groups None means one channel per group.
+    """
     require_numbers(node, x, scale, bias)
-    x, scale, bias = over_channels(node, x, scale, bias)
-    if scale.shape == (0,):  # nothing to normalize, nor a group of channels to divide by
+    x, scale, bias = assert_channel_vectors(node, x, scale, bias)
+    if scale.shape == (0,):  # nothing to normalize, and no group of channels to divide by
         return x
     if groups is not None:
-        x = divisible(node, x, 1, groups, "num_groups")
-    dtype = _stage_one_dtype(x.dtype, _stash_dtype(node))
+        x = assert_divisible(node, x, 1, groups, "num_groups")
+    dtype = _choose_stage_one_dtype(x.dtype, _read_stash_dtype(node))
     epsilon = node.attr("epsilon", 1e-5)
 
     def kernel(x: te.Tensor, scale: te.Tensor, bias: te.Tensor) -> te.Tensor:
@@ -180,11 +194,11 @@ def _over_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | 
 
 @op("BatchNormalization", since=9)
 def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    """With the given mean and variance: x * gain + offset per channel."""
+    """Emit x * gain + offset per channel, from the mean and variance inputs."""
     require_numbers(node, x, scale, bias, mean, variance)
     if node.attr("training_mode", 0):
         raise node.error("attribute training_mode is 1.", "Export the model for inference (model.eval()).")
-    x, scale, bias, mean, variance = over_channels(node, x, scale, bias, mean, variance)
+    x, scale, bias, mean, variance = assert_channel_vectors(node, x, scale, bias, mean, variance)
     epsilon, dtype = node.attr("epsilon", 1e-5), widened(x.dtype)
     (x,), order, back = as_computed(node, x)
     channel = order.index(1)
@@ -208,14 +222,15 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
 
 @op("LRN", since=1)
 def lrn(node: Node, x: Value) -> Value:
-    """x / (bias + alpha / size * s)^beta, s the sum of squares over `size` channels around the element's own.
+    """Emit x / (bias + alpha / size * s)^beta.
 
-    https://onnx.ai/onnx/operators/onnx__LRN.html"""
-    (x,) = over_channels(node, x)
+    s is the sum of squares over `size` channels around the element's own: https://onnx.ai/onnx/operators/onnx__LRN.html
+    """
+    (x,) = assert_channel_vectors(node, x)
     require_numbers(node, x)
     size, alpha, beta, bias = (node.attr(*a) for a in (("size",), ("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0)))
-    if not 1 <= size <= _MOST_CHANNELS:
-        raise node.error(f"attribute size is {size}.", f"Use 1 to {_MOST_CHANNELS}.")
+    if not 1 <= size <= _MAX_CHANNELS:
+        raise node.error(f"attribute size is {size}.", f"Use 1 to {_MAX_CHANNELS}.")
     if not is_float(x.dtype):
         raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
     dtype, before = widened(x.dtype), (size - 1) // 2
@@ -227,15 +242,15 @@ def lrn(node: Node, x: Value) -> Value:
 
         def around(*index: Element) -> Element:
             k = te.reduce_axis((0, size), "k")
-            at = index[channel] + k.var - before
-            inside = tirx.all(at >= 0, at < x.shape[channel])
-            square = squares(*index[:channel], at, *index[channel + 1 :])
-            return te.sum(tirx.if_then_else(inside, square, tirx.const(0, dtype)), axis=[k])
+            neighbor = index[channel] + k.var - before
+            is_inside = tirx.all(neighbor >= 0, neighbor < x.shape[channel])
+            square = squares(*index[:channel], neighbor, *index[channel + 1 :])
+            return te.sum(tirx.if_then_else(is_inside, square, tirx.const(0, dtype)), axis=[k])
 
-        sums = te.compute(x.shape, around, name="sums")
+        windows = te.compute(x.shape, around, name="sums")
 
         def result(*index: Element) -> Element:
-            base = tirx.const(bias, dtype) + sums(*index) * tirx.const(alpha / size, dtype)
+            base = tirx.const(bias, dtype) + windows(*index) * tirx.const(alpha / size, dtype)
             return (read(x, index) * tirx.power(base, tirx.const(-beta, dtype))).astype(x.dtype)
 
         return te.compute(x.shape, result, name="normalized")
@@ -248,9 +263,9 @@ def lrn(node: Node, x: Value) -> Value:
 
 @op("LpNormalization", since=1)
 def lp_normalization(node: Node, x: Value) -> Value:
-    """x / |x|_p along one axis, 0 where the norm is 0."""
+    """Emit x / |x|_p along one axis, 0 where the norm is 0."""
     require_numbers(node, x)
-    axis, p, dtype = static_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widened(x.dtype)
+    axis, p, dtype = normalize_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widened(x.dtype)
     if p not in (1, 2):
         raise node.error(f"attribute p is {p}.", "Use 1 or 2.")
 
@@ -259,8 +274,10 @@ def lp_normalization(node: Node, x: Value) -> Value:
             value = read(x, index)
             return tirx.abs(value) if p == 1 else value * value
 
-        sums = reduced(x.shape, [axis], total, power, "sum")
-        norm = te.compute(sums.shape, lambda *i: sums(*i) if p == 1 else tirx.sqrt(sums(*i)), name="norm")
+        accumulators = reduced(x.shape, [axis], total, power, "sum")
+        norm = te.compute(
+            accumulators.shape, lambda *i: accumulators(*i) if p == 1 else tirx.sqrt(accumulators(*i)), name="norm"
+        )
 
         def result(*index: Element) -> Element:
             n = norm(*(tirx.const(0, "int64") if k == axis else i for k, i in enumerate(index)))

@@ -11,24 +11,24 @@ from ..importing.compute import Element, Reducer, is_float, largest, reduced, re
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
-from .unpooling import largest_and_places
-from .window import Window, fitting
+from .unpooling import emit_max_with_indices
+from .window import SpatialWindow, assert_window_fits
 
-_LARGEST_NORM = 64  # p of a norm; powers beyond it leave float32's range for numbers of 4
+_MAX_NORM = 64  # p of a norm; larger powers exceed float32's range for numbers of 4
 
 
-def _window(node: Node, x: Value) -> tuple[Value, Window]:
-    """X as [N, D1, ..., C], over which the window is known or asserted at run time to fit."""
+def _read_window(node: Node, x: Value) -> tuple[Value, SpatialWindow]:
+    """Return X as [N, D1, ..., C], over which the window is proved or asserted to fit, and the window."""
     require_numbers(node, x)
     kernel = node.attr("kernel_shape")
     if len(kernel) != x.rank - 2 or not kernel:
         raise node.error(f"attribute kernel_shape is {list(kernel)} for X of rank {x.rank}.", "X is [N, C, D1, ...].")
-    window = Window.of(node, kernel)
-    return fitting(node, channels_last(node, x), window), window
+    window = SpatialWindow.read(node, kernel)
+    return assert_window_fits(node, channels_last(node, x), window), window
 
 
-def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Tensor:
-    """[N, windows, ..., C]: what the reducer makes of each window, of nothing where it leaves the data."""
+def _compute_pooled(x: te.Tensor, window: SpatialWindow, reducer: Reducer, dtype: str) -> te.Tensor:
+    """Return [N, windows, ..., C]: each window reduced; elements outside the data are the identity."""
     sizes = x.shape[1:-1]
     n = len(sizes)
     counts = [window.count(axis, size) for axis, size in enumerate(sizes)]
@@ -36,11 +36,11 @@ def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Te
 
     def element(batch: Element, *index: Element) -> Element:
         *windows, channel = index
-        at = [window.position(axis, sizes[axis], windows[axis], ks[axis].var) for axis in range(n)]
-        value = x(batch, *at, channel).astype(dtype)
-        if window.leaves:
-            inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, sizes)))
-            value = tirx.if_then_else(inside, value, reducer.identity(dtype))
+        position = [window.position(axis, sizes[axis], windows[axis], ks[axis].var) for axis in range(n)]
+        value = x(batch, *position, channel).astype(dtype)
+        if window.can_exceed_data:
+            is_inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(position, sizes)))
+            value = tirx.if_then_else(is_inside, value, reducer.identity(dtype))
         return reducer.combine(value, axis=ks)
 
     return te.compute([x.shape[0], *counts, x.shape[-1]], element, name="pooled")
@@ -48,12 +48,12 @@ def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Te
 
 @op("MaxPool", since=8)
 def max_pool(node: Node, x: Value) -> tuple[Value, Value | None]:
-    x, window = _window(node, x)
+    x, window = _read_window(node, x)
     if node.wants(1):
-        return largest_and_places(node, x, window)
+        return emit_max_with_indices(node, x, window)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled = _pooled(t, window, largest, widened(x.dtype))
+        pooled = _compute_pooled(t, window, largest, widened(x.dtype))
         return te.compute(pooled.shape, lambda *i: pooled(*i).astype(x.dtype), name="max_pool")
 
     return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="max_pool")), None
@@ -61,18 +61,25 @@ def max_pool(node: Node, x: Value) -> tuple[Value, Value | None]:
 
 @op("AveragePool", since=7)
 def average_pool(node: Node, x: Value) -> Value:
-    """Divides by the elements of the window; unless count_include_pad is set, by those that are data."""
-    return averaged(node, x)
+    """Emit averages over windows.
+
+    The divisor is the number of elements of the window, or without count_include_pad the number of those within the
+    data.
+    """
+    return average_windows(node, x)
 
 
-def averaged(node: Node, x: Value, by_all: bool = False) -> Value:
-    """AveragePool; by_all divides by all elements of the window, even those behind the padding that ceil_mode adds."""
-    x, window = _window(node, x)
+def average_windows(node: Node, x: Value, by_all: bool = False) -> Value:
+    """Emit AveragePool.
+
+    by_all divides by all elements of the window, even those after the padding that ceil_mode adds.
+    """
+    x, window = _read_window(node, x)
     padded = bool(node.attr("count_include_pad", 0))
     n, dtype = x.rank - 2, widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled, sizes = _pooled(t, window, total, dtype), t.shape[1:-1]
+        pooled, sizes = _compute_pooled(t, window, total, dtype), t.shape[1:-1]
 
         def divisor(*windows: Element) -> Element:
             if by_all:
@@ -84,7 +91,7 @@ def averaged(node: Node, x: Value, by_all: bool = False) -> Value:
                 if window.auto_pad.startswith("SAME") and padded:
                     high = sizes[axis] + window.reach(axis)  # such windows never leave their padding
                 first = window.position(axis, sizes[axis], windows[axis], tirx.const(0, "int64"))
-                count = count * _within(first, window.dilations[axis], window.kernel[axis], low, high)
+                count = count * _count_within(first, window.dilations[axis], window.kernel[axis], low, high)
             return count.astype(dtype)
 
         def mean(*index: Element) -> Element:
@@ -95,18 +102,18 @@ def averaged(node: Node, x: Value, by_all: bool = False) -> Value:
     return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="average_pool"))
 
 
-def _within(first: Element, step: int, count: int, low: Element, high: Element) -> Element:
-    """How many of first, first + step, ... (count of them) lie in [low, high)."""
+def _count_within(first: Element, step: int, count: int, low: Element, high: Element) -> Element:
+    """Return how many of first, first + step, ... (count of them) lie in [low, high)."""
     begin = tirx.max(tirx.floordiv(low - first + (step - 1), tirx.const(step, "int64")), tirx.const(0, "int64"))
     end = tirx.min(tirx.floordiv(high - first + (step - 1), tirx.const(step, "int64")), tirx.const(count, "int64"))
     return end - begin
 
 
-def _norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[[Element], Element]]:
-    """What |x|^p of an element is, and the p-th root of a sum, for attribute p."""
+def _make_norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[[Element], Element]]:
+    """Return the functions |x|^p of an element and p-th root of a sum, for attribute p."""
     p = node.attr("p", 2)
-    if not 1 <= p <= _LARGEST_NORM:
-        raise node.error(f"attribute p is {p}.", f"Use 1 to {_LARGEST_NORM}.")
+    if not 1 <= p <= _MAX_NORM:
+        raise node.error(f"attribute p is {p}.", f"Use 1 to {_MAX_NORM}.")
     if not is_float(x.dtype):
         raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
 
@@ -127,14 +134,14 @@ def _norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[
 
 @op("LpPool", since=2)
 def lp_pool(node: Node, x: Value) -> Value:
-    """The p-norm of each window: https://onnx.ai/onnx/operators/onnx__LpPool.html"""
-    x, window = _window(node, x)
-    (power, root), dtype = _norm(node, x), widened(x.dtype)
+    """Emit the p-norm of each window: https://onnx.ai/onnx/operators/onnx__LpPool.html"""
+    x, window = _read_window(node, x)
+    (power, root), dtype = _make_norm(node, x), widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
         powers = te.compute(t.shape, lambda *i: power(t(*i).astype(dtype)), name="powers")
-        sums = _pooled(powers, window, total, dtype)
-        return te.compute(sums.shape, lambda *i: root(sums(*i)).astype(x.dtype), name="lp_pool")
+        pooled = _compute_pooled(powers, window, total, dtype)
+        return te.compute(pooled.shape, lambda *i: root(pooled(*i)).astype(x.dtype), name="lp_pool")
 
     return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="lp_pool"))
 
@@ -142,30 +149,30 @@ def lp_pool(node: Node, x: Value) -> Value:
 # -- over all positions -----------------------------------------------------------------------------------------------
 
 
-def _same(value: Element, *_: Element) -> Element:
+def _identity(value: Element, *_: Element) -> Element:
     return value
 
 
-def _globally(
+def _emit_global_pool(
     node: Node,
     x: Value,
     reducer: Reducer,
-    before: Callable[[Element], Element] = _same,
-    behind: Callable[[Element, Element], Element] = _same,
+    prepare: Callable[[Element], Element] = _identity,
+    finish: Callable[[Element, Element], Element] = _identity,
 ) -> Value:
-    """behind(what the reducer makes of before(each element) over all places, how many places there are)."""
+    """Emit finish(reduction of prepare(element) over all positions, number of positions)."""
     require_numbers(node, x)
     (x,), order, back = as_computed(node, x)
-    axes, dtype = [place for place, axis in enumerate(order) if axis >= 2], widened(x.dtype)
+    axes, dtype = [position for position, axis in enumerate(order) if axis >= 2], widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled = reduced(t.shape, axes, reducer, lambda *i: before(t(*i).astype(dtype)), "pooled")
+        pooled = reduced(t.shape, axes, reducer, lambda *i: prepare(t(*i).astype(dtype)), "pooled")
         count = tirx.const(1, "int64")
         for axis in axes:
             count = count * t.shape[axis]
 
         def result(*index: Element) -> Element:
-            return behind(pooled(*index), count.astype(dtype)).astype(x.dtype)
+            return finish(pooled(*index), count.astype(dtype)).astype(x.dtype)
 
         return te.compute(pooled.shape, result, name="global_pool")
 
@@ -174,16 +181,16 @@ def _globally(
 
 @op("GlobalAveragePool", since=1)
 def global_average_pool(node: Node, x: Value) -> Value:
-    return _globally(node, x, total, behind=lambda value, count: value / count)
+    return _emit_global_pool(node, x, total, finish=lambda value, count: value / count)
 
 
 @op("GlobalMaxPool", since=1)
 def global_max_pool(node: Node, x: Value) -> Value:
-    return _globally(node, x, largest)
+    return _emit_global_pool(node, x, largest)
 
 
 @op("GlobalLpPool", since=2)
 def global_lp_pool(node: Node, x: Value) -> Value:
-    """The p-norm over all places: https://onnx.ai/onnx/operators/onnx__GlobalLpPool.html"""
-    power, root = _norm(node, x)
-    return _globally(node, x, total, before=power, behind=lambda value, _: root(value))
+    """Emit the p-norm over all positions: https://onnx.ai/onnx/operators/onnx__GlobalLpPool.html"""
+    power, root = _make_norm(node, x)
+    return _emit_global_pool(node, x, total, prepare=power, finish=lambda value, _: root(value))

@@ -1,7 +1,7 @@
-"""QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points, for the tensor, along an
-axis, or in blocks.
+"""QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points.
 
-A constant matrix of integers stays one (lowering/importing/quantized.py): matmuls read it as it is.
+Scales are per tensor, per index of an axis, or per block. A constant matrix of integers stays quantized
+(lowering/importing/quantized.py): matmuls read it directly.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..importing.node import Node
 from ..importing.quantized import Quantized
 from ..importing.values import MOST_SIZE, Value, storage_dtype
 from . import op
-from .asserted import asserted
+from .assertions import assert_shape
 from .cast import cast_to
-from .contents import static_axis
+from .contents import normalize_axis
 from .float8 import FORMATS, encode
 from .kernels import compute
 from .reshape import reshape_to
 
 _BITS = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4, "int2": 4, "uint2": 4}
-"""In how many bits matrices of constants are kept."""
+"""The numbers of bits in which constant matrices are stored."""
 _RANGES = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (2, 4, 8, 16)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (2, 4, 8, 16)},
@@ -36,11 +36,12 @@ _PRECISIONS = {"int32": "float64", "float8_e8m0fnu": "float32"}  # of a division
 
 @op("QuantizeLinear", since=10)
 def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = None) -> Value:
-    """x / scale + zero, rounded to nearest even and saturated: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html
+    """Emit x / scale + zero, rounded to nearest even and saturated.
 
-    The quotient has the type of the scale unless precision says otherwise.
+    https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html. The quotient has the type of the scale unless precision
+    sets another.
     """
-    to, precise = (_named(node.attr(name, 0)) for name in ("output_dtype", "precision"))
+    to, precise = (_read_dtype(node.attr(name, 0)) for name in ("output_dtype", "precision"))
     dtype = to or ("uint8" if zero is None else zero.dtype)
     if zero is not None and zero.dtype != dtype:
         raise node.error(f"output_dtype is {dtype}, and y_zero_point has type {zero.dtype}.", "Leave output_dtype out.")
@@ -48,16 +49,16 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = Non
         raise node.error(f"cannot quantize to {dtype}.", f"Use one of {', '.join((*_RANGES, *FORMATS))}.")
     precise = precise or _PRECISIONS.get(scale.dtype, scale.dtype)
     wide = "float64" if precise == "float64" else "float32"
-    scale, zero, axis, size = _blocks(node, x, scale, zero, "y")
+    scale, zero, axis, size = _read_blocks(node, x, scale, zero, "y")
     saturate = bool(node.attr("saturate", 1))
 
     def element(index: Any, x: Any, s: Any, z: Any = None) -> Any:
-        place = _place(index, scale, axis, size)
-        number = (x(*index) / s(*place)).astype(precise).astype(wide)
+        scale_index = _index_scale(index, scale, axis, size)
+        number = (x(*index) / s(*scale_index)).astype(precise).astype(wide)
         if dtype in FORMATS:
-            number = number if z is None else number + z(*place)
+            number = number if z is None else number + z(*scale_index)
             return encode(number.astype("float64"), dtype, saturate)
-        return _code(number, None if z is None else z(*place), dtype)
+        return _quantize_element(number, None if z is None else z(*scale_index), dtype)
 
     # Rounded to the type of the quotient first, where that is narrower.
     operands = [cast_to(node, cast_to(node, value, precise), wide) for value in (x, scale)]
@@ -67,19 +68,19 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = Non
 
 @op("DequantizeLinear", since=10)
 def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = None) -> Value:
-    """(x - zero) * scale, computed in float32, in the type of the scale unless output_dtype says otherwise."""
-    dtype = _named(node.attr("output_dtype", 0)) or scale.dtype
-    scale, zero, axis, size = _blocks(node, x, scale, zero, "x")
-    matrix = _matrix(x, scale, zero, axis, size, np.dtype(dtype))
+    """Emit (x - zero) * scale in float32, in the type of the scale unless output_dtype sets another."""
+    dtype = _read_dtype(node.attr("output_dtype", 0)) or scale.dtype
+    scale, zero, axis, size = _read_blocks(node, x, scale, zero, "x")
+    matrix = _read_matrix(x, scale, zero, axis, size, np.dtype(dtype))
     if matrix is not None:
         return node.quantized(matrix)
 
     def element(index: Any, x: Any, s: Any, z: Any = None) -> Any:
-        place = _place(index, scale, axis, size)
+        scale_index = _index_scale(index, scale, axis, size)
         number = x(*index)
         if z is not None:
-            number = number - z(*place)
-        return (number * s(*place)).astype(dtype)
+            number = number - z(*scale_index)
+        return (number * s(*scale_index)).astype(dtype)
 
     operands = [cast_to(node, value, "float32") for value in (x, scale, zero) if value is not None]
     return compute(node, "dequantize", element, operands, x.shape, dtype=dtype)
@@ -87,46 +88,49 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = N
 
 @op("DynamicQuantizeLinear", since=11)
 def dynamic_quantize_linear(node: Node, x: Value) -> tuple[Value, ...]:
-    return dynamically_quantized(node, x)
+    return quantize_dynamically(node, x)
 
 
-def dynamically_quantized(node: Node, x: Value) -> tuple[Value, Value, Value]:
-    """Bytes of x [...] float32, their scale and zero point, so that codes reach from the smallest number, or 0, to the
-    largest, or 0: https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html
+def quantize_dynamically(node: Node, x: Value) -> tuple[Value, Value, Value]:
+    """Emit x [...] float32 quantized to bytes, its scale and its zero point.
 
-    Where all numbers are 0 the scale is 1 / 255, as in ONNX's reference.
+    The range is from the smallest number, or 0, to the largest, or 0:
+    https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html. Where all numbers are 0 the scale is 1 / 255, as in
+    ONNX's reference.
     """
     axes = list(range(x.rank))
     low, high = (node.emit(f(node.tensor(x), axis=axes, keepdims=False)) for f in (relax.op.min, relax.op.max))
 
-    def scale_of(low: Any, high: Any) -> Any:
+    def compute_scale(low: Any, high: Any) -> Any:
         width = tirx.max(high, tirx.const(0, x.dtype)) - tirx.min(low, tirx.const(0, x.dtype))
         return tirx.Select(tirx.EQ(width, tirx.const(0, x.dtype)), tirx.const(1, x.dtype), width) / tirx.const(
             255, x.dtype
         )
 
-    def zero_of(low: Any, scale: Any) -> Any:
+    def compute_zero_point(low: Any, scale: Any) -> Any:
         zero = tirx.nearbyint(-tirx.min(low, tirx.const(0, x.dtype)) / scale)
         return tirx.min(tirx.max(zero, tirx.const(0, x.dtype)), tirx.const(255, x.dtype)).astype("int32")
 
-    scale = pointwise(node, scale_of, low, high, name="scale")
-    zero = pointwise(node, zero_of, low, scale, dtype="uint8", name="zero_point")
-    y = quantized(node, relax_call(node, relax.op.divide, x, scale), zero, "uint8")
+    scale = pointwise(node, compute_scale, low, high, name="scale")
+    zero = pointwise(node, compute_zero_point, low, scale, dtype="uint8", name="zero_point")
+    y = quantize_values(node, relax_call(node, relax.op.divide, x, scale), zero, "uint8")
     return y, scale, zero
 
 
-def quantized(node: Node, numbers: Value, zero: Value | None, dtype: str) -> Value:
-    """Numbers [...] float32, which are over their scale, as integers: rounded to nearest even, plus a zero point,
-    saturated."""
+def quantize_values(node: Node, numbers: Value, zero: Value | None, dtype: str) -> Value:
+    """Quantize float32 numbers [...], already divided by their scale.
+
+    They are rounded to nearest even, offset by the zero point, and saturated.
+    """
     if zero is None:
-        return pointwise(node, lambda x: _code(x, None, dtype), numbers, dtype=dtype, name="quantize")
+        return pointwise(node, lambda x: _quantize_element(x, None, dtype), numbers, dtype=dtype, name="quantize")
     return pointwise(
-        node, lambda x, z: _code(x, z.astype("float32"), dtype), numbers, zero, dtype=dtype, name="quantize"
+        node, lambda x, z: _quantize_element(x, z.astype("float32"), dtype), numbers, zero, dtype=dtype, name="quantize"
     )
 
 
-def _code(number: Any, zero: Any, dtype: str) -> Any:
-    """The integer that stands for a number over its scale."""
+def _quantize_element(number: Any, zero: Any, dtype: str) -> Any:
+    """Return the quantized value of a number over its scale."""
     number = tirx.nearbyint(number)
     number = number if zero is None else number + zero
     low, high = (tirx.const(float(bound), str(number.ty.dtype)) for bound in _RANGES[dtype])
@@ -134,21 +138,23 @@ def _code(number: Any, zero: Any, dtype: str) -> Any:
     return (number & _RANGES[dtype][1] if dtype in ("uint2", "uint4") else number).astype(storage_dtype(dtype))
 
 
-def _named(onnx_type: int) -> str | None:
-    """The name of an element type given as an attribute, where 0 is none."""
+def _read_dtype(onnx_type: int) -> str | None:
+    """Return the name of an element type from an attribute, where 0 means none."""
     return ir.DataType(onnx_type).numpy().name if onnx_type else None
 
 
-def _blocks(node: Node, x: Value, scale: Value, zero: Value | None, name: str) -> tuple[Value, Value | None, int, int]:
-    """Scale, zero point, axis and block size, where a vector of one element, but for blocks, is for the tensor.
+def _read_blocks(
+    node: Node, x: Value, scale: Value, zero: Value | None, name: str
+) -> tuple[Value, Value | None, int, int]:
+    """Return scale, zero point, axis and block size.
 
-    name: what the node calls the quantized tensor.
+    Without blocks, a vector of one element is per tensor. name is the node's name of the quantized tensor.
     """
     size = min(node.attr("block_size", 0), MOST_SIZE)
     if not size:
         scale = reshape_to(node, scale, ()) if scale.shape == (1,) else scale
         zero = reshape_to(node, zero, ()) if zero is not None and zero.shape == (1,) else zero
-    axis = static_axis(node, node.attr("axis", 1), x.rank) if scale.rank else 0
+    axis = normalize_axis(node, node.attr("axis", 1), x.rank) if scale.rank else 0
     if zero is not None and zero.rank != scale.rank:
         raise node.error(
             f"{name}_zero_point has rank {zero.rank}, and {name}_scale rank {scale.rank}.", "Give them one shape."
@@ -163,22 +169,28 @@ def _blocks(node: Node, x: Value, scale: Value, zero: Value | None, name: str) -
         blocks = list(x.shape) if size else [x.shape[axis]]
         if size:
             blocks[axis] = symbolic.divide(node.symbols, x.shape[axis] + (size - 1), size)
-        scale = asserted(node, scale, tuple(blocks))
-        zero = None if zero is None else asserted(node, zero, tuple(blocks))
+        scale = assert_shape(node, scale, tuple(blocks))
+        zero = None if zero is None else assert_shape(node, zero, tuple(blocks))
     return scale, zero, axis, size
 
 
-def _place(index: Any, scale: Value, axis: int, size: int) -> Any:
-    """Where the scale of an element is."""
+def _index_scale(index: Any, scale: Value, axis: int, size: int) -> Any:
+    """Return the index of the scale of an element."""
     if size:
         return (*index[:axis], index[axis] // size, *index[axis + 1 :])
     return (index[axis],) if scale.rank else ()
 
 
-def _matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> Quantized | None:
-    """The result as a matrix of codes, if all of it is constant."""
-    codes, scales, zeros = (None if v is None else v.constant for v in (x, scale, zero))
-    if x.rank != 2 or x.dtype not in _BITS or codes is None or scales is None or (zero is not None and zeros is None):
+def _read_matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> Quantized | None:
+    """Return the result as a matrix of quantized values, if all of it is constant."""
+    quantized_values, scales, zeros = (None if v is None else v.constant for v in (x, scale, zero))
+    if (
+        x.rank != 2
+        or x.dtype not in _BITS
+        or quantized_values is None
+        or scales is None
+        or (zero is not None and zeros is None)
+    ):
         return None
     block = [
         size if size and k == axis else 1 if size or (k == axis and scale.rank) else n for k, n in enumerate(x.shape)
@@ -188,7 +200,7 @@ def _matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dt
         return None
     bits = _BITS[x.dtype]
     middle = 2 ** (bits - 1) if x.dtype.startswith("u") else 0
-    numbers = codes.astype(np.int16) - middle
+    numbers = quantized_values.astype(np.int16) - middle
     z = np.full(shape, -middle, np.int16)
     if zeros is not None:
         z = zeros.astype(np.int16).reshape(shape) - middle

@@ -1,7 +1,7 @@
 """ONNX RoiAlign (https://onnx.ai/onnx/operators/onnx__RoiAlign.html): regions of X, sampled between its elements.
 
-How many places of a region are sampled may depend on its size: a loop over them, in which channels, which come last,
-are computed side by side.
+The number of samples of a region may depend on its size. The kernel loops over the samples, and computes the channels,
+which come last, side by side.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..importing.node import Node
 from ..importing.values import Value
 from ..tensorir.independent import independent
 from . import op
-from .asserted import asserted, inside, required
-from .kernels import let, loops, serial
-from .matmul import rounded
+from .assertions import assert_in_bounds, assert_shape, require
+from .kernels import emit_loops, let, serial
+from .matmul import round_to
 
-_MOST = 1 << 12  # places that are sampled along a side of one element of the result
-_LARGEST = 1 << 16  # of a side of the result
+_MAX_SAMPLES = 1 << 12  # samples along a side of one element of the result
+_MAX_SIDE = 1 << 16  # of a side of the result
 
 
 @op("RoiAlign", since=10)
@@ -37,17 +37,20 @@ def roi_align(node: Node, x: Value, rois: Value, batches: Value) -> Value:
 
 
 def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: str) -> Value:
-    """[R, C, output_height, output_width] of X [N, C, H, W], rois [R, 4] and the batch [R] that each is of."""
+    """Emit [R, C, output_height, output_width] of X [N, C, H, W].
+
+    rois is [R, 4], and batches [R] the batch of each.
+    """
     mode, ratio, scale = node.attr("mode", "avg"), node.attr("sampling_ratio", 0), node.attr("spatial_scale", 1.0)
-    for name, given, legal in (
+    for name, attribute, legal in (
         ("mode", mode, ("avg", "max")),
         ("coordinate_transformation_mode", coordinates, ("half_pixel", "output_half_pixel")),
     ):
-        if given not in legal:
-            raise node.error(f"attribute {name} is '{given}'.", f"Use one of {', '.join(legal)}.")
-    made = [node.attr(f"output_{side}", 1) for side in ("height", "width")]
-    if not all(1 <= n <= _LARGEST for n in made) or not 0 <= ratio <= _MOST:
-        raise node.error(f"a result of {made} with sampling_ratio {ratio} is not supported.")
+        if attribute not in legal:
+            raise node.error(f"attribute {name} is '{attribute}'.", f"Use one of {', '.join(legal)}.")
+    out_sizes = [node.attr(f"output_{side}", 1) for side in ("height", "width")]
+    if not all(1 <= n <= _MAX_SIDE for n in out_sizes) or not 0 <= ratio <= _MAX_SAMPLES:
+        raise node.error(f"a result of {out_sizes} with sampling_ratio {ratio} is not supported.")
     if (x.rank, rois.rank, batches.rank) != (4, 2, 1) or not is_float(x.dtype) or rois.dtype != x.dtype:
         raise node.error(
             f"X is {x.dtype} of rank {x.rank}, rois {rois.dtype} of rank {rois.rank}, batch_indices of rank "
@@ -55,45 +58,50 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
             "X is [N, C, H, W], rois [R, 4] of its type, and batch_indices [R].",
         )
     count, acc, half = rois.shape[0], widened(x.dtype), coordinates == "half_pixel"
-    rois = asserted(node, rois, (count, 4))
-    batches = inside(node, asserted(node, batches, (count,)), x.shape[0], of="dimension 0 of X", from_the_back=False)
+    rois = assert_shape(node, rois, (count, 4))
+    batches = assert_in_bounds(
+        node, assert_shape(node, batches, (count,)), x.shape[0], bound_name="dimension 0 of X", from_the_back=False
+    )
     batches = node.emit(relax.op.astype(node.tensor(batches), "int64"))
     for axis in (2, 3):
-        some = symbolic.logical_or(symbolic.less(0, x.shape[axis]), symbolic.equal(count, 0))
-        x = required(node, x, some, f"dimension {axis} of X is empty.")
-    last, rois = rounded(node, channels_last(node, x), acc), rounded(node, rois, acc)
+        is_legal = symbolic.logical_or(symbolic.less(0, x.shape[axis]), symbolic.equal(count, 0))
+        x = require(node, x, is_legal, f"dimension {axis} of X is empty.")
+    last, rois = round_to(node, channels_last(node, x), acc), round_to(node, rois, acc)
     height, width, channels = last.shape[1:]
 
     def number(value: float) -> Any:
         return tirx.const(float(value), acc)
 
     def statements(x: Any, rois: Any, batch: Any, y: Any) -> None:
-        with independent(count, *made) as (r, ph, pw):
-            sides = [_side(rois[r, 1 - k], rois[r, 3 - k], made[k], scale, half, ratio, number) for k in (0, 1)]
+        with independent(count, *out_sizes) as (r, ph, pw):
+            sides = [
+                _compute_side(rois[r, 1 - k], rois[r, 3 - k], out_sizes[k], scale, half, ratio, number) for k in (0, 1)
+            ]
             text = (
-                f"{node.where}: input 'rois' has a region of which more than {_MOST} places would be sampled at once."
+                f"{node.where}: input 'rois' has a region of which more than {_MAX_SAMPLES} places would be sampled at "
+                "once."
             )
             for _, _, samples in sides:
-                with T.Assert(samples <= number(_MOST), text, "ValueError"):
+                with T.Assert(samples <= number(_MAX_SAMPLES), text, "ValueError"):
                     pass
             first = T.bind(batch[r])
-            grids = [let(tirx.min(n, number(_MOST)).astype("int64")) for _, _, n in sides]
+            grids = [let(tirx.min(sample_count, number(_MAX_SAMPLES)).astype("int64")) for _, _, sample_count in sides]
             with serial(channels) as c:
                 T.buffer_store(y, number(0), [r, ph, pw, c])
             with serial(grids[0]) as iy, serial(grids[1]) as ix:
-                places = [
-                    _place(start, size, p, i, n, extent, number)
-                    for (start, size, n), p, i, extent in zip(sides, (ph, pw), (iy, ix), (height, width))
+                locations = [
+                    _locate_sample(start, size, p, i, sample_count, extent, number)
+                    for (start, size, sample_count), p, i, extent in zip(sides, (ph, pw), (iy, ix), (height, width))
                 ]
-                there = let(tirx.all(places[0][0], places[1][0]))
-                weights = [let(tirx.Select(there, w, number(0))) for w in _weights(places)]
-                corners = [(places[0][1 + a], places[1][1 + b]) for a in (0, 1) for b in (0, 1)]
+                is_inside = let(tirx.all(locations[0][0], locations[1][0]))
+                weights = [let(tirx.Select(is_inside, w, number(0))) for w in _compute_weights(locations)]
+                corners = [(locations[0][1 + a], locations[1][1 + b]) for a in (0, 1) for b in (0, 1)]
                 with serial(channels) as c:
                     terms = [w * x[first, h, v, c] for w, (h, v) in zip(weights, corners)]
                     before = y[r, ph, pw, c]
                     if mode == "avg":
                         value = before + (terms[0] + terms[1] + terms[2] + terms[3])
-                    else:  # as the standard's reference has it: the largest of the weighed elements
+                    else:  # as in the standard's reference: the largest of the weighted elements
                         best = tirx.max(tirx.max(terms[0], terms[1]), tirx.max(terms[2], terms[3]))
                         value = tirx.Select(tirx.all(iy == 0, ix == 0), best, tirx.max(before, best))
                     T.buffer_store(y, value, [r, ph, pw, c])
@@ -102,34 +110,36 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                 with serial(channels) as c:
                     T.buffer_store(y, y[r, ph, pw, c] / samples, [r, ph, pw, c])
 
-    shape = (count, made[0], made[1], channels)
-    (y,) = loops(node, "roi_align", statements, [last, rois, batches], [(shape, acc)], x.shape)
-    return channels_second(node, rounded(node, y, x.dtype))
+    shape = (count, out_sizes[0], out_sizes[1], channels)
+    (y,) = emit_loops(node, "roi_align", statements, [last, rois, batches], [(shape, acc)], x.shape)
+    return channels_second(node, round_to(node, y, x.dtype))
 
 
-def _side(low: Any, high: Any, made: int, scale: float, half: bool, ratio: int, number: Any) -> tuple[Any, Any, Any]:
-    """Of a region along an axis: where it starts, how much of it is one element's, and how many places are sampled."""
+def _compute_side(
+    low: Any, high: Any, out_size: int, scale: float, half: bool, ratio: int, number: Any
+) -> tuple[Any, Any, Any]:
+    """Return the start of a region along an axis, its extent per element, and its number of samples."""
     start, end = (v * number(scale) - number(0.5 if half else 0.0) for v in (low, high))
-    size = let((end - start if half else tirx.max(end - start, number(1))) / number(made))
-    # What is no number has no places.
+    size = let((end - start if half else tirx.max(end - start, number(1))) / number(out_size))
+    # A NaN gives 0 samples.
     samples = number(ratio) if ratio else tirx.Select(size > number(0), tirx.ceil(size), number(0))
     return let(start), size, let(samples)
 
 
-def _place(
+def _locate_sample(
     start: Any, size: Any, p: Any, i: Any, samples: Any, extent: Any, number: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Whether a sample is in X, its neighbors along an axis, and their weights."""
+    """Return whether a sample is in X, its neighbors along an axis, and their weights."""
     dtype = number(0).ty
-    at = let(start + p.astype(dtype) * size + (i.astype(dtype) + number(0.5)) * size / samples)
+    position = let(start + p.astype(dtype) * size + (i.astype(dtype) + number(0.5)) * size / samples)
     wide = extent.astype(dtype) if isinstance(extent, tirx.Var) else number(extent)
-    there = let(tirx.all(at >= number(-1), at <= wide))
-    at = let(tirx.Select(there, tirx.max(at, number(0)), number(0)))
+    is_inside = let(tirx.all(position >= number(-1), position <= wide))
+    position = let(tirx.Select(is_inside, tirx.max(position, number(0)), number(0)))
     last = extent - tirx.const(1, "int64")
-    low = let(tirx.min(at.astype("int64"), last))
-    fraction = let(tirx.Select(low >= last, number(0), at - low.astype(dtype)))
-    return there, low, let(tirx.min(low + 1, last)), number(1) - fraction, fraction
+    low = let(tirx.min(position.astype("int64"), last))
+    fraction = let(tirx.Select(low >= last, number(0), position - low.astype(dtype)))
+    return is_inside, low, let(tirx.min(low + 1, last)), number(1) - fraction, fraction
 
 
-def _weights(places: list[tuple[Any, ...]]) -> list[Any]:
-    return [places[0][3 + a] * places[1][3 + b] for a in (0, 1) for b in (0, 1)]
+def _compute_weights(locations: list[tuple[Any, ...]]) -> list[Any]:
+    return [locations[0][3 + a] * locations[1][3 + b] for a in (0, 1) for b in (0, 1)]

@@ -15,13 +15,13 @@ from ..importing.compute import Element, agreed, read, require_numbers, with_sha
 from ..importing.node import Node
 from ..importing.values import Size, Value, is_one
 from . import op
-from .asserted import inside
-from .gather import wrapped
+from .assertions import assert_in_bounds
+from .gather import wrap_index
 
 
 @dataclass(frozen=True)
-class Head:
-    """How the elements of one head are rotated: so many of them, from the first that is."""
+class RotatedHead:
+    """The rotated elements of a head: `rotated` of `size` elements, from `first` on."""
 
     size: int
     rotated: int
@@ -29,9 +29,9 @@ class Head:
     first: int = 0
 
     def pair(self, d: Element) -> tuple[Element, Element, Element]:
-        """For element d < rotated: its angle, the distance to the other of its pair, whether it is the first.
+        """Return the angle of element d < rotated, the distance to its partner, and whether it is first.
 
-        The angle exists, whatever d is: it is read for the elements that are not rotated, too.
+        The angle exists for any d: it is also read for the elements that are not rotated.
         """
         half, two = tirx.const(self.rotated // 2, "int64"), tirx.const(2, "int64")
         if self.interleaved:
@@ -46,7 +46,10 @@ HEADS_FIRST = [0, 2, 1, 3]
 
 @op("RotaryEmbedding", since=23)
 def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Value | None = None) -> Value:
-    """X [B, H, S, D] or [B, S, H * D]; caches [P, R / 2] with position_ids [B, S], else [B or 1, S, R / 2]."""
+    """Emit the rotation of X [B, H, S, D] or [B, S, H * D].
+
+    Caches are [P, R / 2] with position_ids [B, S], else [B or 1, S, R / 2].
+    """
     require_numbers(node, x, cos, sin)
     if x.rank not in (3, 4):
         raise node.error(
@@ -58,48 +61,51 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
             f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
             "They are [positions, angles] with position_ids, else [batch, sequence, angles].",
         )
-    return rotate(node, _head(node, x), x, cos, sin, positions, from_the_back=True)
+    return rotate_heads(node, _read_head(node, x), x, cos, sin, positions, from_the_back=True)
 
 
-def rotate(
+def rotate_heads(
     node: Node,
-    head: Head,
+    head: RotatedHead,
     x: Value,
     cos: Value,
     sin: Value,
     positions: Value | None,
     from_the_back: bool = False,
 ) -> Value:
-    """x with its heads rotated. Shapes are those of `rotary_embedding`, of the ranks that it asks for.
+    """Return x with its heads rotated.
 
-    from_the_back: negative positions count from the end of the caches.
+    Shapes and ranks are those of `rotary_embedding`. from_the_back: negative positions count from the end of the
+    caches.
     """
     if positions is not None:
-        positions = inside(node, positions, cos.shape[0], of="the number of positions", from_the_back=from_the_back)
-    x, cos, sin, positions = _same_sizes(node, head, x, cos, sin, positions)
-    # Heads are rotated where they are: what reads them may have no need of the transposition.
+        positions = assert_in_bounds(
+            node, positions, cos.shape[0], bound_name="the number of positions", from_the_back=from_the_back
+        )
+    x, cos, sin, positions = _unify_sizes(node, head, x, cos, sin, positions)
+    # Heads are rotated before a transposition: the consumer may not need the transposition.
     rows = transposed_from(node, node.tensor(x), HEADS_FIRST) if x.rank == 4 else None
     sequence_axis = 2 if x.rank == 4 and rows is None else 1
     dtype = x.dtype
 
     def kernel(x: te.Tensor, cos: te.Tensor, sin: te.Tensor, *positions: te.Tensor) -> te.Tensor:
-        def angle_of(cache: te.Tensor, b: Element, s: Element, k: Element) -> Element:
+        def read_angle(cache: te.Tensor, b: Element, s: Element, k: Element) -> Element:
             if not positions:
                 return read(cache, (b, s, k))
             position = read(positions[0], (b, s)).astype("int64")
-            return read(cache, (wrapped(position, cache.shape[0]), k))
+            return read(cache, (wrap_index(position, cache.shape[0]), k))
 
         def rotated(*index: Element) -> Element:
             *outer, e = index
             d = tirx.floormod(e, tirx.const(head.size, "int64"))
             d = d - tirx.const(head.first, "int64") if head.first else d
             k, distance, first = head.pair(d)
-            c, s = (angle_of(cache, index[0], index[sequence_axis], k) for cache in (cos, sin))
-            inside = tirx.all(d >= 0, d < head.rotated) if head.first else d < head.rotated
-            other = read(x, (*outer, e + tirx.Select(inside, distance, tirx.const(0, "int64"))))
+            c, s = (read_angle(cache, index[0], index[sequence_axis], k) for cache in (cos, sin))
+            is_rotated = tirx.all(d >= 0, d < head.rotated) if head.first else d < head.rotated
+            partner = read(x, (*outer, e + tirx.Select(is_rotated, distance, tirx.const(0, "int64"))))
             own = read(x, index)
-            y = own * c + other * tirx.Select(first, -s, s)
-            return tirx.Select(inside, y, own).astype(dtype)
+            y = own * c + partner * tirx.Select(first, -s, s)
+            return tirx.Select(is_rotated, y, own).astype(dtype)
 
         return te.compute(x.shape, rotated, name="rotary_embedding")
 
@@ -111,8 +117,12 @@ def rotate(
     return y if rows is None else node.emit(relax.op.permute_dims(node.tensor(y), HEADS_FIRST), dtype)
 
 
-def _head(node: Node, x: Value) -> Head:
-    """Raises NodeError for a head size that is not known, odd, or smaller than rotary_embedding_dim."""
+def _read_head(node: Node, x: Value) -> RotatedHead:
+    """Return the rotation of a head.
+
+    Raises:
+        NodeError: The head size is dynamic, odd, or smaller than rotary_embedding_dim.
+    """
     size = x.shape[-1]
     heads = node.attr("num_heads", 0)
     if not isinstance(size, int):
@@ -131,13 +141,16 @@ def _head(node: Node, x: Value) -> Head:
         raise node.error(
             f"{rotated} of {size} dimensions of a head cannot be rotated.", "Rotate an even number of them."
         )
-    return Head(size, rotated, bool(node.attr("interleaved", 0)))
+    return RotatedHead(size, rotated, bool(node.attr("interleaved", 0)))
 
 
-def _same_sizes(
-    node: Node, head: Head, x: Value, cos: Value, sin: Value, positions: Value | None
+def _unify_sizes(
+    node: Node, head: RotatedHead, x: Value, cos: Value, sin: Value, positions: Value | None
 ) -> tuple[Value, Value, Value, Value | None]:
-    """The inputs with equal sizes for equal meanings; a batch of 1 in caches and position_ids stays and broadcasts."""
+    """Return the inputs with equal sizes for equal meanings.
+
+    A batch of 1 in caches and position_ids stays and broadcasts.
+    """
     sequence_axis = 1 if x.rank == 3 else 2
     sources = [cos, sin] if positions is None else [positions]
     batches = [v.shape[0] for v in sources if not is_one(v.shape[0])]

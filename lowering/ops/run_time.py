@@ -1,4 +1,4 @@
-"""Sizes that depend on data: computed by a small kernel at run time and bound to fresh symbols."""
+"""Data-dependent sizes: a small kernel computes them at run time, and fresh symbols are bound to them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
-from .asserted import sizes_of
-from .kernels import loops
+from .assertions import emit_checked_shape
+from .kernels import emit_loops
 
-MOST_DIMENSIONS = 64  # NumPy's limit
+MAX_DIMENSIONS = 64  # NumPy's limit
 
 
 def compute_sizes(
@@ -24,15 +24,18 @@ def compute_sizes(
     tensors: Sequence[Value],
     sizes: Sequence[Size] = (),
 ) -> Value:
-    """The int64 tensor [count] of the expressions that body(*buffers) returns; it may use the symbols of `sizes`.
+    """Emit the int64 tensor [count] of the expressions that body(*buffers) returns.
 
-    Raises NodeError for tensors of more entries than a tensor has dimensions: of each there is code.
+    body may use the symbols of `sizes`.
+
+    Raises:
+        NodeError: A tensor has more entries than a tensor has dimensions: code is generated for each entry.
     """
     for tensor in tensors:
-        if any(isinstance(n, int) and n > MOST_DIMENSIONS for n in tensor.shape):
+        if any(isinstance(n, int) and n > MAX_DIMENSIONS for n in tensor.shape):
             raise node.error(
                 f"it is given {list(tensor.shape)} sizes or axes.",
-                f"Tensors have at most {MOST_DIMENSIONS} dimensions.",
+                f"Tensors have at most {MAX_DIMENSIONS} dimensions.",
             )
 
     def statements(*buffers: Any) -> None:
@@ -40,21 +43,27 @@ def compute_sizes(
         for k, value in enumerate(body(*inputs)):
             T.buffer_store(out, value, [k])
 
-    (result,) = loops(node, name, statements, tensors, [((count,), "int64")], sizes)
+    (result,) = emit_loops(node, name, statements, tensors, [((count,), "int64")], sizes)
     return result
 
 
-def bind(node: Node, sizes: Value, beside: tuple[Shape, str] | None = None, of: Value | None = None) -> list[Any]:
-    """Fresh symbols, one per element of an integer tensor of static shape [k].
+def bind_sizes(
+    node: Node, sizes: Value, other_dims: tuple[Shape, str] | None = None, source: Value | None = None
+) -> list[Any]:
+    """Return fresh symbols, one per element of an integer tensor of static shape [k].
 
-    A negative element is an error of the run. So is, where they are dimensions of one tensor, one that does not fit in
-    memory: beside holds its other dimensions and its element type. of is the input that the sizes are made of.
+    A negative element is an error at run time.
+
+    Args:
+        other_dims: The other dimensions and the element type, where the sizes are dimensions of one tensor. A tensor
+            that does not fit in memory is an error at run time.
+        source: The input from which the sizes are computed, in errors.
     """
     builder = node.importer.builder
     tensor = node.tensor(sizes)
     if sizes.dtype != "int64":
         tensor = builder.emit(relax.op.astype(tensor, "int64"))
-    shape = sizes_of(node, tensor, beside, node.name_of(sizes if of is None else of))
+    shape = emit_checked_shape(node, tensor, other_dims, node.name_of(sizes if source is None else source))
     symbols = [node.symbols.fresh(f"{node.outputs[0]}_{k}") for k in range(sizes.shape[0])]
     builder.match_cast(shape, relax.ShapeType(symbols))
     return symbols

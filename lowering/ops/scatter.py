@@ -1,6 +1,6 @@
-"""ScatterElements, ScatterND and the old Scatter: a copy of data in which some elements are replaced or combined.
+"""ScatterElements, ScatterND and the old Scatter: a copy of data with some elements replaced or combined.
 
-Updates are applied in order, one after the other: indices may repeat.
+Updates are applied in order, one after the other, since indices may repeat.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ..importing.node import Node
 from ..importing.values import Shape, Value, storage_dtype
 from ..tensorir.independent import independent
 from . import op
-from .asserted import asserted
-from .contents import static_axis
-from .gather import element_indices, tuple_indices, wrapped
-from .kernels import grid, loops
+from .assertions import assert_shape
+from .contents import normalize_axis
+from .gather import assert_element_indices, assert_tuple_indices, wrap_index
+from .kernels import emit_loops, grid
 
 _REDUCTIONS = {
     "none": lambda old, new: new,
@@ -31,19 +31,19 @@ _REDUCTIONS = {
 @op("Scatter", since=9)
 @op("ScatterElements", since=11)
 def scatter_elements(node: Node, data: Value, indices: Value, updates: Value) -> Value:
-    axis = static_axis(node, node.attr("axis", 0), data.rank)
-    combine = _reduction(node, data)
-    indices = element_indices(node, data, indices, axis)
-    updates = _of_shape(node, updates, indices.shape)
+    axis = normalize_axis(node, node.attr("axis", 0), data.rank)
+    combine = _read_reduction(node, data)
+    indices = assert_element_indices(node, data, indices, axis)
+    updates = _assert_updates_shape(node, updates, indices.shape)
 
     def statements(x: Any, at: Any, new: Any, out: Any) -> None:
-        _copy(x, out)
+        _emit_copy(x, out)
         with grid(at.shape) as index:
-            place = T.bind(wrapped(at[index], x.shape[axis]))
-            target = (*index[:axis], place, *index[axis + 1 :])
+            position = T.bind(wrap_index(at[index], x.shape[axis]))
+            target = (*index[:axis], position, *index[axis + 1 :])
             T.buffer_store(out, combine(out[target], new[index]), list(target))
 
-    return _scatter(node, "scatter_elements", statements, data, indices, updates)
+    return _emit_scatter(node, "scatter_elements", statements, data, indices, updates)
 
 
 @op("ScatterND", since=11)
@@ -52,38 +52,38 @@ def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value
         raise node.error("input indices is a scalar.", "Its last dimension holds one index for each dimension of data.")
     depth, outer = indices.shape[-1], indices.rank - 1
     if not isinstance(depth, int):
-        what = f"the last dimension of input indices is the symbolic size {depth}."
-        raise node.error(what, "Give the model a number: it tells the rank of the updates.")
+        problem = f"the last dimension of input indices is the symbolic size {depth}."
+        raise node.error(problem, "Give the model a number: it tells the rank of the updates.")
     if depth > data.rank:
         raise node.error(f"the last dimension of input indices is {depth}, for data of rank {data.rank}.")
-    combine = _reduction(node, data)
-    indices = tuple_indices(node, data, indices)
-    updates = _of_shape(node, updates, (*indices.shape[:-1], *data.shape[depth:]))
+    combine = _read_reduction(node, data)
+    indices = assert_tuple_indices(node, data, indices)
+    updates = _assert_updates_shape(node, updates, (*indices.shape[:-1], *data.shape[depth:]))
 
     def statements(x: Any, at: Any, new: Any, out: Any) -> None:
-        _copy(x, out)
+        _emit_copy(x, out)
         with grid(new.shape) as index:
-            places = [T.bind(wrapped(at[(*index[:outer], k)], x.shape[k])) for k in range(depth)]
-            target = (*places, *index[outer:])
+            position = [T.bind(wrap_index(at[(*index[:outer], k)], x.shape[k])) for k in range(depth)]
+            target = (*position, *index[outer:])
             T.buffer_store(out, combine(out[target], new[index]), list(target))
 
-    return _scatter(node, "scatter_nd", statements, data, indices, updates)
+    return _emit_scatter(node, "scatter_nd", statements, data, indices, updates)
 
 
-def _of_shape(node: Node, updates: Value, shape: Shape) -> Value:
+def _assert_updates_shape(node: Node, updates: Value, shape: Shape) -> Value:
     if updates.rank != len(shape):
         raise node.error(f"input updates has rank {updates.rank}.", f"Data and indices make it {len(shape)}.")
-    return asserted(node, updates, shape)
+    return assert_shape(node, updates, shape)
 
 
-def _scatter(node: Node, name: str, statements: Any, data: Value, indices: Value, updates: Value) -> Value:
+def _emit_scatter(node: Node, name: str, statements: Any, data: Value, indices: Value, updates: Value) -> Value:
     if data.dtype == "complex128":
         raise node.error("complex128 is not supported.", "Use complex64.")
-    (result,) = loops(node, name, statements, [data, indices, updates], [(data.shape, data.dtype)])
+    (result,) = emit_loops(node, name, statements, [data, indices, updates], [(data.shape, data.dtype)])
     return result
 
 
-def _reduction(node: Node, data: Value) -> Any:
+def _read_reduction(node: Node, data: Value) -> Any:
     name = node.attr("reduction", "none")
     if name not in _REDUCTIONS:
         raise node.error(f"attribute reduction is '{name}'.", f"Use one of {', '.join(_REDUCTIONS)}.")
@@ -94,6 +94,6 @@ def _reduction(node: Node, data: Value) -> Any:
     return _REDUCTIONS[name]
 
 
-def _copy(source: Any, target: Any) -> None:
+def _emit_copy(source: Any, target: Any) -> None:
     with independent(*source.shape) as index:
         T.buffer_store(target, source[index], list(index))

@@ -1,6 +1,6 @@
-"""Sequences and optional values: resolved at import, where a sequence is a list of tensors whose length is known.
+"""Sequences and optional values, resolved at import, where a sequence is a list of tensors of static length.
 
-An optional value is its element, as ONNX allows for every input that is optional; one without an element is a hole.
+An optional value is its element, as ONNX allows for every optional input. One without an element is an omitted input.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from ..graph.legality import MOST_ELEMENTS
 from ..importing.node import Node
 from ..importing.values import ABSENT, SequenceValue, Size, Value
 from . import op
-from .asserted import asserted
-from .contents import sizes, static_axis
+from .assertions import assert_shape
+from .contents import normalize_axis, read_sizes
 from .gather import gather_along
-from .movement import concatenate, join, split_axis
+from .movement import concatenate_values, emit_concat, split_axis
 from .reshape import reshape_to
-from .run_time import bind
+from .run_time import bind_sizes
 
 
-def _sequence(node: Node, dtype: str, items: Sequence[Value]) -> SequenceValue:
+def _make_sequence(node: Node, dtype: str, items: Sequence[Value]) -> SequenceValue:
+    """Return a sequence of these items, whose number is limited."""
     if len(items) > MOST_ELEMENTS:
         raise node.error(f"its sequence has {len(items)} tensors; at most {MOST_ELEMENTS} are compiled.")
     return SequenceValue(dtype, (), items=tuple(items))
@@ -34,13 +35,13 @@ def sequence_empty(node: Node) -> Value:
     if dtype not in onnx.TensorProto.DataType.values()[1:]:
         raise node.error(f"attribute dtype is {dtype}, which is not an element type.")
     if dtype == onnx.TensorProto.STRING:
-        return _sequence(node, "string", ())
-    return _sequence(node, onnx.helper.tensor_dtype_to_np_dtype(dtype).name, ())
+        return _make_sequence(node, "string", ())
+    return _make_sequence(node, onnx.helper.tensor_dtype_to_np_dtype(dtype).name, ())
 
 
 @op("SequenceConstruct", since=11)
 def sequence_construct(node: Node, *items: Value) -> Value:
-    return _sequence(node, items[0].dtype, items)
+    return _make_sequence(node, items[0].dtype, items)
 
 
 @op("SequenceInsert", since=11)
@@ -50,45 +51,48 @@ def sequence_insert(node: Node, sequence: SequenceValue, item: Value, position: 
         raise node.error(
             f"input tensor is {item.dtype}, and the sequence is of {sequence.dtype}.", "Cast the tensor before."
         )
-    place = len(items) if position is None else _known_place(node, position, len(items) + 1, -len(items))
-    return _sequence(node, sequence.dtype, [*items[:place], item, *items[place:]])
+    index = len(items) if position is None else _read_position(node, position, len(items) + 1, -len(items))
+    return _make_sequence(node, sequence.dtype, [*items[:index], item, *items[index:]])
 
 
 @op("SequenceErase", since=11)
 def sequence_erase(node: Node, sequence: SequenceValue, position: Value | None = None) -> Value:
     items, last = list(sequence.items), node.constant(np.asarray(-1))
-    del items[_known_place(node, last if position is None else position, len(items), -len(items))]
-    return _sequence(node, sequence.dtype, items)
+    del items[_read_position(node, last if position is None else position, len(items), -len(items))]
+    return _make_sequence(node, sequence.dtype, items)
 
 
 @op("SequenceAt", since=11)
 def sequence_at(node: Node, sequence: SequenceValue, position: Value) -> Value:
-    """Return a tensor of the sequence; where the run says which, all have one shape."""
+    """Return a tensor of the sequence; with a dynamic position, all tensors have one shape."""
     items = sequence.items
     if position.constant is not None or not items:
-        return items[_known_place(node, position, len(items), -len(items))]
+        return items[_read_position(node, position, len(items), -len(items))]
     if any(item.rank != items[0].rank for item in items):
         raise node.error(
             f"the run says which tensor it is, and they have {', '.join(str(item.rank) for item in items)} dimensions.",
             "Make input position a constant, or give the tensors one shape.",
         )
-    alike = [items[0], *(asserted(node, item, items[0].shape, "a tensor of the sequence") for item in items[1:])]
-    stacked = join(node, [reshape_to(node, item, (1, *item.shape)) for item in alike], 0)
+    equal_shapes = [
+        items[0],
+        *(assert_shape(node, item, items[0].shape, "a tensor of the sequence") for item in items[1:]),
+    ]
+    stacked = emit_concat(node, [reshape_to(node, item, (1, *item.shape)) for item in equal_shapes], 0)
     return gather_along(node, stacked, reshape_to(node, position, ()), 0)
 
 
-def _known_place(node: Node, position: Value, end: int, least: int) -> int:
-    """Return a position that is a number, counted from the front, of those from `least` up to `end`."""
+def _read_position(node: Node, position: Value, end: int, lowest: int) -> int:
+    """Return a static position, counted from the front, from `lowest` up to `end`."""
     if position.constant is None or position.constant.size != 1:
         raise node.error(
             "input position is computed at run time, and the order of the sequence has to be known before.",
             "Make it a constant.",
         )
-    place = int(position.constant.reshape(-1)[0])
-    if not least <= place < end:
-        allowed = f"allows {least} to {end - 1}" if end else "is empty"
-        raise node.error(f"input position is {place}, and the sequence of {-least} tensors {allowed}.")
-    return place if place >= 0 else place - least
+    index = int(position.constant.reshape(-1)[0])
+    if not lowest <= index < end:
+        allowed = f"allows {lowest} to {end - 1}" if end else "is empty"
+        raise node.error(f"input position is {index}, and the sequence of {-lowest} tensors {allowed}.")
+    return index if index >= 0 else index - lowest
 
 
 @op("SequenceLength", since=11)
@@ -98,35 +102,35 @@ def sequence_length(node: Node, sequence: SequenceValue) -> Value:
 
 @op("SplitToSequence", since=11)
 def split_to_sequence(node: Node, data: Value, lengths: Value | None = None) -> Value:
-    axis = static_axis(node, node.attr("axis", 0), data.rank)
-    parts = split_axis(node, data, axis, _lengths(node, data.shape[axis], axis, lengths))
+    axis = normalize_axis(node, node.attr("axis", 0), data.rank)
+    items = split_axis(node, data, axis, _read_lengths(node, data.shape[axis], axis, lengths))
     if lengths is None and not node.attr("keepdims", 1):
-        parts = [reshape_to(node, part, (*part.shape[:axis], *part.shape[axis + 1 :])) for part in parts]
-    return _sequence(node, data.dtype, parts)
+        items = [reshape_to(node, item, (*item.shape[:axis], *item.shape[axis + 1 :])) for item in items]
+    return _make_sequence(node, data.dtype, items)
 
 
-def _lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> list[Size]:
-    """Return how long each part of a dimension is."""
+def _read_lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> list[Size]:
+    """Return the length of each slice of a dimension."""
     if lengths is not None and lengths.rank == 1:
         if not isinstance(lengths.shape[0], int):
             raise node.error("input split has a symbolic length.", "Give it a fixed one.")
-        known = sizes(lengths)
-        return bind(node, lengths) if known is None else known
+        static_lengths = read_sizes(lengths)
+        return bind_sizes(node, lengths) if static_lengths is None else static_lengths
     if lengths is not None and (lengths.rank or lengths.constant is None):
         raise node.error(
             f"input split of rank {lengths.rank} is computed at run time.", "Make it a constant scalar, or a vector."
         )
-    each = 1 if lengths is None or lengths.constant is None else int(lengths.constant)
-    if each < 1:
-        raise node.error(f"input split is {each}.", "Make it 1 or more.")
+    length = 1 if lengths is None or lengths.constant is None else int(lengths.constant)
+    if length < 1:
+        raise node.error(f"input split is {length}.", "Make it 1 or more.")
     if not isinstance(size, int):
         raise node.error(
             f"the number of parts depends on dimension {axis}, which is the symbolic size {size}.",
             "Give it a number, with dims= (--dim), or the lengths of all parts as input split.",
         )
-    if size > each * MOST_ELEMENTS:
-        raise node.error(f"its sequence has {-(-size // each)} tensors; at most {MOST_ELEMENTS} are compiled.")
-    return [min(each, size - begin) for begin in range(0, size, each)]
+    if size > length * MOST_ELEMENTS:
+        raise node.error(f"its sequence has {-(-size // length)} tensors; at most {MOST_ELEMENTS} are compiled.")
+    return [min(length, size - begin) for begin in range(0, size, length)]
 
 
 @op("ConcatFromSequence", since=11)
@@ -136,10 +140,10 @@ def concat_from_sequence(node: Node, sequence: SequenceValue) -> Value:
         raise node.error("its sequence is empty, so the shape of the result is unknown.")
     if any(item.rank != items[0].rank for item in items):
         raise node.error(f"the tensors have different ranks: {[item.rank for item in items]}.")
-    axis = static_axis(node, node.attr("axis"), items[0].rank + is_new)
+    axis = normalize_axis(node, node.attr("axis"), items[0].rank + is_new)
     if is_new:
         items = tuple(reshape_to(node, item, (*item.shape[:axis], 1, *item.shape[axis:])) for item in items)
-    return concatenate(node, items, axis)
+    return concatenate_values(node, items, axis)
 
 
 @op("Optional", since=15)

@@ -13,17 +13,17 @@ from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.values import ABSENT, Shape, Size, Value, prod, storage_dtype
 from . import op
-from .asserted import no_negative
-from .contents import few, sizes
+from .assertions import assert_nonnegative
+from .contents import fits_contents, read_sizes
 from .kernels import compute
 from .reshape import reshape_to
-from .run_time import bind, compute_sizes
+from .run_time import bind_sizes, compute_sizes
 
-# Farther than any index: sums with it do not wrap.
-_FAR = 2**48
+# Beyond any index: adding to it does not wrap.
+_MAX_OFFSET = 2**48
 
-# Numbers rather than positions, where recipes are kept (Importer.body).
-_FEW_POSITIONS = 32
+# The limit of positions that are stored as numbers where recipes are recorded (Importer.body).
+_MAX_RECIPE_POSITIONS = 32
 
 
 @op("Identity", since=1)
@@ -61,33 +61,33 @@ def size(node: Node, data: Value) -> Value:
 @op("ConstantOfShape", since=9)
 def constant_of_shape(node: Node, shape: Value) -> Value:
     value = np.ravel(node.attr("value", np.zeros(1, np.float32)))
-    known = sizes(shape)
+    static_dims = read_sizes(shape)
     if shape.rank != 1 or not isinstance(shape.shape[0], int):
         unknown = ", so the rank of the result is unknown" if shape.rank == 1 else ""
         raise node.error(
             f"input shape has dimensions {list(shape.shape)}{unknown}.", "Make it a vector of fixed length."
         )
-    dims = tuple(bind(node, shape, ((), value.dtype.name)) if known is None else known)
+    dims = tuple(bind_sizes(node, shape, ((), value.dtype.name)) if static_dims is None else static_dims)
     scalar = node.constant(value.reshape(()))
-    if known is not None:
-        scalar = no_negative(node, scalar, dims, node.name_of(shape, False))
-    if few(dims):
+    if static_dims is not None:
+        scalar = assert_nonnegative(node, scalar, dims, node.name_of(shape, False))
+    if fits_contents(dims):
         return node.constant(np.full(dims, value[0], value.dtype))
-    return full(node, scalar, dims)
+    return emit_full(node, scalar, dims)
 
 
-def full(node: Node, scalar: Value, shape: Shape) -> Value:
-    """A tensor of that shape, each element the scalar (of shape [])."""
+def emit_full(node: Node, scalar: Value, shape: Shape) -> Value:
+    """Emit a tensor of that shape, each element the scalar (of shape [])."""
     return compute(node, "full", lambda index, x: x(), [scalar], shape)
 
 
 @op("EyeLike", since=9)
 def eye_like(node: Node, data: Value) -> Value:
-    k = max(-_FAR, min(node.attr("k", 0), _FAR))
+    k = max(-_MAX_OFFSET, min(node.attr("k", 0), _MAX_OFFSET))
     if data.rank != 2:
         raise node.error(f"the input has rank {data.rank}.", "Make it a matrix.")
-    given = node.attr("dtype", None)
-    dtype = data.dtype if given is None else ir.DataType(given).numpy().name
+    onnx_type = node.attr("dtype", None)
+    dtype = data.dtype if onnx_type is None else ir.DataType(onnx_type).numpy().name
     if storage_dtype(dtype) != dtype:
         raise node.error(f"attribute dtype asks for {dtype}, which cannot be computed with.", "Use a wider type.")
 
@@ -99,12 +99,16 @@ def eye_like(node: Node, data: Value) -> Value:
 
 @op("Range", since=11)
 def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
-    ends = [e[0] for e in (sizes(v) for v in (start, limit, delta)) if e is not None]
+    ends = [e[0] for e in (read_sizes(v) for v in (start, limit, delta)) if e is not None]
     if len(ends) == 3 and isinstance(ends[2], int):
-        return _range_of_sizes(node, ends[0], ends[1], ends[2], dtype=start.dtype)
+        return _emit_range_of_sizes(node, ends[0], ends[1], ends[2], dtype=start.dtype)
     for value in (start, limit, delta):
-        known = value.constant
-        if known is not None and "float" in value.dtype and not np.isfinite(known.astype(np.float64)).all():
+        static_value = value.constant
+        if (
+            static_value is not None
+            and "float" in value.dtype
+            and not np.isfinite(static_value.astype(np.float64)).all()
+        ):
             raise node.error(f"{node.name_of(value, False)} is no finite number.")
     if delta.constant is not None and not delta.constant.any():
         raise node.error("input delta is 0.", "Use another step.")
@@ -115,26 +119,28 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
         a, b, d = (x[()].astype(wide) for x in (first, last, step))
         with T.Assert(d != tirx.const(0, wide), f"{node.where}: input delta is 0.", "ValueError"):
             pass
-        # In float64 nothing wraps; what has a legal length is counted exactly. Nothing is bound to variables: what TVM
-        # makes of them where x is bfloat16 is wrong.
+        # Float64 does not wrap, and legal lengths are counted exactly. Nothing is bound to variables: for bfloat16 x,
+        # TVM generates wrong code for them.
         real = [x.astype("float64") for x in (a, b, d)]
         if wide == "float64":
             finite = tirx.all(*(tirx.abs(x) < tirx.const(float("inf"), wide) for x in real))
             with T.Assert(finite, f"{node.where}: an input is no finite number.", "ValueError"):
                 pass
         estimate = tirx.ceil((real[1] - real[0]) / real[2])
-        none, most = tirx.const(0.0, "float64"), tirx.const(float(2 * _FAR), "float64")
-        far = tirx.Or(tirx.isnan(estimate), estimate > most)
+        zero_length, limit_of_length = tirx.const(0.0, "float64"), tirx.const(float(2 * _MAX_OFFSET), "float64")
+        far = tirx.Or(tirx.isnan(estimate), estimate > limit_of_length)
         if wide == "float64":
-            exact = tirx.if_then_else(estimate > none, estimate, none).astype("int64")
+            exact = tirx.if_then_else(estimate > zero_length, estimate, zero_length).astype("int64")
         else:
             up, down = tirx.floordiv(b - a + d - 1, d), tirx.floordiv(a - b - d - 1, -d)
             zero = tirx.IntImm("int64", 0)
             exact = tirx.max(tirx.if_then_else(d > 0, up, tirx.if_then_else(d < 0, down, zero)), zero)
-            exact = tirx.if_then_else(estimate > none, exact, zero)
-        return [tirx.if_then_else(far, tirx.IntImm("int64", 2 * _FAR), exact)]
+            exact = tirx.if_then_else(estimate > zero_length, exact, zero)
+        return [tirx.if_then_else(far, tirx.IntImm("int64", 2 * _MAX_OFFSET), exact)]
 
-    (count,) = bind(node, compute_sizes(node, "range_length", 1, length, scalars), ((), start.dtype), of=limit)
+    (count,) = bind_sizes(
+        node, compute_sizes(node, "range_length", 1, length, scalars), ((), start.dtype), source=limit
+    )
 
     def element(index: Any, first: Any, _: Any, step: Any) -> Any:
         return first() + index[0].astype(start.dtype) * step()
@@ -142,12 +148,12 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
     return compute(node, "range", element, scalars, (count,), dtype=start.dtype)
 
 
-def _range_of_sizes(node: Node, start: Size, limit: Size, delta: int, dtype: str) -> Value:
+def _emit_range_of_sizes(node: Node, start: Size, limit: Size, delta: int, dtype: str) -> Value:
     if delta == 0:
         raise node.error("input delta is 0.")
     span = node.simplify(limit - start if delta > 0 else start - limit)
-    count = node.simplify(ceil_div(nonnegative(node, span), abs(delta)))
-    if few((count,)) and (count <= _FEW_POSITIONS or not node.importer.recipes):
+    count = node.simplify(ceil_divide(clamp_nonnegative(node, span), abs(delta)))
+    if fits_contents((count,)) and (count <= _MAX_RECIPE_POSITIONS or not node.importer.recipes):
         return node.sizes([start + k * delta for k in range(count)], dtype)
 
     def element(index: Any, first: Any) -> Any:
@@ -156,15 +162,15 @@ def _range_of_sizes(node: Node, start: Size, limit: Size, delta: int, dtype: str
     return compute(node, "range", element, [], (count,), [start], dtype)
 
 
-def nonnegative(node: Node, size: Size) -> Size:
-    """max(size, 0), as simple as what is known of the symbols allows."""
+def clamp_nonnegative(node: Node, size: Size) -> Size:
+    """Return max(size, 0), simplified by the bounds of the symbols."""
     if node.symbols.prove(size >= 0):
         return size
     return 0 if node.symbols.prove(size <= 0) else symbolic.maximum(size, 0)
 
 
-def ceil_div(a: Size, b: int) -> Size:
-    """ceil(a / b) for b > 0."""
+def ceil_divide(a: Size, b: int) -> Size:
+    """Return ceil(a / b) for b > 0."""
     if isinstance(a, int):
         return -(-a // b)
     return a if b == 1 else tirx.floordiv(a + (b - 1), b)

@@ -7,12 +7,15 @@ from ..importing.node import Node
 from ..importing.values import Value, static, storage_dtype, storage_shape
 from ..tensorir.scatter import CacheUpdate, copy_and_update
 from . import op
-from .asserted import asserted, required
+from .assertions import assert_shape, require
 
 
 @op("TensorScatter", since=24)
 def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: Value | None = None) -> Value:
-    """present_cache. Rows that a write index puts outside a linear cache are dropped; circular indices wrap."""
+    """Emit present_cache.
+
+    Rows with a write index outside a linear cache are dropped. Circular indices wrap.
+    """
     rank = past_cache.rank
     if rank < 2 or update.rank != rank:
         raise node.error(
@@ -20,11 +23,12 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
         )
     if update.dtype != past_cache.dtype:
         raise node.error(f"input past_cache is {past_cache.dtype} and update is {update.dtype}.", "Give them one type.")
-    given = node.attr("axis", -2)
-    axis = given + rank if given < 0 else given
+    axis_attribute = node.attr("axis", -2)
+    axis = axis_attribute + rank if axis_attribute < 0 else axis_attribute
     if not 1 <= axis < rank:
         raise node.error(
-            f"attribute axis is {given}, for inputs of rank {rank}.", f"Use 1 to {rank - 1}; axis 0 is the batch."
+            f"attribute axis is {axis_attribute}, for inputs of rank {rank}.",
+            f"Use 1 to {rank - 1}; axis 0 is the batch.",
         )
     mode = node.attr("mode", "linear")
     if mode not in ("linear", "circular"):
@@ -35,19 +39,19 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
             f"input update has {length} rows, for a cache of {max_len}.", "Write fewer rows, or enlarge the cache."
         )
     text = "input update has {} rows, for a cache of {}."
-    update = required(node, update, symbolic.less_or_equal(length, max_len), text, length, max_len)
+    update = require(node, update, symbolic.less_or_equal(length, max_len), text, length, max_len)
     for k, (size, other) in enumerate(zip(past_cache.shape, update.shape)):
         if k != axis and isinstance(size, int) and isinstance(other, int) and size != other:
             raise node.error(f"dimension {k} of past_cache is {size}, and of update {other}.", "Make them equal.")
-    update = asserted(node, update, (*past_cache.shape[:axis], length, *past_cache.shape[axis + 1 :]))
+    update = assert_shape(node, update, (*past_cache.shape[:axis], length, *past_cache.shape[axis + 1 :]))
     if write_indices is not None:
         if write_indices.dtype != "int64" or write_indices.rank != 1:
-            what = f"{write_indices.dtype} of rank {write_indices.rank}"
-            raise node.error(f"input write_indices is {what}.", "Make it int64 [batch].")
+            actual = f"{write_indices.dtype} of rank {write_indices.rank}"
+            raise node.error(f"input write_indices is {actual}.", "Make it int64 [batch].")
         count, batch = write_indices.shape[0], past_cache.shape[0]
         if isinstance(count, int) and isinstance(batch, int) and count != batch:
             raise node.error(f"input write_indices has {count} elements, for a batch of {batch}.", "Make it [batch].")
-        write_indices = asserted(node, write_indices, past_cache.shape[:1])
+        write_indices = assert_shape(node, write_indices, past_cache.shape[:1])
     stored = CacheUpdate(
         dtype=storage_dtype(past_cache.dtype),
         dims=tuple(static(d) for d in storage_shape(past_cache.dtype, past_cache.shape)),

@@ -1,7 +1,7 @@
 """ONNX Unique (https://onnx.ai/onnx/operators/onnx__Unique.html): distinct elements, or slices along an axis.
 
-Rows are sorted by merging, stably, so that the first of equal ones has the smallest index. How many are distinct is a
-size that the run tells.
+Rows are sorted by merging, stably, so that the first of equal ones has the smallest index. The number of distinct rows
+is bound at run time.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from ..importing.values import Shape, Value, prod
 from ..tensorir.along_rows import less
 from . import op
 from .cast import cast_to
-from .contents import static_axis
-from .kernels import compute, let, loops, serial
-from .matmul import permuted
+from .contents import normalize_axis
+from .kernels import compute, emit_loops, let, serial
+from .matmul import permute_axes
 from .reshape import reshape_to
-from .run_time import bind
-from .slice import cut
+from .run_time import bind_sizes
+from .slice import emit_slice
 
 _INT64 = "int64"
 
 
 @op("Unique", since=11)
 def unique(node: Node, data: Value) -> tuple[Value, Value, Value, Value]:
-    """Y, and int64 vectors: the first index of each, the number of the distinct one for each input, and counts."""
+    """Emit Y, and int64 vectors: the first index of each, the group of each input, and counts."""
     require_numbers(node, data)
     axis = node.attr("axis", None)
     if axis is None:
         data, axis = reshape_to(node, data, (prod(data.shape),)), 0
-    axis = static_axis(node, axis, data.rank)
+    axis = normalize_axis(node, axis, data.rank)
     shape, order = data.shape, [axis, *(a for a in range(data.rank) if a != axis)]
     width = prod(size for k, size in enumerate(shape) if k != axis)
     compared = cast_to(node, data, "uint8") if data.dtype == "bool" else data
-    rows = reshape_to(node, permuted(node, compared, order), (shape[axis], width))
-    inverse, firsts, counts, total = _numbered(node, rows, bool(node.attr("sorted", 1)))
-    (distinct,) = bind(node, total)
-    firsts, counts = (cut(node, vector, [0], [1], (distinct,)) for vector in (firsts, counts))
+    rows = reshape_to(node, permute_axes(node, compared, order), (shape[axis], width))
+    inverse, firsts, counts, total = _number_groups(node, rows, bool(node.attr("sorted", 1)))
+    (distinct,) = bind_sizes(node, total)
+    firsts, counts = (emit_slice(node, vector, [0], [1], (distinct,)) for vector in (firsts, counts))
 
     def element(index: Any, x: Any, first: Any) -> Any:
         return x(*index[:axis], first(index[axis]), *index[axis + 1 :])
@@ -51,21 +51,23 @@ def unique(node: Node, data: Value) -> tuple[Value, Value, Value, Value]:
     return y, firsts, inverse, counts
 
 
-def _numbered(node: Node, rows: Value, by_size: bool) -> tuple[Value, ...]:
-    """The number of each row's group of equal rows, and of each group the first index and the count; how many there
-    are. Groups are in the order of their rows, or else of their first indices."""
+def _number_groups(node: Node, rows: Value, is_sorted: bool) -> tuple[Value, ...]:
+    """Return each row's group of equal rows, the first index and count of each group, and their number.
+
+    Groups are in the order of their rows, or else of their first indices.
+    """
     n, width = rows.shape
 
     def statements(x: Any, *buffers: Any) -> None:
         inverse, firsts, counts, total, order, merged, heads, differs, names = buffers
 
         def compare(a: Any, b: Any) -> None:
-            """differs[0] becomes -1 where row a is before row b, 1 where it is behind, 0 where they are equal."""
+            """Set differs[0] to -1 where row a is before row b, 1 where it is after, 0 where they are equal."""
             T.buffer_store(differs, tirx.const(0, _INT64), [0])
             with serial(width) as k, T.If(differs[0] == 0), T.Then():
-                before, behind = (less(*pair) for pair in ((x[a, k], x[b, k]), (x[b, k], x[a, k])))
+                is_before, is_after = (less(*pair) for pair in ((x[a, k], x[b, k]), (x[b, k], x[a, k])))
                 sign = tirx.Select(
-                    before, tirx.const(-1, _INT64), tirx.Select(behind, tirx.const(1, _INT64), differs[0])
+                    is_before, tirx.const(-1, _INT64), tirx.Select(is_after, tirx.const(1, _INT64), differs[0])
                 )
                 T.buffer_store(differs, sign, [0])
 
@@ -82,17 +84,17 @@ def _numbered(node: Node, rows: Value, by_size: bool) -> tuple[Value, ...]:
                 T.buffer_store(total, total[0] + 1, [0])
             T.buffer_store(inverse, total[0] - 1, [row])
             T.buffer_store(counts, counts[total[0] - 1] + 1, [total[0] - 1])
-        if not by_size:
-            _rename(buffers, n, names)
+        if not is_sorted:
+            _renumber_groups(buffers, n, names)
 
     vector: tuple[Shape, str] = ((n,), _INT64)
-    one: tuple[Shape, str] = ((1,), _INT64)
-    scratch = [vector, vector, ((3,), _INT64), one, vector]
-    return loops(node, "unique_rows", statements, [rows], [vector, vector, vector, one], [width], scratch)
+    scalar: tuple[Shape, str] = ((1,), _INT64)
+    scratch = [vector, vector, ((3,), _INT64), scalar, vector]
+    return emit_loops(node, "unique_rows", statements, [rows], [vector, vector, vector, scalar], [width], scratch)
 
 
-def _rename(buffers: Any, n: Any, names: Any) -> None:
-    """Number groups by where they are met first. order and merged are free by now."""
+def _renumber_groups(buffers: Any, n: Any, names: Any) -> None:
+    """Number groups by their first occurrence. order and merged are free here."""
     inverse, firsts, counts, _, order, merged, heads, *_ = buffers
     with serial(n) as k:
         T.buffer_store(order, firsts[k], [k])
@@ -109,7 +111,10 @@ def _rename(buffers: Any, n: Any, names: Any) -> None:
 
 
 def _sort(order: Any, merged: Any, heads: Any, differs: Any, n: Any, compare: Callable[[Any, Any], None]) -> None:
-    """order[0:n] become the indices in the order of compare. heads: the width of runs, and where two of them are."""
+    """Set order[0:n] to the indices in the order of compare.
+
+    heads: the width of runs, and the positions in two of them.
+    """
     with serial(n) as k:
         T.buffer_store(order, k, [k])
     T.buffer_store(heads, tirx.const(1, _INT64), [0])

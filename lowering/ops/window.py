@@ -1,6 +1,6 @@
-"""Sliding windows: how ONNX convolutions and pools cut an axis, by attributes kernel_shape, strides, pads and auto_pad.
+"""Sliding windows of ONNX convolutions and pools, by attributes kernel_shape, strides, pads and auto_pad.
 
-Sizes are Python ints or TensorIR expressions, as the shapes of tensor expressions have them.
+Sizes are Python ints or TensorIR expressions, as in the shapes of tensor expressions.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ..importing import symbolic
 from ..importing.compute import Element, Extent
 from ..importing.node import Node
 from ..importing.values import Value
-from .asserted import required
+from .assertions import require
 
-_LARGEST = 2**31 - 1
+_MAX_ATTRIBUTE = 2**31 - 1
 
 _AUTO_PADS = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
 
 
 @dataclass(frozen=True)
-class Window:
+class SpatialWindow:
     """A window over the spatial axes.
 
-    pads holds all beginnings, then all ends; auto_pad, if not NOTSET, replaces it.
+    pads contains all beginnings, then all ends. auto_pad, if not NOTSET, replaces it.
     """
 
     kernel: tuple[int, ...]
@@ -37,24 +37,29 @@ class Window:
     ceil: bool = False
 
     @staticmethod
-    def of(node: Node, kernel: Sequence[int]) -> Window:
-        """The node's attributes. Raises NodeError for lists of the wrong length, for numbers out of range, and for an
-        unknown auto_pad."""
+    def read(node: Node, kernel: Sequence[int]) -> SpatialWindow:
+        """Read the node's attributes.
+
+        Raises:
+            NodeError: A list has the wrong length, a number is out of range, or auto_pad is invalid.
+        """
         n = len(kernel)
         lists = {name: tuple(node.attr(name, None) or default) for name, default in (
             ("strides", [1] * n), ("dilations", [1] * n), ("pads", [0] * 2 * n))}  # fmt: skip
-        for name, given in lists.items():
-            if len(given) != (2 * n if name == "pads" else n):
-                raise node.error(f"attribute {name} is {list(given)} for {n} spatial axes.")
-        for name, given in {"kernel_shape": tuple(kernel), **lists}.items():
+        for name, numbers in lists.items():
+            if len(numbers) != (2 * n if name == "pads" else n):
+                raise node.error(f"attribute {name} is {list(numbers)} for {n} spatial axes.")
+        for name, numbers in {"kernel_shape": tuple(kernel), **lists}.items():
             low = 0 if name == "pads" else 1
-            if not all(low <= number <= _LARGEST for number in given):
-                raise node.error(f"attribute {name} is {list(given)}.", f"Use numbers from {low} to {_LARGEST}.")
+            if not all(low <= number <= _MAX_ATTRIBUTE for number in numbers):
+                raise node.error(
+                    f"attribute {name} is {list(numbers)}.", f"Use numbers from {low} to {_MAX_ATTRIBUTE}."
+                )
         auto_pad = node.attr("auto_pad", "NOTSET")
         if auto_pad not in _AUTO_PADS:
             raise node.error(f"attribute auto_pad is {auto_pad!r}.", f"Use one of {', '.join(_AUTO_PADS)}.")
         pads = lists["pads"] if auto_pad == "NOTSET" else (0,) * 2 * n
-        return Window(
+        return SpatialWindow(
             tuple(kernel), lists["strides"], lists["dilations"], pads, auto_pad, bool(node.attr("ceil_mode", 0))
         )
 
@@ -63,16 +68,16 @@ class Window:
         return math.prod(self.kernel)
 
     @property
-    def leaves(self) -> bool:
-        """Whether a window can lie partly outside the data."""
+    def can_exceed_data(self) -> bool:
+        """Return whether a window can extend outside the data."""
         return any(self.pads) or self.ceil or self.auto_pad.startswith("SAME")
 
     def reach(self, axis: int) -> int:
-        """Positions that a window covers along an axis, holes included."""
+        """Return the number of positions that a window covers along an axis, holes included."""
         return self.dilations[axis] * (self.kernel[axis] - 1) + 1
 
     def before(self, axis: int, size: Extent) -> Extent:
-        """Padding in front of an axis of that size."""
+        """Return the padding before an axis of that size."""
         if not self.auto_pad.startswith("SAME"):
             return self.pads[axis]
         total = (_ceildiv(size, self.strides[axis]) - 1) * self.strides[axis] + self.reach(axis) - size
@@ -80,7 +85,7 @@ class Window:
         return _floordiv(total if self.auto_pad == "SAME_UPPER" else total + 1, 2)
 
     def count(self, axis: int, size: Extent) -> Extent:
-        """How many windows fit along an axis of that size."""
+        """Return how many windows fit along an axis of that size."""
         stride = self.strides[axis]
         if self.auto_pad.startswith("SAME"):
             return _ceildiv(size, stride)
@@ -88,16 +93,16 @@ class Window:
         span = size + begin + end - self.reach(axis)
         if not self.ceil:
             return _floordiv(span, stride) + 1
-        # A window must begin before the padding behind the data.
+        # A window must begin before the padding after the data.
         return tirx.min(_ceildiv(span, stride) + 1, _ceildiv(size + begin, stride))
 
     def position(self, axis: int, size: Extent, window: Element, k: Element) -> Element:
-        """Where element k of a window lies along an axis of that size; outside [0, size) it is padding."""
+        """Return the position of element k of a window along an axis; outside [0, size) it is padding."""
         return window * self.strides[axis] + k * self.dilations[axis] - self.before(axis, size)
 
 
-def fitting(node: Node, x: Value, window: Window) -> Value:
-    """x [N, D1, ..., C], over whose padded axes the window is known or asserted at run time to fit."""
+def assert_window_fits(node: Node, x: Value, window: SpatialWindow) -> Value:
+    """Return x [N, D1, ..., C], over whose padded axes the window is proved or asserted to fit."""
     if window.auto_pad.startswith("SAME"):
         return x
     n = len(window.kernel)
@@ -105,7 +110,7 @@ def fitting(node: Node, x: Value, window: Window) -> Value:
         padding, reach = window.pads[axis] + window.pads[n + axis], window.reach(axis)
         text = f"the window covers {reach} places along axis {2 + axis}, where {node.name_of(x, False)} has {{}}"
         text += f" and {padding} of padding." if padding else "."
-        x = required(node, x, symbolic.less_or_equal(reach - padding, size), text, size)
+        x = require(node, x, symbolic.less_or_equal(reach - padding, size), text, size)
     return x
 
 

@@ -1,4 +1,4 @@
-"""New rows that are computed for a cache are stored there at once, on GPUs (schedules/cuda/computed_rows.py).
+"""New rows that are computed for a cache are stored there at once, on GPUs (schedules/cuda/cache_rows.py).
 
 The keys of a decoder are rotated, written, read again and moved to their slots: two small kernels, of which one waits
 for the other. Where an update in place is all that reads what an element-wise kernel made, one kernel does both, at the
@@ -15,7 +15,7 @@ from typing import Any
 from tvm import ir, relax, tirx
 
 import schedules
-from schedules.cuda.computed_rows import into_cache
+from schedules.cuda.cache_rows import emit_cache_rows
 from schedules.cuda.fused_launches import read_launch
 from schedules.cuda.threads import ThreadTiles
 
@@ -110,7 +110,7 @@ class _Storer(CallRewriter):
     def both(self, made: ir.GlobalVar, updated: ir.GlobalVar) -> ir.GlobalVar | None:
         update, launch = _update_of(self.mod[updated]), read_launch(self.mod[made])
         plain, then = self.unscheduled[made.name_hint], self.unscheduled[updated.name_hint]
-        func = None if launch is None else into_cache(plain, update, ThreadTiles(launch.threads))
+        func = None if launch is None else emit_cache_rows(plain, update, ThreadTiles(launch.threads))
         if func is None:
             return None
         variable = self.builder.add_func(func.with_attr(schedules.ATTRIBUTE, _UPDATE), f"{made.name_hint}_into_cache")

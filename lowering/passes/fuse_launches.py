@@ -18,7 +18,7 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 import schedules
-from schedules.cuda.fused_launches import Launch, fuse, read_launch
+from schedules.cuda.fused_launches import KernelLaunch, merge_launches, read_launch
 
 from ..manifest import CallSpec
 from .costs import kernel_spec
@@ -57,7 +57,7 @@ class _Fuser(CallRewriter):
     def __init__(self, scheduled: Scheduled) -> None:
         super().__init__(scheduled)
         self.memory = Memory()
-        self.launches: dict[ir.GlobalVar, Launch | None] = {}
+        self.launches: dict[ir.GlobalVar, KernelLaunch | None] = {}
         self.made: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
 
     def rewritten(self, given: Sequence[relax.Binding]) -> list[relax.Binding]:
@@ -85,7 +85,7 @@ class _Fuser(CallRewriter):
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
-    def launch(self, binding: relax.Binding) -> Launch | None:
+    def launch(self, binding: relax.Binding) -> KernelLaunch | None:
         """That of the kernel which a binding calls, for one tensor."""
         kernel = kernel_of(binding)
         if kernel not in self.launches:
@@ -141,7 +141,7 @@ class _Fuser(CallRewriter):
             functions = [_renamed(self.mod[part]) for part in parts]
             launches = [launch for launch in map(read_launch, functions) if launch is not None]
             attributes = {"tirx.noalias": True, "op_pattern": 8, schedules.ATTRIBUTE: RULE}
-            func = tirx.PrimFunc(_parameters(functions, made), fuse(launches)).with_attr(attributes)
+            func = tirx.PrimFunc(_parameters(functions, made), merge_launches(launches)).with_attr(attributes)
             self.made[key] = self.builder.add_func(func, "_and_".join(names))
             plain = [_renamed(self.unscheduled[name]) for name in names]
             body = tirx.stmt_seq(*(each.body for each in plain))

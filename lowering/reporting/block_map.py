@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from schedules.cuda.attention_tiles import packed_heads
+from schedules.cuda.attention_tiles import count_packed_heads
 
 from ..attention.problem import AttentionProblem
 from .elements import E, Node, svg
@@ -54,7 +54,7 @@ def geometry(problem: AttentionProblem, chosen: Mapping[str, Any] | None, rows: 
         case {"variant": "mma" | "wgmma" as name, "tiles": {"prefill": prefill}}:
             if name == "mma":
                 return Geometry("prefill by mma.sync", prefill["q"], prefill["kv"], 1)
-            return Geometry("prefill by wgmma", 64 * prefill["consumers"], prefill["kv"], packed_heads(problem))
+            return Geometry("prefill by wgmma", 64 * prefill["consumers"], prefill["kv"], count_packed_heads(problem))
     return None
 
 

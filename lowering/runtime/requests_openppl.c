@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include "requests.h"
 
-/* Sizes, in the order of lowering/ops/openppl/legal.py. -1: there is no such thing. */
+/* Sizes, in the order of lowering/ops/openppl/table_checks.py. -1: there is no such thing. */
 enum { ROWS, KEYS, SLOTS, PAGE, MASK_COLUMNS, SIZES };
 
 typedef struct {

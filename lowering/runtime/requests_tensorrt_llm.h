@@ -4,7 +4,7 @@
 
 #include "requests.h"
 
-/* Numbers, in the order of lowering/ops/tensorrt_llm/legal.py. -1: there is no such thing. */
+/* Numbers, in the order of lowering/ops/tensorrt_llm/table_checks.py. -1: there is no such thing. */
 enum {
     CACHED,
     CROSS,

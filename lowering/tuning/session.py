@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from schedules.cuda.cycles import least_seconds
+from schedules.cuda.cost_model import min_seconds
 from schedules.cuda.device import device
 
 from ..compiling.progress import LOG
@@ -154,7 +154,7 @@ class Session:
         """With the seconds that it takes on the target, of which a GPU's are estimated: the CPU ran in its place."""
         if not self.target.architecture:
             return use
-        return dataclasses.replace(use, seconds=least_seconds(use.flops, use.bytes, device(self.target.tvm)))
+        return dataclasses.replace(use, seconds=min_seconds(use.flops, use.bytes, device(self.target.tvm)))
 
     def _tasks(self, use: Use, func: Any) -> list[tvm.IRModule]:
         """What can be searched of a kernel: tiles, loops, both or nothing."""

@@ -1,4 +1,7 @@
-"""CUDA kernels. `RULES` is the manifest: which kernel serves which function, first answer wins."""
+"""CUDA kernels.
+
+`RULES` lists the rules in order: the first one that accepts a function serves it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from .concat import concat
 from .elementwise import elementwise
 from .epilogue_matmul import epilogue_matmul
 from .expert_sort import expert_sort
+from .fallback import one_number, ordinary
 from .gradient import gradient
 from .kv_write import kv_write
 from .linear import linear
 from .matmul import accepts_siblings as accepts_siblings
 from .matmul import matmul
-from .ordinary import one_number, ordinary
 from .prologue_matmul import prologue_matmul
 from .reduction import reduction
 from .running_sum import running_sum

@@ -1,4 +1,7 @@
-"""The attention rule: which kernel serves a problem on a GPU, chosen by the host where sizes are symbolic."""
+"""Select the attention kernels that serve a problem on a GPU.
+
+Where sizes are symbolic, the host selects the kernel at run time.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ from .decode_rows import decode_rows
 from .decode_tiles import DecodeTiles, RowTiles
 from .device import Device, device
 from .plain import plain
-from .prefill_mma import prefill_mma, takes
+from .prefill_mma import can_prefill, prefill_mma
 from .prefill_wgmma import prefill_wgmma
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function that holds an AttentionProblem: by wgmma, by mma.sync, by warps for a row each."""
+    """Return the variants for a function that carries an AttentionProblem.
+
+    They are wgmma, mma.sync, and warps with one query row each.
+    """
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem, gpu = AttentionProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
@@ -37,30 +43,31 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] |
             {"prefill": prefill.default(problem, gpu), "decode": DecodeTiles.default(problem, gpu)},
             lambda tiles: attention_kernel(problem, gpu, tiles["prefill"], tiles["decode"]),
         )
-        for name, prefill in _on_tensor_cores(problem, gpu).items()
+        for name, prefill in _list_prefill_tiles(problem, gpu).items()
     ]
     rows = {"rows": RowTiles.default(problem, gpu)}
     return [*variants, Variant("rows", problem, gpu, rows, lambda tiles: rows_kernel(problem, tiles["rows"]))]
 
 
-def _on_tensor_cores(problem: AttentionProblem, gpu: Device) -> dict[str, type[MmaTiles | WgmmaTiles]]:
-    """The prefill kernels that take the problem, the best first."""
-    if not takes(problem):
+def _list_prefill_tiles(problem: AttentionProblem, gpu: Device) -> dict[str, type[MmaTiles | WgmmaTiles]]:
+    """Return the prefill kernels that accept the problem, the best first."""
+    if not can_prefill(problem):
         return {}
     needs = {
         "the GPU is a Hopper": gpu.generation == 90,
-        # TMA would write whole tiles of Y over the rows of the next batch, and knows nothing of tables.
+        # TMA would write whole tiles of Y over the rows of the next batch, and cannot follow tables.
         "neither rows nor keys are packed, looked up or codes": problem.dense,
     }
     return ({"wgmma": WgmmaTiles} if fits("wgmma", needs) else {}) | {"mma": MmaTiles}
 
 
 def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:
-    """The PrimFunc with the parameters of the plain lowering, for any problem: it launches `plain` for the qk output,
-    else `decode_rows`.
+    """Return the kernel that serves any problem, with the parameters of the plain lowering.
+
+    It launches `plain` for the qk output, `decode_rows` otherwise.
     """
     with IRBuilder() as builder, T.prim_func():
-        bound = _bound(problem)
+        bound = _bind_problem(problem)
         if problem.qk_mode is None:
             decode_rows(bound, tiles)
         else:
@@ -71,24 +78,26 @@ def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:
 def attention_kernel(
     problem: AttentionProblem, gpu: Device, prefill_tiles: MmaTiles | WgmmaTiles, decode_tiles: DecodeTiles
 ) -> tirx.PrimFunc:
-    """The PrimFunc with the parameters of the plain lowering, for a problem that tensor cores take: it launches
-    `decode` for up to decode_tiles.rows packed query rows, and for more the prefill kernel that the tiles are for.
+    """Return the kernel for a problem that tensor cores accept.
+
+    It has the parameters of the plain lowering. It launches `decode` for up to decode_tiles.rows packed query rows, and
+    the prefill kernel of the given tiles for more.
     """
     with IRBuilder() as builder, T.prim_func():
-        bound = _bound(problem)
-        most = decode_tiles.rows // problem.group
+        bound = _bind_problem(problem)
+        max_rows = decode_tiles.rows // problem.group
         if problem.packed:
-            if most:
+            if max_rows:
                 decode(bound, decode_tiles, gpu)
-            with T.If(T.int64(1) * bound.S > most), T.Then():
-                _prefill(bound, prefill_tiles, gpu, more_than=most)
-        elif bound.problem.q_len is None and most:
-            with T.If(tirx.LE(bound.S, T.int64(most))):
+            with T.If(T.int64(1) * bound.S > max_rows), T.Then():
+                _prefill(bound, prefill_tiles, gpu, more_than=max_rows)
+        elif bound.problem.q_len is None and max_rows:
+            with T.If(tirx.LE(bound.S, T.int64(max_rows))):
                 with T.Then():
                     decode(bound, decode_tiles, gpu)
                 with T.Else():
                     _prefill(bound, prefill_tiles, gpu)
-        elif bound.problem.q_len is not None and bound.problem.q_len <= most:
+        elif bound.problem.q_len is not None and bound.problem.q_len <= max_rows:
             decode(bound, decode_tiles, gpu)
         else:
             _prefill(bound, prefill_tiles, gpu)
@@ -102,8 +111,11 @@ def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device, more_than:
         prefill_mma(bound, tiles, gpu, more_than)
 
 
-def _bound(problem: AttentionProblem) -> Bound:
-    """The problem bound to the function that is open. A size of 0 becomes symbolic: TVM divides by those it knows."""
+def _bind_problem(problem: AttentionProblem) -> Bound:
+    """Bind the problem to the function being built.
+
+    A size of 0 becomes symbolic, because TVM divides by static sizes.
+    """
     T.func_name("attention")
     mask, p = problem.mask, problem
     if isinstance(mask, Mask):

@@ -1,4 +1,4 @@
-"""Tiles of the CUDA attention kernels for many query rows, and what all attention kernels make of a problem."""
+"""Tiles of the CUDA attention kernels for many query rows, and rules that all attention kernels share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from dataclasses import dataclass, replace
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, step, warp_matmuls
+from .cost_model import (
+    BARRIER,
+    EXPANSION,
+    EXPONENTIALS,
+    LANES,
+    LATENCY,
+    LAUNCH,
+    SHARED_BANDWIDTH,
+    TYPICAL_SIZE,
+    mma_sync_rate,
+    spread_blocks,
+    step_cycles,
+)
 from .device import Device
-from .kv_codes import arriving_bytes
+from .quantized_kv import staged_chunk_bytes
 from .shared_tile import CHUNK
 
 REGISTERS = 255
-"""That a thread can have."""
+"""The number of registers that a thread can have."""
 
 ADDRESSES = 64
-"""Registers of a thread beside its accumulators."""
+"""Registers of a thread besides its accumulators."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +43,15 @@ class MmaTiles(Tiles):
     warps: int
     """Warps per block; each has q / warps rows of its own."""
     stages: int = 1
-    """Tiles of K, and of V, in shared memory. With one, a tile of K arrives during P V and one of V during Q K^T. Of
-    codes, those that are on their way, beside one that is read."""
+    """Tiles of K, and of V, in shared memory.
+
+    With one stage, a tile of K arrives during P V, and one of V during Q K^T. For a quantized cache these are the tiles
+    in flight; one more tile holds the dequantized values.
+    """
     q_in_registers: bool = False
-    """Whether Q_i stays in registers, or is read from shared memory for every tile of keys."""
+    """Whether Q_i stays in registers. Otherwise it is read from shared memory for every tile of keys."""
     split: int = 512
-    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
+    """Keys are split to keep the GPU busy, into ranges of at least so many keys of the cache."""
 
     @property
     def threads(self) -> int:
@@ -49,16 +64,22 @@ class MmaTiles(Tiles):
         return self.q // (16 * self.warps)
 
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: Q_i, in whose place Y_i is stored, the stages of K and V, and what codes become."""
-        d, dv = padded(problem.head_dim), problem.v_head_dim
-        expanded = 2 * CHUNK if problem.coded else 0
-        each = self.stages * arriving_bytes(problem) + expanded
-        return 2 * self.q * max(d, dv) + self.kv * (d + dv) // CHUNK * each
+        """Return the bytes per block.
+
+        They cover Q_i, whose memory Y_i reuses, the stages of K and V, and the dequantized tiles.
+        """
+        d, dv = pad_head_dim(problem.head_dim), problem.v_head_dim
+        dequantized = 2 * CHUNK if problem.coded else 0
+        chunk_bytes = self.stages * staged_chunk_bytes(problem) + dequantized
+        return 2 * self.q * max(d, dv) + self.kv * (d + dv) // CHUNK * chunk_bytes
 
     def registers(self, problem: AttentionProblem) -> int:
-        """Registers of a thread for O, S and, if it stays, Q; addresses, operands, m and l come on top."""
+        """Return the registers of a thread for O, S and, if it stays there, Q.
+
+        Addresses, operands, m and l come on top.
+        """
         o, s = problem.v_head_dim // 2, self.kv // 2
-        q = padded(problem.head_dim) // 4 if self.q_in_registers else 0
+        q = pad_head_dim(problem.head_dim) // 4 if self.q_in_registers else 0
         return self.row_blocks * (o + s + q)
 
     @classmethod
@@ -85,32 +106,42 @@ class MmaTiles(Tiles):
         }
 
     def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Tiles of keys of the busiest SM: matmuls, softmax, shared memory and cache beside each other,
-        and what a warp waits for that no other block hides."""
-        d, dv = padded(problem.head_dim), problem.v_head_dim
+        """Estimate the time by the key tiles of the busiest SM.
+
+        Matmuls, softmax, shared memory and cache overlap. A warp's waiting is added where no other block hides it.
+        """
+        d, dv = pad_head_dim(problem.head_dim), problem.v_head_dim
         chunks = self.kv * (d + dv) // CHUNK
-        tile, arriving = 2 * CHUNK * chunks, arriving_bytes(problem) * chunks
-        rate = warp_matmuls(device)
+        tile, staged = 2 * CHUNK * chunks, staged_chunk_bytes(problem) * chunks
+        rate = mma_sync_rate(device)
         matmuls = 2 * self.q * self.kv * (d + dv) / rate
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
-        expansion, moved = (EXPANSION * CHUNK * chunks / LANES, 2 * arriving + tile) if problem.coded else (0, tile)
+        dequantization, moved_bytes = (
+            (EXPANSION * CHUNK * chunks / LANES, 2 * staged + tile) if problem.coded else (0, tile)
+        )
         operands = self.warps * tile + (0 if self.q_in_registers else 2 * self.q * d)
-        units = max(matmuls, softmax + expansion, (moved + operands) / SHARED, arriving / device.cache)
-        own = (matmuls + softmax + expansion) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
-        hidden = own / 2 if self.stages == 1 else (self.stages - 1) * own
+        units = max(
+            matmuls, softmax + dequantization, (moved_bytes + operands) / SHARED_BANDWIDTH, staged / device.cache
+        )
+        own_cycles = (matmuls + softmax + dequantization) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
+        hidden_cycles = own_cycles / 2 if self.stages == 1 else (self.stages - 1) * own_cycles
         registers = self.registers(problem) + ADDRESSES
         tiles = _row_blocks(problem, self.q)
         splits = _splits(problem, tiles, self.split, device)
-        busiest = load(tiles * splits, device, self.threads, min(registers, REGISTERS), self.shared_memory(problem))
-        each = step(units, own + max(LATENCY - hidden, 0.0) + 2 * BARRIER, busiest.at_once)
+        sm_load = spread_blocks(
+            tiles * splits, device, self.threads, min(registers, REGISTERS), self.shared_memory(problem)
+        )
+        tile_cycles = step_cycles(units, own_cycles + max(LATENCY - hidden_cycles, 0.0) + 2 * BARRIER, sm_load.at_once)
         spilled = max(registers - REGISTERS, 0) / REGISTERS
         keys = _key_tiles(problem, self.q, self.kv) / splits
-        return math.log(busiest.blocks * (keys * each * (1 + spilled) + LATENCY) + _merging(splits))
+        return math.log(sm_load.blocks * (keys * tile_cycles * (1 + spilled) + LATENCY) + _merging(splits))
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> MmaTiles:
-        """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h), with
-        fewer keys where nvcc would put a register or two of those tiles into memory; other ones for codes.
+        """Return untuned but good tiles.
+
+        They are those that FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h), with fewer
+        keys where nvcc would spill a register or two. Quantized caches have tiles of their own.
         """
         tiles = MmaTiles._published(problem, device)
         while tiles.shared_memory(problem) > device.shared_memory:
@@ -119,12 +150,12 @@ class MmaTiles(Tiles):
 
     @staticmethod
     def _published(problem: AttentionProblem, device: Device) -> MmaTiles:
-        dim = max(padded(problem.head_dim), problem.v_head_dim)
+        dim = max(pad_head_dim(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
         causal, two_ended = problem.causal, problem.two_ended
         if problem.coded and dim <= 96:
             return MmaTiles(q=128, kv=48, warps=4)
-        if problem.coded:  # more warps have less to expand each, and registers left for it
+        if problem.coded:  # with more warps, each dequantizes less and has registers left for it
             return MmaTiles(q=128, kv=64 if dim <= 128 else 32, warps=8)
         if dim <= 64:
             return MmaTiles(q=128, kv=64, warps=4)
@@ -139,26 +170,28 @@ class MmaTiles(Tiles):
 
 @dataclass(frozen=True)
 class WgmmaTiles(Tiles):
-    """Tiles of `prefill_wgmma`, and how a block's registers are shared out."""
+    """Tiles of `prefill_wgmma`, and the distribution of a block's registers."""
 
     consumers: int
     """Warpgroups that compute, 64 query rows each: 1 to 3."""
     kv: int
     """Keys per tile: B_c in the paper. Multiple of 16."""
     consumer_registers: int
-    """Registers per thread of a consumer; the same multiple of 8 for all of them ..."""
+    """Registers per thread of a consumer: the same multiple of 8 for all consumers."""
     producer_registers: int
-    """... and of the producer, which has nothing to compute."""
+    """Registers per thread of the producer, which computes nothing."""
     stages: int = 2
     """Tiles of K, and of V, in shared memory."""
     ping_pong: bool = True
-    """Whether consumers take turns at the tensor cores, so that one's softmax runs beside another's matmuls."""
+    """Whether consumers alternate at the tensor cores, so that the softmax of one overlaps the matmuls of another."""
     y_apart: bool = False
-    """Whether Y_i leaves from a place of its own, while the next Q comes, or from that of Q_i."""
+    """Whether Y_i has shared memory of its own, so that the next Q can arrive meanwhile. Otherwise it reuses that of
+    Q_i.
+    """
     split: int = 512
-    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
+    """Keys are split to keep the GPU busy, into ranges of at least so many keys of the cache."""
     blocks: int | None = None
-    """Most blocks of the grid, where some SMs are for others; None is as many as the GPU has."""
+    """Maximum number of blocks of the grid, to leave SMs to other kernels. None uses all SMs of the GPU."""
 
     @property
     def q(self) -> int:
@@ -171,7 +204,7 @@ class WgmmaTiles(Tiles):
         return 128 * (self.consumers + 1)
 
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: Q_i and Y_i, the stages of K and V, barriers and marks."""
+        """Return the bytes per block: Q_i and Y_i, the stages of K and V, barriers and marks."""
         d, dv = (-(-n // 64) * 128 for n in (problem.head_dim, problem.v_head_dim))
         return (
             self.q * (d + dv if self.y_apart else max(d, dv))
@@ -197,7 +230,7 @@ class WgmmaTiles(Tiles):
         shared = self.shared_memory(problem)
         threads = self.consumers + 1
         at_launch = 65536 // (128 * threads) // 8 * 8
-        taken = self.consumers * self.consumer_registers + self.producer_registers
+        used_registers = self.consumers * self.consumer_registers + self.producer_registers
         accumulators = problem.v_head_dim // 2 + self.kv // 2 + self.kv // 4
         counts = (self.consumer_registers, self.producer_registers)
         return {
@@ -206,8 +239,8 @@ class WgmmaTiles(Tiles):
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
             f"split = {self.split} must be positive": self.split > 0,
             f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
-            f"{taken} registers per thread of each warpgroup are more than {at_launch * threads}": (
-                taken <= at_launch * threads
+            f"{used_registers} registers per thread of each warpgroup are more than {at_launch * threads}": (
+                used_registers <= at_launch * threads
             ),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
             f"{accumulators} accumulators do not fit {self.consumer_registers} registers": (
@@ -216,34 +249,41 @@ class WgmmaTiles(Tiles):
         }
 
     def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """The same, where consumers share all units, in turns or as they meet, and copies are `stages` ahead."""
-        d, dv = padded(problem.head_dim), problem.v_head_dim
+        """Estimate the time as `MmaTiles` does.
+
+        Here consumers share all units, alternating or overlapping by chance, and copies are `stages` ahead.
+        """
+        d, dv = pad_head_dim(problem.head_dim), problem.v_head_dim
         tile = 2 * self.kv * (d + dv)
         matmuls = 2 * self.q * self.kv * (d + dv) / device.tensor_cores
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
         operands = self.consumers * (tile + 2 * 64 * d)
-        units = max(matmuls, softmax, (tile + operands) / SHARED, tile / device.cache)
-        own = (matmuls + softmax) / self.consumers + 2 * BARRIER  # of a consumer, which reaches all units
-        in_turns = max(units, own)
-        side_by_side = (in_turns + matmuls + softmax) / 2  # they meet as it happens
-        each = max(in_turns if self.ping_pong and self.consumers > 1 else side_by_side, LATENCY / (self.stages - 1))
-        group = packed_heads(problem)
+        units = max(matmuls, softmax, (tile + operands) / SHARED_BANDWIDTH, tile / device.cache)
+        own_cycles = (matmuls + softmax) / self.consumers + 2 * BARRIER  # of a consumer, which can use all units
+        alternating = max(units, own_cycles)
+        overlapping = (alternating + matmuls + softmax) / 2  # consumers overlap by chance
+        tile_cycles = max(
+            alternating if self.ping_pong and self.consumers > 1 else overlapping, LATENCY / (self.stages - 1)
+        )
+        group = count_packed_heads(problem)
         tiles = _row_blocks(problem, self.q, group)
         splits = _splits(problem, tiles, self.split, device)
         blocks = -(-tiles * splits // device.sm_count)
         keys = _key_tiles(problem, self.q // group, self.kv) / splits
-        return math.log(blocks * (keys * each + LATENCY * (1 if self.y_apart else 2)) + _merging(splits))
+        return math.log(blocks * (keys * tile_cycles + LATENCY * (1 if self.y_apart else 2)) + _merging(splits))
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> WgmmaTiles:
-        """Untuned but good: what FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc
-        keeps it in registers, which tests/cuda/test_machine_code.py looks at for every kind of problem.
+        """Return untuned but good tiles.
+
+        They are those that FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc keeps
+        them in registers. tests/cuda/test_machine_code.py checks that for every kind of problem.
         """
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None
         if dim <= 64 and plain:
             return WgmmaTiles(3, 96 if problem.two_ended else 128, 160, 32, y_apart=True)
-        if dim <= 96:  # blocks of masks have 128 keys: tiles that lie across two of them are hidden less often
+        if dim <= 96:  # mask blocks have 128 keys: tiles across two of them are hidden less often
             masked = problem.has_formula and not problem.softcap
             return WgmmaTiles(2, 128 if plain or masked else 112, 232, 40, y_apart=True)
         if dim <= 128:
@@ -252,34 +292,43 @@ class WgmmaTiles(Tiles):
         return WgmmaTiles(2, keys, 232, 40, ping_pong=False)
 
 
-def packed_heads(problem: AttentionProblem) -> int:
-    """How many query heads have their rows in one tile of `prefill_wgmma`: all that share keys, so that these are read
-    once, where 64 rows are those of whole query rows and no mask that is computed tells heads apart."""
+def count_packed_heads(problem: AttentionProblem) -> int:
+    """Return how many query heads have their rows in one tile of `prefill_wgmma`.
+
+    These are all heads that share keys, so that keys are read once. That needs 64 rows to be whole query rows, and no
+    computed mask that distinguishes heads; otherwise 1.
+    """
     return 1 if problem.formula_per_head or 64 % problem.group else problem.group
 
 
-def padded(head_dim: int) -> int:
-    """The length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
+def pad_head_dim(head_dim: int) -> int:
+    """Return the length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
     return -(-head_dim // 16) * 16
 
 
 def _row_blocks(problem: AttentionProblem, q: int, group: int = 1) -> int:
-    """Blocks of q query rows of all heads, so many of which are packed."""
-    return (problem.batch or 1) * problem.q_heads // group * -(-(problem.q_len or TYPICAL) * group // q)
+    """Return the number of blocks of q query rows over all heads, where `group` heads are packed."""
+    return (problem.batch or 1) * problem.q_heads // group * -(-(problem.q_len or TYPICAL_SIZE) * group // q)
 
 
-def _splits(problem: AttentionProblem, tiles: int, least: int, device: Device) -> int:
-    """Into how many parts of at least so many keys the kernels split the keys of so many blocks of query rows."""
-    return max(min(device.sm_count // tiles, -(-(problem.kv_len or TYPICAL) // least)), 1)
+def _splits(problem: AttentionProblem, tiles: int, min_keys: int, device: Device) -> int:
+    """Return the number of ranges of at least `min_keys` keys into which the kernels split the keys.
+
+    `tiles` is the number of blocks of query rows.
+    """
+    return max(min(device.sm_count // tiles, -(-(problem.kv_len or TYPICAL_SIZE) // min_keys)), 1)
 
 
 def _merging(splits: int) -> int:
-    """Cycles until parts are put together."""
+    """Return the cycles until partial results are merged."""
     return LAUNCH + LATENCY if splits > 1 else 0
 
 
 def _key_tiles(problem: AttentionProblem, q: int, kv: int) -> float:
-    """Tiles of kv keys that a block of q query rows has, on average: about half of them below a diagonal."""
-    keys = problem.kv_len or TYPICAL
-    every = -(-keys // kv)
-    return min(every, (keys + q) / (2 * kv) + 0.5) if problem.causal else every
+    """Return the average number of tiles of kv keys for a block of q query rows.
+
+    Under a causal mask about half of them lie below the diagonal.
+    """
+    keys = problem.kv_len or TYPICAL_SIZE
+    all_tiles = -(-keys // kv)
+    return min(all_tiles, (keys + q) / (2 * kv) + 0.5) if problem.causal else all_tiles

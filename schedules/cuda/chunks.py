@@ -1,7 +1,7 @@
-"""What a function computes along a row, by chunks of successive elements that a thread has.
+"""Element-wise computation along a row, by chunks of successive elements per thread.
 
-A chunk is eight elements, where the row's length is a multiple of that: what is read and stored at successive places
-goes in pieces of 16 bytes then. Otherwise it is one element, and neighboring threads have neighboring ones.
+A chunk has eight elements where these divide the row's length; successive addresses are then read and stored as vectors
+of 16 bytes. Otherwise a chunk is one element, and neighboring threads have neighboring elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowering.tensorir.moves import BITS
 
 from ..half_precision import HALF
 from ..reading.values import Program
-from .ptx import let, pack, put, registers, unrolled
+from .ptx import alloc_registers, let, pack, store_element, unrolled
 
 CHUNK = 8
 
@@ -32,15 +32,15 @@ _STORE = _LOAD | {
     8: 'uint2 v = *(const uint2*)((const char*)from + i); asm volatile("st.global.v2.b32 [%0], {%1, %2};" '
     ':: "l"((char*)to + i), "r"(v.x), "r"(v.y) : "memory");',
 }
-"""Statements that move a piece of so many bytes."""
+"""Statements that move a vector, by its size in bytes."""
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
 
-Element = Callable[[Expr], Expr]
-"""Of a chunk, by its number there."""
+ChunkElement = Callable[[Expr], Expr]
+"""An element of a chunk, by its index there."""
 
 
-class Row:
-    """Elements 0 <= j < length of a row, whose other variables `facts` knows."""
+class ChunkedRow:
+    """Elements 0 <= j < length of a row. `facts` bounds the other variables of the row."""
 
     def __init__(self, facts: Facts, j: tirx.Var, length: Expr) -> None:
         self.facts, self.j, self.length = facts, j, length
@@ -51,145 +51,155 @@ class Row:
 
     @property
     def divides(self) -> bool:
-        """Whether the row is whole chunks."""
+        """Whether chunks divide the row."""
         return isinstance(self.length, tirx.IntImm) and self.length.value % CHUNK == 0
 
-    def is_chunk(self, place: Expr) -> bool:
-        """Whether the places of a chunk are successive, and begin at a multiple of eight."""
-        start = substitute(place, {self.j: self.number * CHUNK})
-        behind = self.facts.simplify(substitute(place, {self.j: self.number * CHUNK + self.inside}) - start)
-        return behind.same_as(self.inside) and self._is_multiple(start)
+    def is_chunk(self, offset: Expr) -> bool:
+        """Return whether the offsets of a chunk are successive and begin at a multiple of eight."""
+        start = substitute(offset, {self.j: self.number * CHUNK})
+        distance = self.facts.simplify(substitute(offset, {self.j: self.number * CHUNK + self.inside}) - start)
+        return distance.same_as(self.inside) and self._is_multiple(start)
 
-    def _is_multiple(self, place: Expr) -> bool:
-        """Whether the place is a multiple of eight, whichever it is of those that it selects from."""
+    def _is_multiple(self, offset: Expr) -> bool:
+        """Return whether the offset is a multiple of eight, for every alternative that it selects from."""
 
-        def either(node: Expr) -> Expr | None:
-            """One of two values that differ by a multiple of eight."""
+        def select_first(node: Expr) -> Expr | None:
+            """Return one of two alternatives that differ by a multiple of eight."""
             if not isinstance(node, prim.Select):
                 return None
-            first, second = (rewrite(value, either) for value in (node.true_value, node.false_value))
+            first, second = (rewrite(value, select_first) for value in (node.true_value, node.false_value))
             return first if is_int(self.facts.simplify((first - second) % CHUNK), 0) else None
 
-        return is_int(self.facts.simplify(rewrite(self.facts.simplify(place), either) % CHUNK), 0)
+        return is_int(self.facts.simplify(rewrite(self.facts.simplify(offset), select_first) % CHUNK), 0)
 
-    def width(self, places: Sequence[Expr]) -> int:
-        """Elements of a thread that stores to these places."""
-        return CHUNK if self.divides and all(map(self.is_chunk, places)) else 1
+    def width(self, offsets: Sequence[Expr]) -> int:
+        """Return the number of elements per thread for stores to these offsets."""
+        return CHUNK if self.divides and all(map(self.is_chunk, offsets)) else 1
 
 
-def evaluate(
-    row: Row,
+def evaluate_chunk(
+    row: ChunkedRow,
     program: Program,
     width: int,
     values: Mapping[tirx.Var, Expr],
     first: Expr,
     body: Callable[[Expr, list[Expr]], None],
-    elements: Mapping[tirx.Var, Element] | None = None,
+    elements: Mapping[tirx.Var, ChunkElement] | None = None,
 ) -> None:
-    """body(x, results) for each element `first` + x of a chunk, written where the IRBuilder stands.
+    """Emit body(x, results) for each element `first` + x of a chunk, at the position of the IRBuilder.
 
-    values are those of the program's free variables but j; elements those that differ within the chunk.
+    `values` binds the program's free variables except j. `elements` binds those that vary within the chunk.
     """
-    chunks = [(node, _load(node, row, values, first, width)) for node in _whole(row, program, width)]
+    chunks = [(node, _load_chunk(node, row, values, first, width)) for node in _find_vector_loads(row, program, width)]
     with unrolled(width) as x:
-        here = {**values, row.j: first + x.astype("int64")}
-        here |= {var: element(x) for var, element in (elements or {}).items()}
+        bindings = {**values, row.j: first + x.astype("int64")}
+        bindings |= {var: element(x) for var, element in (elements or {}).items()}
 
-        def loaded(node: Expr, x: Expr = x) -> Expr | None:
-            return next((chunk[x] for known, chunk in chunks if node.same_as(known)), None)
+        def replace_load(node: Expr, x: Expr = x) -> Expr | None:
+            return next((chunk[x] for load, chunk in chunks if node.same_as(load)), None)
 
         for var, expr in program.bindings:
-            here[var] = let(substitute(rewrite(expr, loaded), here))
-        body(x, [substitute(rewrite(result, loaded), here) for result in program.results])
+            bindings[var] = let(substitute(rewrite(expr, replace_load), bindings))
+        body(x, [substitute(rewrite(result, replace_load), bindings) for result in program.results])
 
 
-def _whole(row: Row, program: Program, width: int) -> list[ir.TensorLoad]:
-    """Loads that give a chunk at once: unconditional, at successive places that nothing depends on but the row."""
+def _find_vector_loads(row: ChunkedRow, program: Program, width: int) -> list[ir.TensorLoad]:
+    """Return the loads that one vector load serves.
+
+    They are unconditional, their addresses are successive, and they depend on nothing but the row.
+    """
     bound = {var for var, _ in program.bindings}
-    found: list[ir.TensorLoad] = []
+    vector_loads: list[ir.TensorLoad] = []
     for expr in program.expressions if width > 1 else ():
-        for node in _unguarded(expr):
-            (place,) = node.indices
-            moving = any(uses(load, {row.j}) for load in loads(place))
-            if node.ty == "bool" or moving or uses(place, bound) or not row.is_chunk(place):
+        for node in _find_unguarded_loads(expr):
+            (offset,) = node.indices
+            is_indirect = any(uses(load_vector, {row.j}) for load_vector in loads(offset))
+            if node.ty == "bool" or is_indirect or uses(offset, bound) or not row.is_chunk(offset):
                 continue
-            if not any(node.same_as(other) for other in found):
-                found.append(node)
-    return found
+            if not any(node.same_as(other) for other in vector_loads):
+                vector_loads.append(node)
+    return vector_loads
 
 
-def _load(node: ir.TensorLoad, row: Row, values: Mapping[tirx.Var, Expr], first: Expr, width: int) -> tirx.Buffer:
+def _load_chunk(
+    node: ir.TensorLoad, row: ChunkedRow, values: Mapping[tirx.Var, Expr], first: Expr, width: int
+) -> tirx.Buffer:
     at = let(substitute(node.indices[0], {**values, row.j: first}))
-    chunk = registers(width, str(node.ty))
-    load(chunk, 0, node.source, at, width)
+    chunk = alloc_registers(width, str(node.ty))
+    load_vector(chunk, 0, node.source, at, width)
     return chunk
 
 
-def result_registers(program: Program, count: int, width: int) -> list[tirx.Buffer]:
-    """Registers for the first results of a chunk."""
-    return [registers(width, str(result.ty)) for result in program.results[:count]]
+def alloc_result_registers(program: Program, count: int, width: int) -> list[tirx.Buffer]:
+    """Allocate registers for the first `count` results of a chunk."""
+    return [alloc_registers(width, str(result.ty)) for result in program.results[:count]]
 
 
-def store(memory: tirx.Buffer, at: Expr, values: tirx.Buffer) -> None:
-    """memory[at + n] := the registers; of half precision they are bits, or float32 to be rounded. `at` is that of a
-    chunk."""
+def store_values(memory: tirx.Buffer, at: Expr, values: tirx.Buffer) -> None:
+    """Emit memory[at + n] := the registers; `at` is the offset of the chunk.
+
+    Registers of half precision are bits, or float32 to be rounded.
+    """
     width, dtype = int(values.shape[0]), str(memory.dtype)
     if width == 1:
         value = values[0]
         if dtype in HALF:
             value = tirx.reinterpret(dtype, value) if values.dtype == BITS else value.astype(dtype)
-        put(memory, at, value)
+        store_element(memory, at, value)
         return
     chunk = pack_chunk(dtype, values) if dtype in HALF else values
-    store_words(memory, at, chunk, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
+    store_vector(memory, at, chunk, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
 
 
 def pack_chunk(dtype: str, values: tirx.Buffer) -> tirx.Buffer:
-    """Return the elements of half precision, two in a register; `values` are their bits, or float32 to be rounded."""
+    """Return the elements of half precision, two in a register. `values` are their bits, or float32 to be rounded."""
     count = int(values.shape[0]) // 2
-    packed = registers(count, "uint32")
+    packed = alloc_registers(count, "uint32")
     with unrolled(count) as n:
         low, high = values[2 * n], values[2 * n + 1]
         if values.dtype == BITS:
-            put(packed, n, low.astype("uint32") | (high.astype("uint32") << T.uint32(16)))
+            store_element(packed, n, low.astype("uint32") | (high.astype("uint32") << T.uint32(16)))
         else:
             pack(dtype, packed[n], low, high)
     return packed
 
 
-def load(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int, count: int) -> None:
-    """to[at + n] := source[start + n], registers from memory, in pieces of 16 bytes, or less where that is all."""
-    _move("load", to.ptr_to([at]), source.ptr_to([start]), DataType(source.dtype).itemsize * count, _LOAD)
+def load_vector(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int, count: int) -> None:
+    """Emit to[at + n] := source[start + n], memory to registers, by vectors of up to 16 bytes."""
+    _emit_move("load", to.ptr_to([at]), source.ptr_to([start]), DataType(source.dtype).itemsize * count, _LOAD)
 
 
-def store_words(to: tirx.Buffer, at: Expr, chunk: tirx.Buffer, count: int) -> None:
-    """to[at + n] := chunk[n], memory from registers. In PTX, as nvcc takes pieces of the language apart in loops."""
+def store_vector(to: tirx.Buffer, at: Expr, chunk: tirx.Buffer, count: int) -> None:
+    """Emit to[at + n] := chunk[n], registers to memory.
+
+    The stores are PTX, because nvcc splits vectors of CUDA C++ in loops.
+    """
     size = DataType(chunk.dtype).itemsize * count
-    _move("store", to.ptr_to([at]), chunk.ptr_to([0]), size, _STORE)
+    _emit_move("store", to.ptr_to([at]), chunk.ptr_to([0]), size, _STORE)
 
 
-def _move(name: str, to: Expr, source: Expr, size: int, of: dict[int, str]) -> None:
-    piece = next(n for n in of if size % n == 0)
+def _emit_move(name: str, to: Expr, source: Expr, size: int, statements: dict[int, str]) -> None:
+    vector = next(n for n in statements if size % n == 0)
     code = f"""
 __forceinline__ __device__ void {name}_{size}(void* to, const void* from) {{
 #pragma unroll
-  for (int i = 0; i < {size}; i += {piece}) {{
-    {of[piece]}
+  for (int i = 0; i < {size}; i += {vector}) {{
+    {statements[vector]}
   }}
 }}
 """
     T.evaluate(T.cuda.func_call(f"{name}_{size}", to, source, source_code=code))
 
 
-def _unguarded(expr: Expr) -> list[ir.TensorLoad]:
-    """Loads that are done whatever the data is."""
-    found, todo = [], [expr]
-    while todo:
-        node = todo.pop()
+def _find_unguarded_loads(expr: Expr) -> list[ir.TensorLoad]:
+    """Return the loads that happen whatever the data is."""
+    unguarded, pending = [], [expr]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ir.TensorLoad):
-            found.append(node)
+            unguarded.append(node)
         elif isinstance(node, ir.Call) and node.op.same_as(_IF_THEN_ELSE):
-            todo.append(node.args[0])
+            pending.append(node.args[0])
         else:
-            todo += children(node)
-    return found
+            pending += children(node)
+    return unguarded

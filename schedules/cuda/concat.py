@@ -1,7 +1,6 @@
-"""Concatenations on GPUs: a cache that grows by a token is copied at the rate of memory.
+"""Concatenation on GPUs: a cache that grows by a token is copied at the rate of memory.
 
-A launch for each tensor, a thread for each piece of 16 bytes, where all pieces lie at multiples of that; else for each
-element.
+Each tensor has a launch. A thread copies a vector of 16 bytes where all vectors are aligned to that, else one element.
 """
 
 from __future__ import annotations
@@ -20,61 +19,63 @@ from lowering.tensorir.expressions import Expr, is_int
 from ..reading.concat import Concatenation, read_concatenation
 from ..reading.values import flat_view
 from ..variant import Variant
-from .chunks import load, store_words
+from .chunks import load_vector, store_vector
 from .device import device
-from .host import on_host
-from .ptx import CHUNK_BYTES, let, registers
-from .threads import ThreadTiles, each
+from .host import bind_on_host
+from .ptx import CHUNK_BYTES, alloc_registers, let
+from .threads import ThreadTiles, launch_threads
 
 
 def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Copies for a concatenation; None for anything else."""
-    joined = read_concatenation(func)
-    if joined is None:
+    """Return copies for a concatenation; None for anything else."""
+    concatenation = read_concatenation(func)
+    if concatenation is None:
         return None
     tiles = {"copies": ThreadTiles()}
-    return [Variant("copies", None, device(target), tiles, lambda tiles: _kernels(func, joined, tiles["copies"]))]
+    return [
+        Variant("copies", None, device(target), tiles, lambda tiles: _kernels(func, concatenation, tiles["copies"]))
+    ]
 
 
-def _kernels(func: tirx.PrimFunc, joined: Concatenation, tiles: ThreadTiles) -> tirx.PrimFunc:
-    size = DataType(joined.output.dtype).itemsize
-    piece = CHUNK_BYTES // size if size in (1, 2, 4, 8) else 1
-    places = [joined.row, *(place for _, *rest in joined.parts for place in rest)]
-    whole = Analyzer().simplify(
-        functools.reduce(tirx.And, (tirx.EQ(place % piece, tirx.const(0, "int64")) for place in places))
+def _kernels(func: tirx.PrimFunc, concatenation: Concatenation, tiles: ThreadTiles) -> tirx.PrimFunc:
+    size = DataType(concatenation.output.dtype).itemsize
+    vector = CHUNK_BYTES // size if size in (1, 2, 4, 8) else 1
+    offsets = [concatenation.row, *(offset for _, *rest in concatenation.parts for offset in rest)]
+    is_aligned = Analyzer().simplify(
+        functools.reduce(tirx.And, (tirx.EQ(offset % vector, tirx.const(0, "int64")) for offset in offsets))
     )
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
 
-        def copies(count: int) -> None:
-            for part in joined.parts:
-                _copy(joined, part, memory, count, tiles)
+        def emit_copies(count: int) -> None:
+            for tensor in concatenation.parts:
+                _copy(concatenation, tensor, memory, count, tiles)
 
-        if is_int(whole, 1) or is_int(whole, 0):
-            copies(piece if is_int(whole, 1) else 1)
+        if is_int(is_aligned, 1) or is_int(is_aligned, 0):
+            emit_copies(vector if is_int(is_aligned, 1) else 1)
         else:
-            with T.If(whole):
+            with T.If(is_aligned):
                 with T.Then():
-                    copies(piece)
+                    emit_copies(vector)
                 with T.Else():
-                    copies(1)
+                    emit_copies(1)
     return func.with_body(builder.get().body).without_attr(FORM)
 
 
 def _copy(
-    joined: Concatenation,
-    part: tuple[tirx.Buffer, Expr, Expr],
+    concatenation: Concatenation,
+    tensor: tuple[tirx.Buffer, Expr, Expr],
     memory: dict[tirx.Buffer, tirx.Buffer],
     count: int,
     tiles: ThreadTiles,
 ) -> None:
-    """The launch that copies a tensor, so many elements per thread."""
-    source, start, length = part
-    pieces = on_host(tirx.truncdiv(length, T.int64(count)))
-    total = on_host(joined.rows * pieces)
-    row_length, start, length = on_host(joined.row), on_host(start), on_host(length)
-    with each(total, tiles) as number:
-        row, column = let(tirx.truncdiv(number, pieces)), let(tirx.truncmod(number, pieces) * count)
-        chunk = registers(count, str(source.dtype))
-        load(chunk, 0, memory[source], let(row * length + column), count)
-        store_words(memory[joined.output], let(row * row_length + start + column), chunk, count)
+    """Launch the copy of one tensor, with `count` elements per thread."""
+    source, start, length = tensor
+    vectors = bind_on_host(tirx.truncdiv(length, T.int64(count)))
+    total = bind_on_host(concatenation.rows * vectors)
+    row_length, start, length = bind_on_host(concatenation.row), bind_on_host(start), bind_on_host(length)
+    with launch_threads(total, tiles) as number:
+        row, column = let(tirx.truncdiv(number, vectors)), let(tirx.truncmod(number, vectors) * count)
+        vector = alloc_registers(count, str(source.dtype))
+        load_vector(vector, 0, memory[source], let(row * length + column), count)
+        store_vector(memory[concatenation.output], let(row * row_length + start + column), vector, count)

@@ -10,35 +10,46 @@ from typing import ClassVar
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .attention_tiles import ADDRESSES, REGISTERS, packed_heads, padded
-from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, TYPICAL, Waves, load, resident_blocks
+from .attention_tiles import ADDRESSES, REGISTERS, count_packed_heads, pad_head_dim
+from .cost_model import (
+    BARRIER,
+    EXPANSION,
+    EXPONENTIALS,
+    LANES,
+    LATENCY,
+    LAUNCH,
+    TYPICAL_SIZE,
+    Waves,
+    count_resident_blocks,
+    spread_blocks,
+)
 from .device import Device
-from .kv_codes import arriving_bytes
+from .quantized_kv import staged_chunk_bytes
 from .shared_tile import CHUNK
 
 
 @dataclass(frozen=True)
 class DecodeTiming:
-    """Cycles that `DecodeTiles.estimate` takes for granted: fitted to an H200 (benchmarks/gpu/tile_models.py)."""
+    """Cycles that `DecodeTiles.estimate` assumes, fitted to an H200 (benchmarks/gpu/tile_models.py)."""
 
     launch: float = 4600
-    """Of a launch, and of what a block does once."""
+    """Cycles of a launch, and of a block's one-time work."""
     latency: float = 530
-    """Until a tile that a warp asked for is there, where nothing else is on its way."""
+    """Cycles until a tile that a warp loads arrives, where nothing else is in flight."""
     own: float = 2.9
-    """A warp's work on a tile, by what tensor cores and exponentials take."""
+    """Factor of a warp's work on a tile over the cycles of tensor cores and exponentials."""
     block: float = 5800
-    """A block's work that its warps share: queries, and what becomes of their sums."""
+    """Cycles of a block's work that its warps share: loading queries and storing results."""
     merge: float = 5400
-    """Of the second launch ..."""
+    """Cycles of the second launch."""
     part: float = 210
-    """... for each split."""
+    """Additional cycles of the second launch for each split."""
     uneven: float = 0.16
     """See `Waves.cycles`."""
 
 
 TYPICAL_CACHES = ((1, 1024), (1, 4096), (1, 16384), (8, 4096), (64, 4096))
-"""Batches and keys for which defaults are chosen."""
+"""Batches and key lengths for which defaults are chosen."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +59,19 @@ class DecodeTiles(Tiles):
     keys: int
     """Keys per tile of a warp: B_c. Multiple of 16."""
     warps: int
-    """Warps per block; each has every warps-th tile of a split, and a row where parts are put together."""
+    """Warps per block. Each has every warps-th tile of a split, and a row when partial results are merged."""
     stages: int
-    """Tiles of K and V of a warp in shared memory, all but one of which are on their way."""
+    """Tiles of K and V of a warp in shared memory, all but one of which are in flight."""
     split: int
-    """Sequences are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
+    """Sequences are split to keep the GPU busy, into ranges of at least so many keys of the cache."""
     per_sm: int = 2
     """Thread blocks that keep each SM busy."""
     blocks: int | None = None
-    """Thread blocks in all, where some SMs are for others; None is those of all that the GPU has."""
+    """Thread blocks in total, to leave SMs to other kernels. None uses all SMs of the GPU."""
     rows: int = 64
-    """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
+    """Maximum number of packed query rows. Every 16 rows read K and V again, from the second-level cache."""
     ahead: int = 4
-    """Parts of a row whose O a warp asks for at once where it puts them together."""
+    """Partial results of a row whose O a warp loads at once when merging."""
 
     TIMING: ClassVar = DecodeTiming()
 
@@ -70,12 +81,14 @@ class DecodeTiles(Tiles):
         return 32 * self.warps
 
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in their place. Of codes a warp has
-        room for a tile of what they become, of K and then of V."""
-        d, dv = padded(problem.head_dim), problem.v_head_dim
-        expanded = 2 * self.keys * max(d, dv) if problem.coded else 0
-        arriving = self.stages * self.keys * (d + dv) // CHUNK * arriving_bytes(problem)
-        return max(2 * 16 * d + self.warps * (arriving + expanded), 4 * self.warps * 16 * (2 + 8 + dv))
+        """Return the bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in the same memory.
+
+        For a quantized cache, each warp has a dequantized tile, of K and then of V.
+        """
+        d, dv = pad_head_dim(problem.head_dim), problem.v_head_dim
+        dequantized = 2 * self.keys * max(d, dv) if problem.coded else 0
+        staged = self.stages * self.keys * (d + dv) // CHUNK * staged_chunk_bytes(problem)
+        return max(2 * 16 * d + self.warps * (staged + dequantized), 4 * self.warps * 16 * (2 + 8 + dv))
 
     @classmethod
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
@@ -101,40 +114,43 @@ class DecodeTiles(Tiles):
         }
 
     def estimate(self, problem: AttentionProblem, device: Device, timing: DecodeTiming = TIMING) -> float:
-        """Reading the keys in waves of blocks, whose warps wait for tiles or work on them; and merging the splits."""
-        d, dv, keys = padded(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL
+        """Estimate the time to read the keys in waves of blocks, and to merge the splits.
+
+        Warps wait for tiles or compute on them.
+        """
+        d, dv, keys = pad_head_dim(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL_SIZE
         rows = problem.group * (problem.q_len or 1)
         blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
-        wanted = self.blocks or self.per_sm * device.sm_count
-        splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
-        key = (d + dv) // CHUNK * arriving_bytes(problem)
+        target_blocks = self.blocks or self.per_sm * device.sm_count
+        splits = max(min(target_blocks // blocks, -(-keys // self.split)), 1)
+        key = (d + dv) // CHUNK * staged_chunk_bytes(problem)
         registers = min(dv // 2 + self.keys // 2 + ADDRESSES, REGISTERS)
-        fit = resident_blocks(device, self.threads, registers, self.shared_memory(problem))
+        resident = count_resident_blocks(device, self.threads, registers, self.shared_memory(problem))
         unit = self.keys * self.warps
         steps = math.ceil(math.ceil(keys / unit) / splits)
-        own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS)
+        own_cycles = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS)
         if problem.coded:
-            own += 4 * EXPANSION * self.keys * (d + dv) / LANES
-        own = timing.own * own + (7 if problem.coded else 4) * BARRIER
-        alone = steps * max(own, (timing.latency + own) / (self.stages - 1))
-        read = Waves(blocks * splits, fit, device).cycles(keys / splits * key, alone, timing.uneven)
-        merged = timing.merge + timing.part * splits if splits > 1 else 0
-        return math.log(timing.launch + timing.block / self.warps + read + merged)
+            own_cycles += 4 * EXPANSION * self.keys * (d + dv) / LANES
+        own_cycles = timing.own * own_cycles + (7 if problem.coded else 4) * BARRIER
+        alone = steps * max(own_cycles, (timing.latency + own_cycles) / (self.stages - 1))
+        read = Waves(blocks * splits, resident, device).cycles(keys / splits * key, alone, timing.uneven)
+        merging = timing.merge + timing.part * splits if splits > 1 else 0
+        return math.log(timing.launch + timing.block / self.warps + read + merging)
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> DecodeTiles:
         """Return the tiles whose estimates are best over caches of typical sizes.
 
-        `prefill_wgmma` splits keys too, and reads them once for 64 rows of all heads that share them: where it can, it
-        has all that need more than one tile of 16.
+        `prefill_wgmma` splits keys too, and reads them once for 64 rows of all heads that share them. Where it can run,
+        it serves all problems that need more than one tile of 16.
         """
-        wide = device.generation == 90 and problem.dense and packed_heads(problem) == problem.group
+        wide = device.generation == 90 and problem.dense and count_packed_heads(problem) == problem.group
         rows = 64 if problem.splits or not wide else 16
-        keys = 32 if padded(problem.head_dim) + problem.v_head_dim <= 128 else 16
+        keys = 32 if pad_head_dim(problem.head_dim) + problem.v_head_dim <= 128 else 16
         typical = [dataclasses.replace(problem, batch=b, kv_len=n, q_len=1) for b, n in TYPICAL_CACHES]
         candidates = [
-            DecodeTiles(keys, warps, stages, split=128, per_sm=each, rows=rows)
-            for each in (1, 2)
+            DecodeTiles(keys, warps, stages, split=128, per_sm=per_sm, rows=rows)
+            for per_sm in (1, 2)
             for warps, stages in ((8, 2), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2))
         ]
         legal = [tiles for tiles in candidates if tiles.is_legal(problem, device)]
@@ -146,17 +162,17 @@ class RowTiles(Tiles):
     """Tiles of `decode_rows`."""
 
     split: int
-    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
+    """Keys are split to keep the GPU busy, into ranges of at least so many keys of the cache."""
     per_sm: int = 32
-    """Warps that keep each SM busy: half of what it can hold."""
+    """Warps that keep each SM busy: half of its capacity."""
     warps: int | None = None
-    """Warps in all, where some SMs are for others; None is those of all that the GPU has."""
+    """Warps in total, to leave SMs to other kernels. None uses all SMs of the GPU."""
     block: int = 4
     """Warps per thread block."""
     keys: int = 4
-    """Keys that a warp asks for at once."""
+    """Keys that a warp loads at once."""
     ahead: int = 4
-    """Parts of a row whose O a warp asks for at once where it puts them together."""
+    """Partial results of a row whose O a warp loads at once when merging."""
 
     @classmethod
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
@@ -170,27 +186,27 @@ class RowTiles(Tiles):
         }
 
     def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
-        least = min(self.split, self.per_sm, self.keys, self.ahead)
+        smallest = min(self.split, self.per_sm, self.keys, self.ahead)
         return {
-            "split, per_sm, keys and ahead must be positive": least > 0,
+            "split, per_sm, keys and ahead must be positive": smallest > 0,
             f"block = {self.block} must be from 1 to 32": 1 <= self.block <= 32,
         }
 
     def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Waiting for keys, which so many warps do at once, or the cache that they read; and merging the splits."""
-        keys = problem.kv_len or TYPICAL
+        """Estimate the time to wait for keys, or to read them from the cache, and to merge the splits."""
+        keys = problem.kv_len or TYPICAL_SIZE
         rows = (problem.batch or 1) * problem.q_heads * (problem.q_len or 1)
-        wanted = self.warps or self.per_sm * device.sm_count
-        splits = max(min(wanted // rows, -(-keys // self.split)), 1)
-        busiest = load(-(-rows * splits // self.block), device, 32 * self.block, ADDRESSES, 0)
+        target_warps = self.warps or self.per_sm * device.sm_count
+        splits = max(min(target_warps // rows, -(-keys // self.split)), 1)
+        sm_load = spread_blocks(-(-rows * splits // self.block), device, 32 * self.block, ADDRESSES, 0)
         size = 4 * (problem.head_dim + problem.v_head_dim)
         steps = -(-keys // (splits * self.keys))
-        waited = steps * (LATENCY + self.keys * 2 * BARRIER) * busiest.blocks / busiest.at_once
-        read = busiest.blocks * self.block * keys / splits * size / device.cache
-        merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
-        return math.log(max(waited, read) + merged)
+        waiting = steps * (LATENCY + self.keys * 2 * BARRIER) * sm_load.blocks / sm_load.at_once
+        read = sm_load.blocks * self.block * keys / splits * size / device.cache
+        merging = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
+        return math.log(max(waiting, read) + merging)
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> RowTiles:
-        """Untuned but good."""
+        """Return untuned but good tiles."""
         return RowTiles(split=16)

@@ -1,4 +1,4 @@
-"""What a kernel has to know about a GPU before it meets one."""
+"""Properties of GPUs that kernels need at compile time."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import tvm
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU architecture. Cards differ in caches and SMs; those here are one card's, for speed alone."""
+    """A GPU architecture. Cards differ in caches and SMs; those here are one card's and affect speed only."""
 
     arch: str
-    """As nvcc's -arch takes it."""
+    """As nvcc's -arch accepts it."""
     shared_memory: int
     """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
     l2: int
     """Bytes of the second-level cache."""
     sm_count: int
-    """Blocks run on so many at a time."""
+    """Number of SMs."""
     tensor_cores: int
-    """Operations of an SM in a cycle, in matmuls of half precision with sums in float32, by its best
-    instructions (architecture white papers; GeForce cards have half of what their data center siblings have)."""
+    """Operations of an SM per cycle, in matmuls of half precision with accumulators in float32, by its best
+    instructions.
+
+    Source: architecture white papers; GeForce cards have half of the rate of their data center siblings.
+    """
     cache: int
-    """Bytes that the second-level cache gives an SM in a cycle, roughly."""
+    """Bytes that the second-level cache delivers to an SM per cycle, roughly."""
     memory: int
-    """Bytes that the device's memory gives an SM in a cycle."""
+    """Bytes that the device's memory delivers to an SM per cycle."""
 
     @property
     def generation(self) -> int:
@@ -34,7 +37,7 @@ class Device:
 
     @property
     def begins_early(self) -> bool:
-        """Whether kernels begin while the one before ends (lowering/compiling/early_launch.py)."""
+        """Whether kernels begin while the previous one ends (lowering/compiling/early_launch.py)."""
         return self.generation >= 90
 
 
@@ -51,11 +54,18 @@ DEVICES = {
         Device("sm_120", 99 * _KIB, 96 * _MIB, 170, 512, 20, 4),  # RTX 50; RTX PRO has 1024 operations
     )
 }
-"""By architecture. TMA and wgmma exist from sm_90a, asynchronous copies and mma.sync in bfloat16 from sm_80."""
+"""Devices by architecture.
+
+TMA and wgmma exist from sm_90a, asynchronous copies and mma.sync in bfloat16 from sm_80.
+"""
 
 
 def device(target: tvm.target.Target) -> Device:
-    """The device of a CUDA target. Raises ValueError for an architecture that no kernel was written for."""
+    """Return the device of a CUDA target.
+
+    Raises:
+        ValueError: No kernel was written for the architecture.
+    """
     arch = str(target.attrs["arch"])
     if arch not in DEVICES:
         raise ValueError(f"No kernel was written for {arch}; known are {', '.join(DEVICES)}.")

@@ -1,4 +1,4 @@
-"""What becomes of the sums of products: bias, activation, residual, casts, at chunks of a row of C, stored."""
+"""Epilogue of matmuls: bias, activation, residual and casts on chunks of a row of C, which are stored."""
 
 from __future__ import annotations
 
@@ -9,74 +9,85 @@ from tvm import tirx
 from lowering.tensorir.expressions import Expr, offset, substitute
 
 from ..reading.values import Evaluator, flat_view
-from .chunks import Row, evaluate, result_registers, store
+from .chunks import ChunkedRow, alloc_result_registers, evaluate_chunk, store_values
 from .matmul_reader import Matmuls
-from .ptx import let, put
+from .ptx import let, store_element
 
-Sum = Callable[[Expr], Expr]
-"""Of a matmul, at a column of the chunk."""
+Accumulator = Callable[[Expr], Expr]
+"""The accumulator of a matmul at a column of the chunk."""
 
 
-HALF = 8
-"""Columns of C, successive ones, that the small-M kernel has in each half of a block."""
+HALF_COLUMNS = 8
+"""Successive columns of C that the small-M kernel has in each half of a block."""
 
 
 class Epilogue:
-    """Written where the IRBuilder stands; `memory` are the function's tensors as vectors.
+    """The code of an epilogue, written at the position of the IRBuilder.
 
-    Blocks of few rows have columns `first(n)` to `first(n)` + 7, and as many `apart` from there.
+    `memory` maps the function's tensors to flat views. Blocks of the small-M kernel have columns `first(n)` to
+    `first(n)` + 7, and as many at a distance of `apart` columns.
     """
 
-    apart = HALF
+    apart = HALF_COLUMNS
 
     def __init__(self, matmuls: Matmuls) -> None:
         self.matmuls, facts = matmuls, matmuls.facts
         self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, matmuls.func.params)}
-        self.row = Row(facts, matmuls.j, matmuls.columns)
+        self.row = ChunkedRow(facts, matmuls.j, matmuls.columns)
         group = matmuls.group
         point = [facts.simplify(substitute(i, matmuls.point)) for i in group.matmuls[0].stage.indices]
-        self.sums = [tirx.Var(f"sum{n}", matmul.acc) for n, matmul in enumerate(group.matmuls)]
-        known = {matmul.stage.output: [(point, var)] for matmul, var in zip(group.matmuls, self.sums)}
-        wanted = [tirx.BufferLoad(output, point) for output in group.outputs]
+        self.accumulators = [tirx.Var(f"sum{n}", matmul.acc) for n, matmul in enumerate(group.matmuls)]
+        bindings = {matmul.stage.output: [(point, var)] for matmul, var in zip(group.matmuls, self.accumulators)}
+        loads = [tirx.BufferLoad(output, point) for output in group.outputs]
         stored = [output.dtype for output in group.outputs]
-        self.places = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
-        self.program = Evaluator.of(matmuls.stages, self.memory).program(wanted, facts, known, stored, rounds=False)
-        self.width = self.row.width(self.places)
+        self.offsets = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
+        self.program = Evaluator.of(matmuls.stages, self.memory).program(loads, facts, bindings, stored, rounds=False)
+        self.width = self.row.width(self.offsets)
 
-    def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:
-        """C at a row and `width` columns from that one on, all of which exist. where: the batch axes."""
-        values = {**where, self.matmuls.m: let(row.astype("int64"))}
+    def store_columns(
+        self, batch_indices: Mapping[tirx.Var, Expr], row: Expr, column: Expr, accumulators: Sequence[Accumulator]
+    ) -> None:
+        """Store C at a row and `width` columns from `column` on, all of which exist."""
+        bindings = {**batch_indices, self.matmuls.m: let(row.astype("int64"))}
         first = let(column.astype("int64"))
-        results = result_registers(self.program, len(self.places), self.width)
+        results = alloc_result_registers(self.program, len(self.offsets), self.width)
 
-        def keep(x: Expr, found: list[Expr]) -> None:
-            for register, result in zip(results, found):
-                put(register, x, result)
+        def store_results(x: Expr, values: list[Expr]) -> None:
+            for register, result in zip(results, values):
+                store_element(register, x, result)
 
-        evaluate(self.row, self.program, self.width, values, first, keep, dict(zip(self.sums, sums)))
-        for output, place, register in zip(self.matmuls.group.outputs, self.places, results):
-            at = let(substitute(place, {**values, self.matmuls.j: first}))
-            self.put(output, at, register)
+        evaluate_chunk(
+            self.row,
+            self.program,
+            self.width,
+            bindings,
+            first,
+            store_results,
+            dict(zip(self.accumulators, accumulators)),
+        )
+        for output, address, register in zip(self.matmuls.group.outputs, self.offsets, results):
+            at = let(substitute(address, {**bindings, self.matmuls.j: first}))
+            self.store_chunk(output, at, register)
 
-    def put(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:
-        """Stores a chunk of an output, at the place of its first element in memory: registers."""
-        store(self.memory[output], at, chunk)
+    def store_chunk(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:
+        """Store a chunk of an output from registers; `at` is the offset of its first element in memory."""
+        store_values(self.memory[output], at, chunk)
 
     def first(self, number: Expr) -> Expr:
-        """The first column of a block of few rows."""
-        return number * (2 * HALF)
+        """Return the first column of a small-M block."""
+        return number * (2 * HALF_COLUMNS)
 
 
-class Ends:
-    """What becomes of the results of matmuls: they are stored."""
+class EpilogueFactory:
+    """Creates the epilogues of matmuls: here they store the results."""
 
-    def epilogue(self, matmuls: Matmuls) -> Epilogue:
+    def create_epilogue(self, matmuls: Matmuls) -> Epilogue:
         return Epilogue(matmuls)
 
-    def behind(self) -> None:
-        """Launches behind kernels whose results have been stored."""
+    def launch_trailing(self) -> None:
+        """Emit the launches that follow kernels whose results have been stored."""
 
 
-def row_of(sums: tirx.Buffer, start: Expr | int) -> Sum:
-    """Sums that lie one behind the other."""
-    return lambda x: sums[start + x]
+def index_accumulators(accumulators: tirx.Buffer, start: Expr | int) -> Accumulator:
+    """Return accessors to accumulators that are stored one after another."""
+    return lambda x: accumulators[start + x]

@@ -1,8 +1,8 @@
-"""What a row does not see must not reach it: values that are not finite, as 0 * NaN = NaN.
+"""Mask values that a row does not see: values that are not finite must not reach it, as 0 * NaN = NaN.
 
-Where some row of a query tile does not see some key of a key tile, the consumers look through the tile of V in shared
-memory before they use it: elements that are not finite become 0, and their keys are marked. A row that gives weight to
-a marked key does see it: it becomes NaN.
+Where some row of a query tile does not see some key of a key tile, the consumers scan the tile of V in shared memory
+before they use it. Elements that are not finite become 0, and their keys are marked. A row that gives weight to a
+marked key does see it, so it becomes NaN.
 """
 
 from __future__ import annotations
@@ -14,67 +14,77 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from .pipeline import named_sync
-from .ptx import WARP, let, put, registers
-from .tma import CHUNKS, TensorMap, fence_async, panels
+from .ptx import WARP, alloc_registers, let, store_element
+from .tma import CHUNKS, TensorMap, count_panels, fence_async
 
 EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
 class FiniteValues:
-    """The code for tiles of V in a ring of so many slots, looked through by so many threads that meet at a barrier.
+    """The code for tiles of V in a ring of `slots` slots, scanned by `threads` threads that meet at a barrier.
 
-    A mark is the number of the last fill of the ring, counted from 1, in which it was set: no mark is ever taken back.
+    A mark is the number of the last fill of the ring, counted from 1, in which it was set, so no mark is ever reset.
     """
 
     def __init__(self, memory: tirx.Buffer, dtype: str, values: TensorMap, slots: int, threads: int) -> None:
         self.memory, self.dtype, self.values, self.slots, self.threads = memory, dtype, values, slots, threads
         self.warps = threads // WARP
         marks = slots * (values.rows + self.warps)
-        self.keys = T.alloc_buffer((marks,), "int32", scope="shared", align=4)  # ..., then whether a warp set any
+        self.keys = T.alloc_buffer((marks,), "int32", scope="shared", align=4)  # by key, then whether a warp set any
 
     def initialize(self, thread: Expr, threads: int) -> None:
-        """By so many threads of the block, before they meet."""
+        """Initialize the marks by `threads` threads of the block, before their barrier."""
         count = int(self.keys.shape[0])
-        with T.serial(-(-count // threads)) as turn:
-            at = turn * threads + thread
+        with T.serial(-(-count // threads)) as iteration:
+            at = iteration * threads + thread
             with T.If(at < count), T.Then():
-                put(self.keys, at, 0)
+                store_element(self.keys, at, 0)
 
     def clean(self, at: Expr, slot: Expr, fill: Expr, thread: Expr, barrier: int) -> None:
-        """The tile at memory[at:] (words), which is a fill in that slot, made finite by all threads; they meet then."""
+        """Make the tile at memory[at:] (32-bit words) finite, by all threads, which then meet at the barrier.
+
+        The tile is fill number `fill`, in slot `slot`.
+        """
         rows, chunks = self.values.rows, self.values.rows * CHUNKS
         first = let(tirx.truncdiv(at, 4))
-        with T.serial(-(-chunks // self.threads)) as turn:
-            chunk = let(turn * self.threads + thread)  # a warp has whole rows, and so their marks to itself
-            with T.If(chunk < chunks), T.Then(), T.serial(panels(self.values.dim)) as panel:
-                found = self.clean_chunk(let(first + panel * chunks + chunk))
-                with T.If(found), T.Then():
-                    put(self.keys, slot * rows + tirx.truncdiv(chunk, CHUNKS), fill + 1)
-                    put(self.keys, self.by_warp(slot) + tirx.truncdiv(thread, WARP), fill + 1)
+        with T.serial(-(-chunks // self.threads)) as iteration:
+            chunk = let(iteration * self.threads + thread)  # a warp has whole rows, so it sets their marks alone
+            with T.If(chunk < chunks), T.Then(), T.serial(count_panels(self.values.dim)) as panel:
+                has_marks = self.clean_chunk(let(first + panel * chunks + chunk))
+                with T.If(has_marks), T.Then():
+                    store_element(self.keys, slot * rows + tirx.truncdiv(chunk, CHUNKS), fill + 1)
+                    store_element(self.keys, self.warp_marks_offset(slot) + tirx.truncdiv(thread, WARP), fill + 1)
         fence_async()
         named_sync(barrier, self.threads)
 
     def clean_chunk(self, chunk: Expr) -> Expr:
-        """Eight elements in four words: those that are not finite := 0; whether there were any."""
-        words, wrong = registers(4, "uint32"), registers(4, "uint32")
+        """Zero the elements of a chunk that are not finite, and return whether there were any.
+
+        A chunk is eight elements in four registers.
+        """
+        packed, non_finite = alloc_registers(4, "uint32"), alloc_registers(4, "uint32")
         with T.vectorized(4) as n:
-            put(words, n, self.memory[chunk * 4 + n])
+            store_element(packed, n, self.memory[chunk * 4 + n])
         for n in range(4):
             # An exponent of ones, and only that, overflows into the sign.
-            exponents = T.bitwise_and(words[n], T.uint32(EXPONENT[self.dtype] * 0x10001))
+            exponents = T.bitwise_and(packed[n], T.uint32(EXPONENT[self.dtype] * 0x10001))
             overflow = exponents + T.uint32((0x8000 - EXPONENT[self.dtype]) * 0x10001)
-            put(wrong, n, T.bitwise_and(overflow >> T.uint32(15), T.uint32(0x10001)) * T.uint32(0xFFFF))
-        any_wrong = T.bitwise_or(T.bitwise_or(wrong[0], wrong[1]), T.bitwise_or(wrong[2], wrong[3]))
-        found = tirx.NE(let(any_wrong), T.uint32(0))
-        with T.If(found), T.Then():
+            store_element(non_finite, n, T.bitwise_and(overflow >> T.uint32(15), T.uint32(0x10001)) * T.uint32(0xFFFF))
+        any_non_finite = T.bitwise_or(
+            T.bitwise_or(non_finite[0], non_finite[1]), T.bitwise_or(non_finite[2], non_finite[3])
+        )
+        has_non_finite = tirx.NE(let(any_non_finite), T.uint32(0))
+        with T.If(has_non_finite), T.Then():
             for n in range(4):
-                put(self.memory, chunk * 4 + n, T.bitwise_and(words[n], T.bitwise_not(wrong[n])))
-        return found
+                store_element(self.memory, chunk * 4 + n, T.bitwise_and(packed[n], T.bitwise_not(non_finite[n])))
+        return has_non_finite
 
-    def marked(self, slot: Expr, fill: Expr) -> tuple[Expr, Callable[[Expr], Expr]]:
-        """After `clean`: whether a key of the fill is marked, and whether one is, by its place in the tile."""
-        any_warp = [tirx.EQ(self.keys[self.by_warp(slot) + warp], fill + 1) for warp in range(self.warps)]
+    def read_marks(self, slot: Expr, fill: Expr) -> tuple[Expr, Callable[[Expr], Expr]]:
+        """Return whether a key of the fill is marked, and a function from a key's index in the tile to its mark, after
+        `clean`.
+        """
+        any_warp = [tirx.EQ(self.keys[self.warp_marks_offset(slot) + warp], fill + 1) for warp in range(self.warps)]
         return tirx.any(*any_warp), lambda key: tirx.EQ(self.keys[slot * self.values.rows + key], fill + 1)
 
-    def by_warp(self, slot: Expr) -> Expr:
+    def warp_marks_offset(self, slot: Expr) -> Expr:
         return self.slots * self.values.rows + slot * self.warps

@@ -1,8 +1,8 @@
-"""Gradients of attention on GPUs: a warp for each query row gives dQ, a warp for each key dK and dV.
+"""Gradients of attention on GPUs: a warp for each query row computes dQ, a warp for each key dK and dV.
 
-A lane has every 32nd element of vectors, so that a warp reads a row in one go; dot products are added up by shuffles.
-Scores are computed once for the rows and once for the keys, and nothing is shared between warps but the gradients of
-tables, to which rows add by atomic operations.
+A lane has every 32nd element of vectors, so that a warp reads a row in one access; dot products are reduced by
+shuffles. Scores are computed once for the rows and once for the keys. Warps share only the gradients of tables, to
+which rows add by atomic operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GradientTiles(Tiles):
     """Tiles of `gradient`."""
 
     block: int = 4
-    """Warps of a block."""
+    """Warps per block."""
 
     @classmethod
     def default(cls, problem: GradientProblem, device: Device) -> GradientTiles:
@@ -47,7 +47,7 @@ class GradientTiles(Tiles):
 
 
 def gradient(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function that holds a GradientProblem."""
+    """Return the variant for a function that carries a GradientProblem; None for anything else."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem, gpu = GradientProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
@@ -56,7 +56,7 @@ def gradient(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | 
 
 
 def _kernel(problem: GradientProblem, tiles: GradientTiles) -> tirx.PrimFunc:
-    """The PrimFunc with the parameters of the plain gradient."""
+    """Return the PrimFunc with the parameters of the plain gradient."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention_gradient")
         bound = BoundGradient(GradientParameters(problem, scope="local"))
@@ -64,19 +64,21 @@ def _kernel(problem: GradientProblem, tiles: GradientTiles) -> tirx.PrimFunc:
         for name in problem.tables:
             _clear(bound.buffers[f"d_{name}"], tiles.block * WARP)
 
-        def row(lane: Expr, place: Place) -> None:
-            part = WarpPart(bound, lane)
-            part.row(place)
+        def row(lane: Expr, position: Place) -> None:
+            warp = WarpGradient(bound, lane)
+            warp.row(position)
             if problem.tables:
-                part.tables(place)
+                warp.tables(position)
 
         _launch(B, p.q_heads, bound.bound.S, tiles.block, row)
-        _launch(B, p.kv_heads, bound.bound.T, tiles.block, lambda lane, place: WarpPart(bound, lane).key(place))
+        _launch(
+            B, p.kv_heads, bound.bound.T, tiles.block, lambda lane, position: WarpGradient(bound, lane).key(position)
+        )
     return builder.get()
 
 
 def _launch(batches: Expr, heads: int, length: Expr, block: int, emit: Callable[[Expr, Place], None]) -> None:
-    """A warp for each batch, head and row or key."""
+    """Launch a warp for each batch, head and row or key."""
     count = batches * heads * length
     with (
         T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(count, block), T.int64(1))) as index,
@@ -98,11 +100,11 @@ def _clear(buffer: tirx.Buffer, threads: int) -> None:
     ):
         n = let(index.astype("int64") * threads + thread)
         with T.If(n < size), T.Then():
-            place = [T.int64(0)] * (len(buffer.shape) - 1) + [n]
-            T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), place)
+            indices = [T.int64(0)] * (len(buffer.shape) - 1) + [n]
+            T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), indices)
 
 
-class WarpPart(Part):
+class WarpGradient(Part):
     """The code for a row or a key, run by the 32 lanes of a warp."""
 
     def __init__(self, bound: BoundGradient, lane: Expr) -> None:
@@ -114,8 +116,8 @@ class WarpPart(Part):
 
     @contextmanager
     def elements(self, size: int) -> Iterator[tuple[Expr, Expr]]:
-        with lane_elements(size, self.lane) as place:
-            yield place
+        with lane_elements(size, self.lane) as element:
+            yield element
 
     def total(self, value: Expr) -> Expr:
         total = let(value)

@@ -1,6 +1,6 @@
-"""K_j and V_j in shared memory, for the tiles of keys that a block of `prefill_mma` works on one after the other.
+"""K_j and V_j in shared memory, for the tiles of keys that a block of `prefill_mma` processes one after another.
 
-K_0 (with Q), V_0, K_1, V_1, ... are groups of asynchronous copies, empty behind the last tile.
+K_0 (with Q), V_0, K_1, V_1, ... are groups of asynchronous copies, empty after the last tile.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 
 from . import ptx
-from .attention_tiles import MmaTiles, padded
-from .coded_rows import CodedRows
-from .kv_codes import KvCodes
+from .attention_tiles import MmaTiles, pad_head_dim
 from .ptx import let
-from .row_copies import Rows
+from .quantized_kv import KvDequantizer
+from .quantized_rows import QuantizedRows
+from .row_copies import RowCopies
 from .shared_tile import CHUNK, SharedTile
 
 
 @dataclass(frozen=True)
-class Work:
-    """Of a block: the tiles of keys before number `stop`, of which keys(u) gives the first key and the one behind the
-    last; key/value head hk in batch b; the number of the thread."""
+class KvTileRange:
+    """The key tiles of a block: those before number `stop`, of key/value head hk in batch b.
+
+    keys(u) returns the first key of tile u and the key after its last one. `thread` is the thread's index.
+    """
 
     b: Expr
     hk: Expr
@@ -36,45 +38,45 @@ class Work:
     stop: Expr
 
 
-class KeyValueTiles(ABC):
-    """The tiles of K and V. Those that can be read, `slots` of each, lie in shared memory behind Q."""
+class KvTiles(ABC):
+    """The tiles of K and V. The `slots` readable tiles of each follow Q in shared memory."""
 
     def __init__(
-        self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: Work, *, slots: int, pending: int
+        self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange, *, slots: int, pending: int
     ) -> None:
-        """pending: groups of copies that may be on their way when a tile is waited for."""
+        """`pending` is the number of groups of copies that may be in flight when a tile is waited for."""
         p, self.tiles, self.memory, self.work = bound.problem, tiles, memory, work
         self.slots, self.pending = slots, pending
-        self.chunks = {"k": padded(p.head_dim) // CHUNK, "v": p.v_head_dim // CHUNK}
+        self.chunks = {"k": pad_head_dim(p.head_dim) // CHUNK, "v": p.v_head_dim // CHUNK}
         self.sizes = {name: tiles.kv * chunks * CHUNK for name, chunks in self.chunks.items()}
         k_start = tiles.q * max(self.chunks.values()) * CHUNK
         self.starts = {"k": k_start, "v": k_start + slots * self.sizes["k"]}
         self.end = self.starts["v"] + slots * self.sizes["v"]
-        self.rows = {name: Rows(bound, name, work.b, work.hk, work.thread, tiles.threads) for name in ("k", "v")}
+        self.rows = {name: RowCopies(bound, name, work.b, work.hk, work.thread, tiles.threads) for name in ("k", "v")}
 
     def tile(self, name: str, u: Expr) -> SharedTile:
-        """Where tile u of k or v is read, once it is there."""
+        """Return where tile u of k or v is read after its arrival."""
         return SharedTile(self.memory, self.starts[name] + u % self.slots * self.sizes[name], self.chunks[name])
 
     @abstractmethod
     def begin(self, start: Expr) -> None:
-        """Asks for the tiles from number `start` on."""
+        """Load the tiles from number `start` on."""
 
     @abstractmethod
     def await_keys(self, u: Expr) -> None:
-        """K_u is there, and no warp reads V_u-1 any longer; asks for what comes next."""
+        """Wait until K_u has arrived and no warp reads V_u-1 any longer; load the next tile."""
 
     @abstractmethod
     def await_values(self, u: Expr) -> None:
-        """V_u is there, and no warp reads K_u any longer; asks for what comes next."""
+        """Wait until V_u has arrived and no warp reads K_u any longer; load the next tile."""
 
     def wait(self) -> None:
-        """The group that comes next is there, and all threads are here."""
+        """Wait for the next group of copies, and for all threads."""
         ptx.wait_for_copies(self.pending)
         ptx.synchronize()
 
     def load(self, name: str, u: Expr) -> None:
-        """Asks for tile u of k or v, if there is one."""
+        """Load tile u of k or v, if there is one."""
         with T.If(u < self.work.stop), T.Then():
             first, end = self.work.keys(u)
             self.copy(name, u, let(first), end)
@@ -82,13 +84,13 @@ class KeyValueTiles(ABC):
 
     @abstractmethod
     def copy(self, name: str, u: Expr, first: Expr, end: Expr) -> None:
-        """Begins to copy tile u of k or v, whose keys are [first, end)."""
+        """Begin to copy tile u of k or v, whose keys are [first, end)."""
 
 
-class HalfTiles(KeyValueTiles):
-    """Of half precision, copied to where they are read."""
+class HalfPrecisionKvTiles(KvTiles):
+    """Tiles of half precision, copied directly to where they are read."""
 
-    def __init__(self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: Work) -> None:
+    def __init__(self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange) -> None:
         super().__init__(bound, tiles, memory, work, slots=tiles.stages, pending=2 * tiles.stages - 2)
 
     def begin(self, start: Expr) -> None:
@@ -109,15 +111,20 @@ class HalfTiles(KeyValueTiles):
         self.rows[name].copy(self.tile(name, u), first, self.tiles.kv, end)
 
 
-class CodedTiles(KeyValueTiles):
-    """Of codes, copied to rings of their own and expanded from there. A thread expands what it has copied, and so needs
-    no barrier before: there are as many as for half precision."""
+class QuantizedKvTiles(KvTiles):
+    """Quantized tiles, copied to rings of their own and dequantized from there.
 
-    def __init__(self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: Work, codes: KvCodes) -> None:
+    A thread dequantizes the chunks that it has copied, and needs no barrier before. So there are as many barriers as
+    for half precision.
+    """
+
+    def __init__(
+        self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange, dequantizer: KvDequantizer
+    ) -> None:
         super().__init__(bound, tiles, memory, work, slots=1, pending=2 * tiles.stages - 1)
-        self.rings, start = dict[str, CodedRows](), self.end
+        self.rings, start = dict[str, QuantizedRows](), self.end
         for name, rows in self.rows.items():
-            self.rings[name] = CodedRows(codes, rows, memory, start, tiles.kv)
+            self.rings[name] = QuantizedRows(dequantizer, rows, memory, start, tiles.kv)
             start += tiles.stages * self.rings[name].size
 
     def begin(self, start: Expr) -> None:
@@ -133,7 +140,7 @@ class CodedTiles(KeyValueTiles):
 
     def await_tile(self, name: str, u: Expr) -> None:
         ptx.wait_for_copies(self.pending)
-        self.rings[name].expand(u % self.tiles.stages, self.tile(name, u))
+        self.rings[name].dequantize(u % self.tiles.stages, self.tile(name, u))
         ptx.synchronize()
         self.load(name, u + self.tiles.stages)
 

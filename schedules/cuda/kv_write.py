@@ -1,9 +1,10 @@
-"""KvWrite: new keys and values go to their slots, a thread for each group of elements that share a scale, or for each
-element where none do.
+"""KvWrite: new keys and values are written to their slots by a thread for each group of elements that share a scale.
+
+Without group scales, a thread writes one element.
 
     for each batch and share of its new rows, in blocks:
         for each row of the share, for each group of K and of V, in threads:
-            the group with bias and rotation, its scale, its codes
+            the group with bias and rotation, its scale, its quantized values
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class KvWriteTiles(Tiles):
     """Tiles of the KV write."""
 
     threads: int = 256
-    """Per block."""
+    """Threads per block."""
     shares: int = 32
-    """Blocks among which the new rows of a batch are dealt."""
+    """Blocks to which the new rows of a batch are distributed."""
 
     @classmethod
     def default(cls, problem: KvWrite, device: Device) -> KvWriteTiles:
@@ -50,7 +51,7 @@ class KvWriteTiles(Tiles):
 
 
 def kv_write(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A KV write (lowering/attention/kv_write.py), in place."""
+    """Return the variant for a KV write (lowering/attention/kv_write.py) in place; None for anything else."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     record, gpu = KvWrite.from_json(str(func.attrs[ATTRIBUTE])), device(target)
@@ -63,8 +64,8 @@ def kv_write(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | 
 def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(private=True):
         bound = BoundKvWrite(record, copy=False)
-        codec = record.layout.codec
-        group = codec.group if codec is not None and codec.group else record.layout.packing
+        quantization = record.layout.codec
+        group = quantization.group if quantization is not None and quantization.group else record.layout.packing
         dims = record.dims()
         keys, values = record.heads * record.head_dim // group, record.heads * record.v_head_dim // group
         blocks = tirx.max(T.int64(tiles.shares) * bound.B, T.int64(1))
@@ -77,9 +78,9 @@ def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
                 count = let(bound.rows(b))
                 steps = tirx.ceildiv(tirx.max(count - share, T.int64(0)), T.int64(tiles.shares))
                 rounds = -(-(keys + values) // tiles.threads)
-                with T.serial(let(steps)) as step, T.serial(T.int64(rounds)) as turn:
+                with T.serial(let(steps)) as step, T.serial(T.int64(rounds)) as iteration:
                     i = let(share + step * tiles.shares)
-                    unit = let(turn * tiles.threads + thread.astype("int64"))
+                    unit = let(iteration * tiles.threads + thread.astype("int64"))
                     with T.If(bound.stays(b, i)), T.Then():
                         with T.If(unit < keys), T.Then():
                             _Group(bound, b, i, 0, dims[0], group, unit).emit()
@@ -90,55 +91,55 @@ def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
 
 
 class _Group:
-    """The code for one group of keys (part 0) or values (1) of new row i of batch b."""
+    """The code for one group of keys (kind 0) or values (kind 1) of new row i of batch b."""
 
-    def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, part: int, dim: int, group: int, unit: Expr) -> None:
-        self.bound, self.part, self.dim, self.group = bound, part, dim, group
+    def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, kind: int, dim: int, group: int, unit: Expr) -> None:
+        self.bound, self.kind, self.dim, self.group = bound, kind, dim, group
         self.b, self.n = b, let(bound.buffers["row_starts"][b] + i)
         self.t = let(bound.buffers["starts"][b] + i)
         self.h, self.g = let(unit // (dim // group)), let(unit % (dim // group))
 
     def emit(self) -> None:
-        bound, codec = self.bound, self.bound.layout.codec
-        with bound.slot(self.part, self.b, self.t) as (buffer, where):
+        bound, quantization = self.bound, self.bound.layout.codec
+        with bound.slot(self.kind, self.b, self.t) as (buffer, where):
 
-            def put(d: Expr, value: Expr) -> None:
+            def store(d: Expr, value: Expr) -> None:
                 T.buffer_store(buffer, value, bound.index(where, self.h, d, self.dim))
 
-            if codec is None:
-                put(self.g, cast(self.value(self.g), buffer.dtype))
-            elif not codec.group:
-                at = bound.index(where, self.h, self.g, self.dim // codec.packing)
-                T.buffer_store(buffer, bound.coded(self.part, self.h, self.g, self.value), at)
+            if quantization is None:
+                store(self.g, cast(self.value(self.g), buffer.dtype))
+            elif not quantization.group:
+                at = bound.index(where, self.h, self.g, self.dim // quantization.packing)
+                T.buffer_store(buffer, bound.coded(self.kind, self.h, self.g, self.value), at)
             else:
-                scale = self.put_scale(codec.group)
-                with T.serial(T.int64(codec.group)) as e:
-                    d = let(self.g * codec.group + e)
-                    put(d, group_code(rounded(self.value(d) / scale, bound.record.dtype)))
+                scale = self.store_scale(quantization.group)
+                with T.serial(T.int64(quantization.group)) as e:
+                    d = let(self.g * quantization.group + e)
+                    store(d, group_code(rounded(self.value(d) / scale, bound.record.dtype)))
 
-    def put_scale(self, group: int) -> Expr:
-        """Stores the group's scale, and gives it."""
+    def store_scale(self, group: int) -> Expr:
+        """Store the group's scale, and return it."""
         bound = self.bound
         largest = T.alloc_buffer((1,), "float32", scope="local")
         T.buffer_store(largest, tirx.const(0.0, "float32"), [0])
         with T.serial(T.int64(group)) as e:
             T.buffer_store(largest, tirx.max(largest[0], tirx.abs(self.value(let(self.g * group + e)))), [0])
         scale = let(group_scale(largest[0], bound.record.dtype))
-        with bound.slot(self.part, self.b, self.t, scale=True) as (scales, where):
+        with bound.slot(self.kind, self.b, self.t, scale=True) as (scales, where):
             T.buffer_store(
                 scales, cast(scale, scales.dtype), bound.index(where, self.h, self.g, self.dim // self.group)
             )
         return scale
 
     def value(self, d: Expr) -> Expr:
-        """Element d of the head, with no more digits than the type of the rows has; a float32 variable."""
+        """Return element d of the head, rounded to the type of the rows, as a float32 variable."""
         bound, rotary = self.bound, self.bound.record.rotary
-        x = bound.element(self.part, self.n, self.h, d)
-        if rotary is not None and self.part == 0:
+        x = bound.element(self.kind, self.n, self.h, d)
+        if rotary is not None and self.kind == 0:
             half = rotary.dim // 2
-            pair, second = (d // 2, d % 2 != 0) if rotary.interleaved else (d % half, d >= half)
+            pair, is_second = (d // 2, d % 2 != 0) if rotary.interleaved else (d % half, d >= half)
             pair = let(tirx.Select(d < rotary.dim, pair, T.int64(0)))
-            one, other = (bound.element(0, self.n, self.h, place) for place in bound.pair(pair))
-            turned = bound.turned(self.n, pair, let(one), let(other))
-            x = tirx.Select(d < rotary.dim, tirx.Select(second, turned[1], turned[0]), x)
+            first, second = (bound.element(0, self.n, self.h, index) for index in bound.pair(pair))
+            rotated = bound.turned(self.n, pair, let(first), let(second))
+            x = tirx.Select(d < rotary.dim, tirx.Select(is_second, rotated[1], rotated[0]), x)
         return let(rounded(let(x), bound.record.dtype))

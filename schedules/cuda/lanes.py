@@ -1,4 +1,7 @@
-"""Vectors that the lanes of a warp share: lane n has every 32nd element from n on; a warp reads a row in one go."""
+"""Vectors distributed over the lanes of a warp.
+
+Lane n has every 32nd element from n on, so that a warp reads a row in one access.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from .ptx import WARP
 
 
 def per_lane(size: int) -> int:
-    """Elements that a lane keeps of a vector."""
+    """Return the number of elements of a vector that a lane has."""
     return -(-size // WARP)
 
 
 @contextmanager
 def lane_elements(size: int, lane: Expr) -> Iterator[tuple[Expr, Expr]]:
-    """A loop over a lane's elements of a vector: where it keeps the element, and which element it is."""
+    """Loop over a lane's elements of a vector; yield the index in the lane's registers, and the index in the vector."""
     with ExitStack() as inside:
-        place = inside.enter_context(T.unroll(per_lane(size)))
-        d = T.bind(place * WARP + lane)
+        slot = inside.enter_context(T.unroll(per_lane(size)))
+        d = T.bind(slot * WARP + lane)
         if size % WARP:
             inside.enter_context(T.If(d < size))
             inside.enter_context(T.Then())
-        yield place, d
+        yield slot, d

@@ -1,10 +1,10 @@
-"""Linear attention on GPUs: the state lies in registers, and tokens go one by one.
+"""Linear attention on GPUs: the state is in registers, and tokens are processed one by one.
 
     for each batch, head of the state and share of its columns, in blocks; for each column, in 8 lanes of a warp:
         for each token:     u = beta (v - S^T (a k)),  S = a S + k u,  y = scale S^T q
 
-Columns of the state do not depend on each other. A lane has every eighth row of one, so that lanes add up by shuffles,
-and threads wait for nobody but their warp.
+Columns of the state are independent. A lane has every eighth row of a column, so that lanes reduce by shuffles, and
+threads wait only for their warp.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinear, LinearAttenti
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .device import Device, device
-from .ptx import WARP, let, put, registers, shuffle_xor, unrolled
+from .ptx import WARP, alloc_registers, let, shuffle_xor, store_element, unrolled
 
 _LANES = 8  # of a column
-_LARGEST_HEAD = 64 * _LANES  # whose part of a column fits a thread's registers
+_LARGEST_HEAD = 64 * _LANES  # whose share of a column fits a thread's registers
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LinearTiles(Tiles):
     """Tiles of `linear`."""
 
     warps: int = 4
-    """Of a block, each with four columns."""
+    """Warps per block, each with four columns."""
 
     @classmethod
     def default(cls, problem: LinearAttention, device: Device) -> LinearTiles:
@@ -50,7 +50,10 @@ class LinearTiles(Tiles):
 
 
 def linear(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function that holds a LinearAttention, and carries its state on in place."""
+    """Return the variant for a function that carries a LinearAttention and updates its state in place.
+
+    None for anything else.
+    """
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem, gpu = LinearAttention.from_json(str(func.attrs[ATTRIBUTE])), device(target)
@@ -61,7 +64,7 @@ def linear(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 
 
 def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
-    """The PrimFunc (*inputs, y), with the state in place."""
+    """Return the PrimFunc (*inputs, y), with the state in place."""
     with IRBuilder() as builder, T.prim_func(private=True):
         bound = BoundLinear(problem)
         columns = tiles.warps * (WARP // _LANES)
@@ -83,70 +86,70 @@ def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
 
 
 class _Column:
-    """The code of a lane for its part of column c of a sequence's state of head h; there may be no such column."""
+    """The code of a lane for its share of column c of a sequence's state of head h; the column may not exist."""
 
     def __init__(self, bound: BoundLinear, sequence: Sequence, h: Expr, c: Expr, lane: Expr) -> None:
         self.bound, self.p, self.sequence, self.h, self.c, self.lane = bound, bound.linear, sequence, h, c, lane
-        self.there = let(c < self.p.v_head_dim)
+        self.exists = let(c < self.p.v_head_dim)
         self.count = -(-self.p.head_dim // _LANES)
-        self.S = registers(self.count, ACC)
+        self.S = alloc_registers(self.count, ACC)
 
     def emit(self) -> None:
         p, state = self.p, self.bound.state
         with unrolled(self.count) as m:
             d = self.row(m)
-            put(self.S, m, self.guarded(self.is_element(m), lambda: self.before(d)))
+            store_element(self.S, m, self.load_or_zero(self.is_element(m), lambda: self.load_state(d)))
         with T.serial(self.sequence.count) as t:
             self.token(let(self.sequence.first + t))
         with unrolled(self.count) as m, T.If(self.is_element(m)), T.Then():
             T.buffer_store(state, cast(self.S[m], p.state_dtype), [self.sequence.state, self.h, self.row(m), self.c])
 
-    def before(self, d: Expr) -> Expr:
+    def load_state(self, d: Expr) -> Expr:
         return self.bound.state_before(self.sequence, self.h, d, self.c)
 
     def row(self, m: Expr) -> Expr:
         return m.astype("int64") * _LANES + self.lane
 
     def is_element(self, m: Expr) -> Expr:
-        whole = self.p.head_dim % _LANES == 0
-        return self.there if whole else tirx.all(self.there, self.row(m) < self.p.head_dim)
+        is_full = self.p.head_dim % _LANES == 0
+        return self.exists if is_full else tirx.all(self.exists, self.row(m) < self.p.head_dim)
 
-    def guarded(self, there: Expr, value: Callable[[], Expr]) -> Expr:
-        return T.if_then_else(there, widened(value(), ACC), tirx.const(0.0, ACC))
+    def load_or_zero(self, condition: Expr, value: Callable[[], Expr]) -> Expr:
+        return T.if_then_else(condition, widened(value(), ACC), tirx.const(0.0, ACC))
 
-    def element(self, name: str, t: Expr, at: Expr, there: Expr) -> Expr:
-        return self.guarded(there, lambda: self.bound.buffers[name][self.sequence.batch, t, at])
+    def element(self, name: str, t: Expr, at: Expr, condition: Expr) -> Expr:
+        return self.load_or_zero(condition, lambda: self.bound.buffers[name][self.sequence.batch, t, at])
 
-    def sum_over_rows(self, name: str, t: Expr, at: Callable[[Expr], Expr]) -> Expr:
-        """Of the column times a row of a parameter, in every lane."""
-        total = registers(1, ACC)
-        put(total, 0, tirx.const(0.0, ACC))
+    def contract(self, name: str, t: Expr, at: Callable[[Expr], Expr]) -> Expr:
+        """Return the dot product of the column with a row of a parameter, in every lane."""
+        total = alloc_registers(1, ACC)
+        store_element(total, 0, tirx.const(0.0, ACC))
         with unrolled(self.count) as m:
             x = self.element(name, t, at(self.row(m)), self.is_element(m))
-            put(total, 0, total[0] + self.S[m] * x)
+            store_element(total, 0, total[0] + self.S[m] * x)
         for lanes in (4, 2, 1):
-            put(total, 0, total[0] + shuffle_xor(total[0], lanes))
+            store_element(total, 0, total[0] + shuffle_xor(total[0], lanes))
         return total[0]
 
     def token(self, t: Expr) -> None:
         p, bound, S, h = self.p, self.bound, self.S, self.h
         if p.decay == 1:
-            a = let(tirx.exp(self.element("decay", t, bound.decay_at(h, T.int64(0)), self.there)))
+            a = let(tirx.exp(self.element("decay", t, bound.decay_at(h, T.int64(0)), self.exists)))
         if p.decay:
             with unrolled(self.count) as m:
                 if p.decay > 1:
                     a = tirx.exp(self.element("decay", t, bound.decay_at(h, self.row(m)), self.is_element(m)))
-                put(S, m, S[m] * a)
-        u = registers(1, ACC)
-        put(u, 0, self.element("v", t, bound.v_at(h, self.c), self.there))
+                store_element(S, m, S[m] * a)
+        u = alloc_registers(1, ACC)
+        store_element(u, 0, self.element("v", t, bound.v_at(h, self.c), self.exists))
         if p.betas:
-            recalled = self.sum_over_rows("k", t, lambda d: bound.k_at(h, d))
-            beta = self.element("beta", t, bound.beta_at(h), self.there)
-            put(u, 0, (u[0] - recalled) * beta)
+            recalled = self.contract("k", t, lambda d: bound.k_at(h, d))
+            beta = self.element("beta", t, bound.beta_at(h), self.exists)
+            store_element(u, 0, (u[0] - recalled) * beta)
         with unrolled(self.count) as m:
-            put(S, m, S[m] + self.element("k", t, bound.k_at(h, self.row(m)), self.is_element(m)) * u[0])
+            store_element(S, m, S[m] + self.element("k", t, bound.k_at(h, self.row(m)), self.is_element(m)) * u[0])
         with T.serial(T.int64(p.group)) as g:
-            y = self.sum_over_rows("q", t, lambda d: bound.q_at(h, g, d))
-            with T.If(tirx.all(self.there, self.lane == 0)), T.Then():
+            y = self.contract("q", t, lambda d: bound.q_at(h, g, d))
+            with T.If(tirx.all(self.exists, self.lane == 0)), T.Then():
                 value = cast(y * tirx.const(p.scale, ACC), p.dtype)
                 T.buffer_store(bound.buffers["y"], value, [self.sequence.batch, t, bound.y_at(h, g, self.c)])

@@ -1,9 +1,9 @@
-"""Statements of any form on GPUs: what no rule recognizes and TVM's schedules do not take.
+"""Statements of any form on GPUs, for functions that no rule recognizes and TVM's schedules reject.
 
 Before: loops, conditions and stores in blocks, with arrays allocated anywhere. After: a launch for each outermost loop
-whose iterations are independent, with a thread for each iteration, and launches of one thread for what stands between
-such loops. Small arrays of constant size become local memory of the thread that allocates them. All others become
-workspaces: the host allocates them before the launch, with a part for each thread.
+whose iterations are independent, with a thread for each iteration, and launches of one thread for the statements
+between such loops. Small arrays of constant size become local memory of the thread that allocates them. All others
+become workspaces: the host allocates them before the launch, with a share for each thread.
 
 Assertions are left out: a GPU cannot raise an error.
 """
@@ -24,7 +24,7 @@ from lowering.tensorir.blocks import FORM, in_loops
 from lowering.tensorir.expressions import is_int
 from lowering.tensorir.independent import is_independent, nest_of
 
-from .threads import ThreadTiles, each
+from .threads import ThreadTiles, launch_threads
 
 LOCAL_BYTES = 1024
 """The largest array that becomes local memory of a thread."""
@@ -34,7 +34,7 @@ _TILES = ThreadTiles(threads=64)
 
 @dataclass
 class _Segment:
-    """Successive statements that become one launch; loops are its independent ones, if it has any."""
+    """Successive statements that become one launch; `loops` are its independent loops, if any."""
 
     statements: list[tirx.Stmt]
     loops: Sequence[tirx.For] = ()
@@ -48,7 +48,7 @@ class _Body:
     allocated: list[tirx.AllocBuffer] = field(default_factory=list)
 
 
-def by_threads(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def lower_to_threads(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Return the function as launches of threads. Right for any function.
 
     Raises:
@@ -84,10 +84,12 @@ def _read(func: tirx.PrimFunc) -> _Body:
 
 
 def _are_separate(body: _Body, func: tirx.PrimFunc) -> bool:
-    """Whether no launch reads a variable that another one binds."""
-    known = [*_variables(func.params), *(a.buffer for a in body.allocated)]
+    """Return whether no launch reads a variable that another one binds."""
+    bound_variables = [*_variables(func.params), *(a.buffer for a in body.allocated)]
     return not any(
-        tirx.analysis.undefined_vars(tirx.stmt_seq(*segment.statements), [*known, *(x.loop_var for x in segment.loops)])
+        tirx.analysis.undefined_vars(
+            tirx.stmt_seq(*segment.statements), [*bound_variables, *(x.loop_var for x in segment.loops)]
+        )
         for segment in body.segments
     )
 
@@ -98,15 +100,15 @@ def _launch(segment: _Segment, params: Sequence[tirx.Var]) -> None:
     for loop in segment.loops:
         count = count * loop.extent.astype("int64")
     number = tirx.Var("number", "int64")
-    body, workspaces = _place_arrays(tirx.stmt_seq(*segment.statements), count, number if segment.loops else None)
+    body, workspaces = _allocate_arrays(tirx.stmt_seq(*segment.statements), count, number if segment.loops else None)
     for workspace in workspaces:
         _check_size(workspace, params)
         T.add_to_parent(tirx.AllocBuffer(workspace))
     if not segment.loops:
-        with T.launch_thread("threadIdx.x", 1):  # without blocks: others cannot join such a launch
+        with T.launch_thread("threadIdx.x", 1):  # without blocks: other kernels cannot be fused into such a launch
             T.add_to_parent(body)
         return
-    with each(count, _TILES) as thread:
+    with launch_threads(count, _TILES) as thread:
         T.add_to_parent(tirx.Bind(number, thread))
         rest: Expr = number
         for loop in reversed(segment.loops):
@@ -117,7 +119,7 @@ def _launch(segment: _Segment, params: Sequence[tirx.Var]) -> None:
         T.add_to_parent(body)
 
 
-def _place_arrays(body: tirx.Stmt, threads: Expr, thread: tirx.Var | None) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+def _allocate_arrays(body: tirx.Stmt, threads: Expr, thread: tirx.Var | None) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
     """Return the body whose arrays are local memory or workspaces, and the workspaces.
 
     Args:
@@ -161,11 +163,11 @@ def _place_arrays(body: tirx.Stmt, threads: Expr, thread: tirx.Var | None) -> tu
 
 
 def _check_size(workspace: tirx.Buffer, params: Sequence[tirx.Var]) -> None:
-    """Reject a workspace whose size the host does not know."""
-    known = _variables(params)
+    """Reject a workspace whose size the host cannot compute."""
+    bound_variables = _variables(params)
     for extent in workspace.shape:
         used = [] if isinstance(extent, tirx.IntImm) else tirx.analysis.undefined_vars(extent)
-        if _loads(extent) or not all(any(var.same_as(k) for k in known) for var in used):
+        if _loads(extent) or not all(any(var.same_as(k) for k in bound_variables) for var in used):
             raise ValueError(f"The size {extent} of the array '{workspace.name}' is not known before the launch.")
 
 
@@ -188,9 +190,9 @@ def _bytes(buffer: tirx.Buffer) -> float:
 
 
 def _loads(extent: Expr) -> bool:
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(extent, (ir.TensorLoad, found.append))
-    return bool(found)
+    loads: list[ir.TensorLoad] = []
+    tvm_ffi.structural_walk(extent, (ir.TensorLoad, loads.append))
+    return bool(loads)
 
 
 def _without_empty(body: tirx.Stmt) -> tirx.Stmt:

@@ -1,5 +1,7 @@
-"""The rule for matmuls on tensor cores, with sums in float32: in half precision, and of float32 as TF32
-where a function asks for it."""
+"""The rule for matmuls on tensor cores with accumulators in float32.
+
+Operands are of half precision, or of float32 as TF32 where a function requests it.
+"""
 
 from __future__ import annotations
 
@@ -18,183 +20,204 @@ from lowering.tensorir.expressions import Expr, is_int
 from ..half_precision import HALF
 from ..variant import Variant
 from .device import Device, device
-from .epilogue import Ends
+from .epilogue import EpilogueFactory
 from .matmul_mma import matmul_mma
-from .matmul_reader import Matmuls, Order, Shape, matmuls_of_runs, read_matmuls
-from .matmul_runs import BATCHED, matmul_runs
+from .matmul_reader import Matmuls, MatmulShape, Order, read_matmuls, read_run_matmuls
+from .matmul_runs import MAX_BATCHED_ROWS, matmul_runs
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .matmul_wgmma import matmul_wgmma
-from .reach import Reach, reach
-from .small_m_matmul import Group, small_m_matmul, takes
+from .small_m_matmul import MatmulOperands, can_multiply_small_m, small_m_matmul
 from .small_m_tiles import SmallMTiles
+from .tma_operand import TmaOperand, read_tma_operand
 
-MOST = 3
-"""Groups of one function: queries, keys and values."""
+MAX_GROUPS = 3
+"""Maximum number of groups of one function: queries, keys and values."""
 
 SMALL_M = ("rows", "sixteen", "several")
-"""Small-M kernels: up to 8, 16 and 32 by default. On Hopper "low" tiles of wgmma are in place of the last, where
-one group is multiplied alone."""
+"""Small-M kernels: up to 8, 16 and 32 rows by default.
+
+On Hopper, "low" tiles of wgmma replace the last one where there is only one group.
+"""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Matmuls of one matrix with others, in groups of one matmul or two; None for anything else."""
-    found = plan(func)
-    if found is None:
+    """Return variants for matmuls of one matrix with others, in groups of one or two matmuls.
+
+    None for anything else.
+    """
+    groups = plan_function(func)
+    if groups is None:
         return None
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
-            emit_matmuls(found, tiles, gpu, Ends())
+            emit_matmuls(groups, tiles, gpu, EpilogueFactory())
         return func.with_body(builder.get().body).without_attr(FORM)
 
     gpu = device(target)
-    return [Variant(name, widest(found), gpu, tiles, emit) for name, tiles in tiles_of(found, gpu).items()]
+    return [Variant(name, widest_shape(groups), gpu, tiles, emit) for name, tiles in choose_tiles(groups, gpu).items()]
 
 
-def widest(found: list[Group]) -> Shape:
-    """The shape of the matmuls with most columns."""
-    return max((matmuls.shape for matmuls, *_ in found), key=lambda shape: shape.columns or 0)
+def widest_shape(groups: list[MatmulOperands]) -> MatmulShape:
+    """Return the shape of the matmuls with the most columns."""
+    return max((matmuls.shape for matmuls, *_ in groups), key=lambda shape: shape.columns or 0)
 
 
-def together(found: list[Group]) -> Shape:
-    """That of all matmuls side by side."""
-    columns = [matmuls.shape.columns for matmuls, *_ in found]
-    known = [n for n in columns if n is not None]
-    return dataclasses.replace(widest(found), columns=sum(known) if len(known) == len(columns) else None)
+def combined_shape(groups: list[MatmulOperands]) -> MatmulShape:
+    """Return the shape of all matmuls next to each other."""
+    columns = [matmuls.shape.columns for matmuls, *_ in groups]
+    static = [n for n in columns if n is not None]
+    return dataclasses.replace(widest_shape(groups), columns=sum(static) if len(static) == len(columns) else None)
 
 
-def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
-    """By variant, the tiles of its kernels; the default first."""
-    shape = widest(found)
-    few: dict[str, Any] = {}
-    if takes(found) and found[0][0].is_selected:
-        few = {"rows": SmallMTiles.default(shape, gpu)}
-        runs = runs_of(found)
-        if gpu.generation == 90 and runs and all(map(_reaches, runs)):
+def choose_tiles(groups: list[MatmulOperands], gpu: Device) -> dict[str, dict[str, Any]]:
+    """Return, by variant, the tiles of its kernels; the default first."""
+    shape = widest_shape(groups)
+    small_m_tiles: dict[str, Any] = {}
+    if can_multiply_small_m(groups) and groups[0][0].is_selected:
+        small_m_tiles = {"rows": SmallMTiles.default(shape, gpu)}
+        runs = plan_runs(groups)
+        if gpu.generation == 90 and runs and all(map(_read_tma_operands, runs)):
             wide, narrow = WgmmaMatmulTiles.for_runs()
-            return {"wgmma": {"tiles": wide, "narrow": narrow, **few}}
-        few["several"] = SmallMTiles.several(shape, gpu, 32)
-    elif takes(found):
-        few = {"rows": SmallMTiles.default(together(found), gpu)}
+            return {"wgmma": {"tiles": wide, "narrow": narrow, **small_m_tiles}}
+        small_m_tiles["several"] = SmallMTiles.several(shape, gpu, 32)
+    elif can_multiply_small_m(groups):
+        small_m_tiles = {"rows": SmallMTiles.default(combined_shape(groups), gpu)}
         for name, rows in (("sixteen", 16), ("several", 32)):
-            if shape.rows is None or shape.rows > list(few.values())[-1].rows:
-                few[name] = SmallMTiles.several(together(found), gpu, rows)
-    # By a name of its own in TF32: what was tuned for one way to multiply says nothing of the others.
+            if shape.rows is None or shape.rows > list(small_m_tiles.values())[-1].rows:
+                small_m_tiles[name] = SmallMTiles.several(combined_shape(groups), gpu, rows)
+    # TF32 has a name of its own: tuning for one data type says nothing about another.
     kinds: dict[str, Any] = {"mma" if shape.dtype in HALF else shape.dtype: MatmulTiles}
-    if gpu.generation == 90 and shape.dtype in HALF and all(_reaches(group) for group in found):
+    if gpu.generation == 90 and shape.dtype in HALF and all(_read_tma_operands(group) for group in groups):
         kinds = {"wgmma": WgmmaMatmulTiles, **kinds}
 
     def tiles(kind: Any) -> dict[str, Any]:
-        own = {"tiles": kind.default(shape, gpu), **few}
-        if kind is WgmmaMatmulTiles and len(found) == 1 and own.pop("several", None) is not None:
-            own["low"] = WgmmaMatmulTiles.low(shape)
-        if kind is WgmmaMatmulTiles and own["tiles"].cluster > 1 and shape.rows is None:
-            own["narrow"] = WgmmaMatmulTiles.narrow()
-        return own
+        variant_tiles = {"tiles": kind.default(shape, gpu), **small_m_tiles}
+        if kind is WgmmaMatmulTiles and len(groups) == 1 and variant_tiles.pop("several", None) is not None:
+            variant_tiles["low"] = WgmmaMatmulTiles.low(shape)
+        if kind is WgmmaMatmulTiles and variant_tiles["tiles"].cluster > 1 and shape.rows is None:
+            variant_tiles["narrow"] = WgmmaMatmulTiles.narrow()
+        return variant_tiles
 
     return {name: tiles(kind) for name, kind in kinds.items()}
 
 
-def _reaches(group: Group) -> tuple[Reach, list[Reach]] | None:
-    """The operands as TMA reaches them, A along k; None where one is out of reach."""
+def _read_tma_operands(group: MatmulOperands) -> tuple[TmaOperand, list[TmaOperand]] | None:
+    """Return the operands as tensors of TMA, A along k; None where TMA cannot read one of them."""
     matmuls, a, bs = group
-    parts = [reach(matmuls, operand) for operand in (a, *bs)]
-    there = [part for part in parts if part is not None]
-    return (there[0], there[1:]) if len(there) == len(parts) and a.order is Order.K else None
+    operands = [read_tma_operand(matmuls, operand) for operand in (a, *bs)]
+    readable = [operand for operand in operands if operand is not None]
+    return (readable[0], readable[1:]) if len(readable) == len(operands) and a.order is Order.K else None
 
 
-def plan(func: tirx.PrimFunc) -> list[Group] | None:
-    """How `matmul` reads a function, or None where it does not take it. Several groups multiply one A, one by one."""
-    return planned(read_matmuls(func) or ())
+def plan_function(func: tirx.PrimFunc) -> list[MatmulOperands] | None:
+    """Return how `matmul` reads a function; None where it does not accept it.
+
+    Several groups multiply one A, one after another.
+    """
+    return plan_groups(read_matmuls(func) or ())
 
 
-def planned(of_matmuls: Sequence[Matmuls]) -> list[Group] | None:
-    """The groups with their operands, if the kernels take them."""
-    found: list[Group] = []
-    for matmuls in of_matmuls:
+def plan_groups(matmul_groups: Sequence[Matmuls]) -> list[MatmulOperands] | None:
+    """Return the groups with their operands, if the kernels accept them."""
+    groups: list[MatmulOperands] = []
+    for matmuls in matmul_groups:
         operands = matmuls.operands()
         if operands is None or len(matmuls.group.matmuls) > 2:
             return None
-        found.append((matmuls, *operands))
-    if len(found) > 1:
-        first, a, _ = found[0]
-        alone = all(len(bs) == 1 and not matmuls.batch_axes for matmuls, _, bs in found)
-        same = all(first.same_a(a, matmuls, other) for matmuls, other, _ in found[1:])
-        if len(found) > MOST or not alone or not same:
+        groups.append((matmuls, *operands))
+    if len(groups) > 1:
+        first, a, _ = groups[0]
+        is_single = all(len(bs) == 1 and not matmuls.batch_axes for matmuls, _, bs in groups)
+        shares_a = all(first.shares_a(a, matmuls, other) for matmuls, other, _ in groups[1:])
+        if len(groups) > MAX_GROUPS or not is_single or not shares_a:
             return None
-    return found or None
+    return groups or None
 
 
-def runs_of(found: list[Group]) -> list[Group]:
-    """Groups whose rows choose their matrices by a table, as matmuls of the rows of one matrix."""
-    return planned(matmuls_of_runs(found[0][0].func) or ()) or []
+def plan_runs(groups: list[MatmulOperands]) -> list[MatmulOperands]:
+    """Return groups whose rows choose their matrices by a table, as matmuls of the rows of one matrix."""
+    return plan_groups(read_run_matmuls(groups[0][0].func) or ()) or []
 
 
 def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
-    """Whether one more matmul by another matrix may join a function that `matmul` takes; None where it does not."""
-    found = plan(func)
-    if found is None:
+    """Return whether one more matmul by another matrix may be fused into a function that `matmul` accepts.
+
+    None where it does not accept the function.
+    """
+    groups = plan_function(func)
+    if groups is None:
         return None
-    return len(found) < MOST and all(len(bs) == 1 and not matmuls.batch_axes for matmuls, _, bs in found)
+    return len(groups) < MAX_GROUPS and all(len(bs) == 1 and not matmuls.batch_axes for matmuls, _, bs in groups)
 
 
-def emit_matmuls(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: Ends) -> None:
-    """Emits the kernels and their launches into the function that is open: few rows by one kernel for all groups, more
-    by one for each, that the tiles are for."""
+def emit_matmuls(groups: list[MatmulOperands], tiles: dict[str, Any], gpu: Device, factory: EpilogueFactory) -> None:
+    """Emit the kernels and their launches into the function being built.
 
-    def many() -> None:
-        for group in found:
+    Few rows are served by one kernel for all groups, more rows by one kernel for each group.
+    """
+
+    def emit_large() -> None:
+        for group in groups:
             if isinstance(tiles["tiles"], MatmulTiles):
                 matmul_mma(*group, tiles["tiles"])
             else:
-                _by_wgmma(group, tiles)
-        ends.behind()
+                _emit_by_wgmma(group, tiles)
+        factory.launch_trailing()
 
-    def by_rows(few: list[SmallMTiles]) -> None:
-        """The first of these tiles that is for so many rows."""
-        if not few:
-            many()
+    def emit_by_rows(small_m_tiles: list[SmallMTiles]) -> None:
+        """Emit the first of these small-M kernels that serves so many rows."""
+        if not small_m_tiles:
+            emit_large()
             return
-        first = found[0][0]
-        fits = first.facts.simplify(first.rows <= few[0].rows)
-        either(fits, lambda: small_m_matmul(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
+        first = groups[0][0]
+        fits = first.facts.simplify(first.rows <= small_m_tiles[0].rows)
+        emit_branches(
+            fits,
+            lambda: small_m_matmul(groups, small_m_tiles[0], gpu, factory),
+            lambda: emit_by_rows(small_m_tiles[1:]),
+        )
 
-    few = [tiles[name] for name in SMALL_M if name in tiles]
-    runs = runs_of(found) if few and found[0][0].is_selected else []
+    small_m_tiles = [tiles[name] for name in SMALL_M if name in tiles]
+    runs = plan_runs(groups) if small_m_tiles and groups[0][0].is_selected else []
     if not runs:
-        by_rows(few)
+        emit_by_rows(small_m_tiles)
         return
 
     is_wgmma = isinstance(tiles["tiles"], WgmmaMatmulTiles)
 
-    def by_runs() -> None:
+    def emit_by_runs() -> None:
         for group in runs:
             if is_wgmma:
-                _by_wgmma(group, tiles)
+                _emit_by_wgmma(group, tiles)
             else:
-                matmul_runs(group, few[-1], gpu, ends)
+                matmul_runs(group, small_m_tiles[-1], gpu, factory)
 
-    most = BATCHED["wgmma" if is_wgmma else "rows"]
-    either(found[0][0].facts.simplify(found[0][0].batch <= most), lambda: by_rows(few), by_runs)
+    max_batched = MAX_BATCHED_ROWS["wgmma" if is_wgmma else "rows"]
+    emit_branches(
+        groups[0][0].facts.simplify(groups[0][0].batch <= max_batched),
+        lambda: emit_by_rows(small_m_tiles),
+        emit_by_runs,
+    )
 
 
-def _by_wgmma(group: Group, tiles: dict[str, Any]) -> None:
-    """Rows that are no more than a tile of "low" ones has, by those."""
-    reaches, matmuls = _reaches(group), group[0]
-    assert reaches is not None
+def _emit_by_wgmma(group: MatmulOperands, tiles: dict[str, Any]) -> None:
+    """Emit the wgmma kernels; at most as many rows as "low" tiles have are served by those."""
+    operands, matmuls = _read_tma_operands(group), group[0]
+    assert operands is not None
 
     def emit(*tiles: WgmmaMatmulTiles) -> None:
-        matmul_wgmma(matmuls, *reaches, *tiles)
+        matmul_wgmma(matmuls, *operands, *tiles)
 
     low, wide = tiles.get("low"), [tiles[name] for name in ("tiles", "narrow") if name in tiles]
     if low is None:
         emit(*wide)
     else:
-        either(matmuls.facts.simplify(matmuls.rows <= low.m), lambda: emit(low), lambda: emit(*wide))
+        emit_branches(matmuls.facts.simplify(matmuls.rows <= low.m), lambda: emit(low), lambda: emit(*wide))
 
 
-def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """The code of one, as far as that is known, or of both under a condition of the host."""
+def emit_branches(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Emit one branch if the condition is provable, or both under a condition on the host."""
     if is_int(condition, 1):
         then()
     elif is_int(condition, 0):

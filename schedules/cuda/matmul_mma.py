@@ -1,15 +1,15 @@
-"""Matmuls of matrices by mma.sync: tiles of A and B come through shared memory by asynchronous copies.
+"""Matmuls by mma.sync: tiles of A and B come through shared memory by asynchronous copies.
 
-    for each tile of m x n of C, and each part of k, a block                      warps_m x warps_n warps
+    for each tile of m x n of C, and each split of k, a block                     warps_m x warps_n warps
         for each step of k values                                                 a ring of `stages`
-            A [m, k], B [n, k] -> shared memory, stages - 1 steps ahead           codes by way of registers, expanded
+            A [m, k], B [n, k] -> shared memory, stages - 1 steps ahead           quantized: through registers
             C += A B^T                                                            in registers, 64 x 64 of a warp,
                                                                                   float32 as tensor_types.py says
         C -> bias, activation, residual -> output                                 epilogue.py
-        where k is in parts: C -> the device's memory, and a second launch sums them
+        split-K: C -> the device's memory, and a second launch adds them
 
-Blocks that follow each other work on `swizzle` tiles of rows, so that what they read stays in the second-level cache.
-Rows, columns and k behind the last are zeros in shared memory, and not stored.
+Consecutive blocks process `swizzle` rows of tiles, so that their operands stay in the second-level cache. Rows, columns
+and k after the last one are zeros in shared memory, and are not stored.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, substitute
 
 from . import ptx
+from .dequantizer import Dequantizer
 from .epilogue import Epilogue
-from .expansion import Expansion
 from .host import sm_count
+from .matmul_accumulators import AccumulatorFragment, AccumulatorStore
 from .matmul_grid import Grid
 from .matmul_reader import Matmuls, Operand, Order
-from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
-from .ptx import WARP, let, put, registers, shared_memory, unrolled
+from .ptx import WARP, alloc_registers, alloc_shared_memory, let, store_element, unrolled
 from .shared_tile import SharedTile
 
 
 def matmul_mma(matmuls: Matmuls, a: Operand, bs: list[Operand], tiles: MatmulTiles) -> None:
-    """Emits the kernel and its launches into the function that is open."""
+    """Emit the kernel and its launches into the function being built."""
     epilogue, grid = Epilogue(matmuls), Grid(matmuls, tiles)
     with T.If(grid.blocks > 0), T.Then():
         grid.split(sm_count())
-        sums = Sums(grid, epilogue)
+        accumulators = AccumulatorStore(grid, epilogue)
         conditions = [operand.condition for operand in (a, *bs) if operand.condition is not None]
 
         def launch(chunks: bool) -> None:
             with (
                 T.launch_thread("blockIdx.x", grid.blocks.astype("int32")) as block,
-                T.launch_thread("blockIdx.y", grid.parts.astype("int32")) as part,
+                T.launch_thread("blockIdx.y", grid.splits.astype("int32")) as split,
                 T.launch_thread("threadIdx.x", tiles.threads) as thread,
             ):
-                _Tile(grid, tiles, sums, (a, bs), (block, part, thread), chunks).emit()
+                _Tile(grid, tiles, accumulators, (a, bs), (block, split, thread), chunks).emit()
 
         if conditions:
             with T.If(tirx.all(*conditions)):
@@ -58,7 +58,7 @@ def matmul_mma(matmuls: Matmuls, a: Operand, bs: list[Operand], tiles: MatmulTil
         else:
             launch(True)
         with T.If(grid.shares > 0), T.Then():
-            sums.add_parts()
+            accumulators.add_partials()
 
 
 class _Tile:
@@ -68,52 +68,52 @@ class _Tile:
         self,
         grid: Grid,
         tiles: MatmulTiles,
-        sums: Sums,
+        accumulators: AccumulatorStore,
         operands: tuple[Operand, list[Operand]],
-        place: tuple[Expr, Expr, Expr],
+        position: tuple[Expr, Expr, Expr],
         chunks: bool,
     ) -> None:
-        self.grid, self.tiles, self.sums = grid, tiles, sums
-        block, part, self.thread = place
-        self.piece = grid.part(block, part)
-        self.place = self.piece.place
+        self.grid, self.tiles, self.accumulators = grid, tiles, accumulators
+        block, split, self.thread = position
+        self.unit = grid.split_unit(block, split)
+        self.position = self.unit.position
         shape = grid.matmuls.shape
         self.type, (a, bs) = shape.type, operands
-        self.warp_n = grid.each // tiles.warps_n  # columns of a matmul that a warp has
+        self.warp_n = grid.columns_per_matmul // tiles.warps_n  # columns of a matmul per warp
         elements = tiles.shared_memory(shape) // self.type.bytes
-        self.memory = shared_memory(elements, self.type.element, 128)
+        self.memory = alloc_shared_memory(elements, self.type.element, 128)
         self.stage = (tiles.m + tiles.n) * tiles.k
-        outer = (tiles.m, self.place.m0, grid.rows.astype("int32"))
+        outer = (tiles.m, self.position.m0, grid.rows.astype("int32"))
         self.loaders = [_Loader(self, a, 0, outer, chunks)]
-        outer = (grid.each, self.place.n0, grid.columns.astype("int32"))
+        outer = (grid.columns_per_matmul, self.position.n0, grid.columns.astype("int32"))
         for n, b in enumerate(bs):
-            loader = _Loader if b.codes is None else _Expander
-            self.loaders.append(loader(self, b, (tiles.m + n * grid.each) * tiles.k, outer, chunks))
+            loader = _Loader if b.quantized is None else _QuantizedLoader
+            self.loaders.append(loader(self, b, (tiles.m + n * grid.columns_per_matmul) * tiles.k, outer, chunks))
         self.lane, self.warp = let(self.thread % WARP), let(self.thread // WARP)
         self.warp_row = let(self.warp // tiles.warps_n * tiles.warp_m)
         self.warp_column = let(self.warp % tiles.warps_n * self.warp_n)
         self.m_blocks, self.n_blocks = tiles.warp_m // 16, self.warp_n // 8
-        self.C = [registers(self.m_blocks * self.n_blocks * 4, "float32") for _ in bs]
-        self.a_words = registers(self.m_blocks * 4 * self.type.parts, "uint32")
-        self.b_words = registers(4 * self.type.parts, "uint32")
+        self.C = [alloc_registers(self.m_blocks * self.n_blocks * 4, "float32") for _ in bs]
+        self.a_registers = alloc_registers(self.m_blocks * 4 * self.type.operand_count, "uint32")
+        self.b_registers = alloc_registers(4 * self.type.operand_count, "uint32")
 
     def emit(self) -> None:
         tiles = self.tiles
-        first, last = self.piece.first, self.piece.last
+        first, last = self.unit.first, self.unit.last
         for C in self.C:
             with unrolled(int(C.shape[0])) as n:
-                put(C, n, T.float32(0))
+                store_element(C, n, T.float32(0))
         for s in range(tiles.stages - 1):
             self.load(first + s, tirx.const(s, "int32"), last)
-            self.expand(first + s, tirx.const(s, "int32"), last)
+            self.dequantize(first + s, tirx.const(s, "int32"), last)
         with T.serial(last - first) as n:
             ptx.wait_for_copies(tiles.stages - 2)
             ptx.synchronize()
             step, slot = first + n + (tiles.stages - 1), (n + (tiles.stages - 1)) % tiles.stages
             self.load(step, slot, last)
             self.multiply(n % tiles.stages)
-            self.expand(step, slot, last)
-        ptx.synchronize()  # sums take the place of the stages, into which no copy is on its way any more
+            self.dequantize(step, slot, last)
+        ptx.synchronize()  # accumulators reuse the memory of the stages, which no copy in flight writes any more
         self.store()
 
     def load(self, step: Expr, slot: Expr, last: Expr) -> None:
@@ -122,56 +122,65 @@ class _Tile:
                 loader.copy(let(slot * self.stage), let(step * self.tiles.k))
         ptx.commit_copies()
 
-    def expand(self, step: Expr, slot: Expr, last: Expr) -> None:
-        """The codes that `load` asked for, after what is done meanwhile."""
-        expanders = [loader for loader in self.loaders if isinstance(loader, _Expander)]
-        if expanders:
+    def dequantize(self, step: Expr, slot: Expr, last: Expr) -> None:
+        """Dequantize the values that `load` requested, after other work."""
+        dequantizers = [
+            quantized_loader for quantized_loader in self.loaders if isinstance(quantized_loader, _QuantizedLoader)
+        ]
+        if dequantizers:
             with T.If(step < last), T.Then():
-                for expander in expanders:
-                    expander.expand(let(slot * self.stage))
+                for quantized_loader in dequantizers:
+                    quantized_loader.dequantize(let(slot * self.stage))
 
     def multiply(self, slot: Expr) -> None:
-        """C += A B^T of a stage."""
-        at, parts = let(slot * self.stage), range(self.type.parts)
+        """Emit C += A B^T of a stage."""
+        at, operands = let(slot * self.stage), range(self.type.operand_count)
         a, *bs = self.loaders
-        read_a = a.reader(at, self.warp_row, first=True)
-        readers = [b.reader(at, self.warp_column, first=False) for b in bs]
-        of_a = self.m_blocks * 4
+        read_a = a.make_reader(at, self.warp_row, first=True)
+        readers = [b.make_reader(at, self.warp_column, first=False) for b in bs]
+        a_count = self.m_blocks * 4
         with unrolled(self.tiles.k // self.type.depth) as k:
             with unrolled(self.m_blocks) as m:
-                read_a([self.a_words[m * 4 + x] for x in range(4)], m, k)
-            self.type.split(self.a_words, of_a)
+                read_a([self.a_registers[m * 4 + x] for x in range(4)], m, k)
+            self.type.split(self.a_registers, a_count)
             for C, read_b in zip(self.C, readers):
                 with unrolled(self.n_blocks // 2) as pair:
-                    read_b([self.b_words[x] for x in range(4)], pair, k)
-                    self.type.split(self.b_words, 4)
+                    read_b([self.b_registers[x] for x in range(4)], pair, k)
+                    self.type.split(self.b_registers, 4)
                     with unrolled(self.m_blocks) as m:
                         for x in range(2):
                             c = [C[(m * self.n_blocks + pair * 2 + x) * 4 + y] for y in range(4)]
-                            ours = [[self.a_words[part * of_a + m * 4 + y] for y in range(4)] for part in parts]
-                            theirs = [[self.b_words[part * 4 + 2 * x + y] for y in range(2)] for part in parts]
-                            self.type.multiply_add(c, ours, theirs)
+                            a_fragments = [
+                                [self.a_registers[operand * a_count + m * 4 + y] for y in range(4)]
+                                for operand in operands
+                            ]
+                            b_fragments = [
+                                [self.b_registers[operand * 4 + 2 * x + y] for y in range(2)] for operand in operands
+                            ]
+                            self.type.multiply_add(c, a_fragments, b_fragments)
 
     def store(self) -> None:
         size = self.tiles.shared_memory(self.grid.matmuls.shape) // 4
         memory = T.decl_buffer((size,), "float32", data=self.memory.data, scope="shared.dyn")
-        mine = let(self.warp * (16 * self.sums.pitch(self.warp_n)))
+        warp_offset = let(self.warp * (16 * self.accumulators.pitch(self.warp_n)))
         for m in range(self.m_blocks):
 
-            def fragment(C: tirx.Buffer, m: int = m) -> Fragment:
+            def fragment(C: tirx.Buffer, m: int = m) -> AccumulatorFragment:
                 return lambda n, y: C[(m * self.n_blocks + n) * 4 + y]
 
-            row0 = let(self.place.m0 + self.warp_row + m * 16)
-            rows = (row0, let(self.place.n0 + self.warp_column), self.warp_n)
-            self.sums.store(self.piece, rows, [fragment(C) for C in self.C], (memory, mine), self.lane)
+            row0 = let(self.position.m0 + self.warp_row + m * 16)
+            rows = (row0, let(self.position.n0 + self.warp_column), self.warp_n)
+            self.accumulators.store_fragments(
+                self.unit, rows, [fragment(C) for C in self.C], (memory, warp_offset), self.lane
+            )
 
 
 class _Loader:
-    """Tiles of an operand on their way to shared memory. Rows of a tile lie along the operand's chunks."""
+    """Copies tiles of an operand to shared memory. Rows of a tile run along the operand's chunks."""
 
     def __init__(self, tile: _Tile, operand: Operand, start: int, outer: tuple[int, Expr, Expr], chunks: bool) -> None:
         self.tile, self.operand, self.start = tile, operand, start
-        self.whole = chunks and operand.order is not Order.NONE
+        self.copies_chunks = chunks and operand.order is not Order.NONE
         self.order = Order.OUTER if operand.order is Order.OUTER else Order.K
         size, self.first, self.extent = outer
         depth = tile.tiles.k
@@ -180,103 +189,110 @@ class _Loader:
         self.chunks = length // self.chunk_size
         thread = tile.thread
         self.row, self.chunk = let(thread // self.chunks), let(thread % self.chunks)
-        self.at_once = tile.tiles.threads // self.chunks
-        self.passes = self.rows // self.at_once
-        self.memory = tile.sums.epilogue.memory[operand.buffer]
-        self.starts = registers(self.passes if self.order is Order.K else 1, "int64")
+        self.rows_per_pass = tile.tiles.threads // self.chunks
+        self.passes = self.rows // self.rows_per_pass
+        self.memory = tile.accumulators.epilogue.memory[operand.buffer]
+        self.starts = alloc_registers(self.passes if self.order is Order.K else 1, "int64")
         for n in range(int(self.starts.shape[0])):
-            here = self.first + (self.row + n * self.at_once if self.order is Order.K else self.chunk * self.chunk_size)
-            put(self.starts, n, self.start_of(here))
+            index = self.first + (
+                self.row + n * self.rows_per_pass if self.order is Order.K else self.chunk * self.chunk_size
+            )
+            store_element(self.starts, n, self.start_of(index))
 
     def start_of(self, outer: Expr) -> Expr:
-        return substitute(self.operand.start, {**self.tile.place.where, self.operand.outer: outer.astype("int64")})
+        return substitute(
+            self.operand.start, {**self.tile.position.batch_indices, self.operand.outer: outer.astype("int64")}
+        )
 
     def along(self, k: Expr) -> Expr:
         return substitute(self.operand.along, {self.operand.k: k.astype("int64")})
 
-    def shared(self, at: Expr) -> SharedTile:
+    def shared_tile(self, at: Expr) -> SharedTile:
         down = self.order is Order.OUTER and self.tile.type.bytes == 4
         return SharedTile(self.tile.memory, at + self.start, self.chunks, down)
 
     def copy(self, at: Expr, k0: Expr) -> None:
-        """The tile from k0 on to the stage at `at`."""
-        to, depth = self.shared(at), self.tile.grid.depth.astype("int32")
+        """Copy the tile from k0 on to the stage at `at`."""
+        tile, depth = self.shared_tile(at), self.tile.grid.depth.astype("int32")
         with unrolled(self.passes) as n:
-            row = self.row + n * self.at_once
+            row = self.row + n * self.rows_per_pass
             along = self.chunk * self.chunk_size
             outer, k = (row, along) if self.order is Order.K else (along, row)
             outer, k = let(self.first + outer), let(k0 + k)
-            place = to.at(row, self.chunk)
-            if self.whole:
+            target = tile.at(row, self.chunk)
+            if self.copies_chunks:
                 source = self.starts[n if self.order is Order.K else 0] + self.along(k)
-                ptx.copy_chunk(place, self.memory[source], tirx.all(outer < self.extent, k < depth))
+                ptx.copy_chunk(target, self.memory[source], tirx.all(outer < self.extent, k < depth))
             else:
-                self.copy_elements(place, outer, k, depth)
+                self.copy_elements(target, outer, k, depth)
 
-    def copy_elements(self, place: ptx.Element, outer: Expr, k: Expr, depth: Expr) -> None:
-        """A chunk, element by element: whatever lies between them."""
+    def copy_elements(self, target: ptx.Element, outer: Expr, k: Expr, depth: Expr) -> None:
+        """Copy a chunk element by element, whatever their strides."""
         with unrolled(self.chunk_size) as x:
             o, kk = (outer, let(k + x)) if self.order is Order.K else (let(outer + x), k)
-            there = tirx.all(o < self.extent, kk < depth)
+            exists = tirx.all(o < self.extent, kk < depth)
             source = self.start_of(o) + self.along(kk)
             zero = tirx.const(0, self.tile.type.element)
-            put(self.tile.memory, place.indices[0] + x, T.if_then_else(there, self.memory[source], zero))
+            store_element(self.tile.memory, target.indices[0] + x, T.if_then_else(exists, self.memory[source], zero))
 
-    def reader(self, at: Expr, outer: Expr, first: bool) -> Callable[[Sequence[ptx.Element], Expr, Expr], None]:
-        """(words, n, k): words := the operands of the n-th 16 rows (or columns) from `outer` on, and the k-th matmul.
+    def make_reader(self, at: Expr, outer: Expr, first: bool) -> Callable[[Sequence[ptx.Element], Expr, Expr], None]:
+        """Return a function (fragment, n, k) that loads the operands of mma.sync.
 
-        first: as operand A of mma.sync, whose matrices come in another order than those of B.
+        They are those of the n-th 16 rows (or columns) from `outer` on, and of the k-th matmul. With `first` they are
+        operand A of mma.sync, whose matrices are in another order than those of B.
         """
-        lane, tile = self.tile.lane, self.shared(at)
+        lane, tile = self.tile.lane, self.shared_tile(at)
         low, high = lane % 8, lane // 8
         inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
         if self.order is Order.K:
-            along_k = tile.reader(let(outer + inner * 8 + low), k)
-            return lambda words, n, step: ptx.load_matrices(words, along_k(n * 16, step * 2))
+            along_k = tile.make_reader(let(outer + inner * 8 + low), k)
+            return lambda fragment, n, step: ptx.load_matrices(fragment, along_k(n * 16, step * 2))
         if not tile.down:
-            across = tile.reader(let(k * 8 + low), let(outer // self.chunk_size + inner))
-            return lambda words, n, step: ptx.load_matrices(words, across(step * 16, n * 2), transposed=True)
-        each = tile.reader(lane % 4, let(outer // 4 + lane // 16))
+            across = tile.make_reader(let(k * 8 + low), let(outer // self.chunk_size + inner))
+            return lambda fragment, n, step: ptx.load_matrices(fragment, across(step * 16, n * 2), transposed=True)
+        read_element = tile.make_reader(lane % 4, let(outer // 4 + lane // 16))
         within = let(lane // 4 % 4)
 
-        def one_by_one(words: Sequence[ptx.Element], n: Expr, step: Expr) -> None:
-            for x, word in enumerate(words):
+        def read_elements(fragment: Sequence[ptx.Element], n: Expr, step: Expr) -> None:
+            for x, register in enumerate(fragment):
                 row, column = (x // 2, x % 2) if first else (x % 2, x // 2)
-                element = each(step * 8 + row * 4, n * 4 + column * 2)
+                element = read_element(step * 8 + row * 4, n * 4 + column * 2)
                 value = self.tile.memory[element.indices[0] + within]
-                put(word.source, word.indices[0], T.reinterpret("uint32", value))
+                store_element(register.source, register.indices[0], T.reinterpret("uint32", value))
 
-        return one_by_one
+        return read_elements
 
 
-class _Expander(_Loader):
-    """The same of codes, whose chunks a thread keeps until it has them expanded. Only columns that exist are stored,
-    and behind the last k A is 0: what is there must be finite, no more."""
+class _QuantizedLoader(_Loader):
+    """Loads a quantized operand, whose chunks a thread keeps in registers until they are dequantized.
+
+    Only columns that exist are stored, and A is 0 after the last k, so other values must only be finite.
+    """
 
     def __init__(self, tile: _Tile, operand: Operand, start: int, outer: tuple[int, Expr, Expr], chunks: bool) -> None:
         super().__init__(tile, operand, start, outer, chunks)
-        assert operand.codes is not None
-        self.expansion = Expansion(operand.codes, tile.type.element, tile.sums.epilogue.memory)
-        self.fetched = registers(self.passes * self.expansion.words, "uint32")
-        self.scales = [registers(2, "float32") for _ in range(self.passes)]
+        assert operand.quantized is not None
+        self.dequantizer = Dequantizer(operand.quantized, tile.type.element, tile.accumulators.epilogue.memory)
+        self.fetched = alloc_registers(self.passes * self.dequantizer.registers, "uint32")
+        self.scales = [alloc_registers(2, "float32") for _ in range(self.passes)]
 
     def copy(self, at: Expr, k0: Expr) -> None:
-        """To registers."""
-        k, words = let(k0 + self.chunk * self.chunk_size), self.expansion.words
+        """Copy the quantized values to registers."""
+        k, count = let(k0 + self.chunk * self.chunk_size), self.dequantizer.registers
         for n in range(self.passes):
-            column = let(self.first + self.row + n * self.at_once)
-            there = tirx.all(column < self.extent, k < self.tile.grid.depth.astype("int32"))
-            for x in range(words):
-                put(self.fetched, n * words + x, T.uint32(0))
-            with T.If(there), T.Then():
-                self.expansion.fetch(self.fetched, n * words, self.starts[n] + k.astype("int64"), 1)
-            stored = let(column + substitute(self.operand.first, self.tile.place.where).astype("int32"))
-            self.expansion.scale_and_zero(self.scales[n], stored, k, there)
+            column = let(self.first + self.row + n * self.rows_per_pass)
+            exists = tirx.all(column < self.extent, k < self.tile.grid.depth.astype("int32"))
+            for x in range(count):
+                store_element(self.fetched, n * count + x, T.uint32(0))
+            with T.If(exists), T.Then():
+                self.dequantizer.fetch(self.fetched, n * count, self.starts[n] + k.astype("int64"), 1)
+            stored = let(column + substitute(self.operand.first, self.tile.position.batch_indices).astype("int32"))
+            self.dequantizer.load_scale_and_zero(self.scales[n], stored, k, exists)
 
-    def expand(self, at: Expr) -> None:
-        """To the stage at `at`."""
-        to, words = self.shared(at), registers(4, "uint32")
+    def dequantize(self, at: Expr) -> None:
+        """Dequantize to the stage at `at`."""
+        tile, packed = self.shared_tile(at), alloc_registers(4, "uint32")
         for n in range(self.passes):
-            self.expansion.expand(words, 0, self.fetched, n * self.expansion.words, self.scales[n])
-            place = to.at(self.row + n * self.at_once, self.chunk)
-            ptx.store_chunk(place, words)
+            self.dequantizer.dequantize(packed, 0, self.fetched, n * self.dequantizer.registers, self.scales[n])
+            target = tile.at(self.row + n * self.rows_per_pass, self.chunk)
+            ptx.store_chunk(target, packed)

@@ -1,9 +1,9 @@
-"""Matmuls of matrices as kernels for GPUs read them: where chunks of A and B are, and what becomes of the sums.
+"""Matmuls as kernels for GPUs read them: the addresses of chunks of A and B, and the epilogues.
 
-Tensor cores take k in steps of 16, or 8 in TF32, and memory gives 16 bytes at a time: eight elements of half precision,
-or four of float32, a chunk. An operand lies in chunks along k (A of most models, a stored weight) or along its other
-axis (B as ONNX writes it); what lies in neither is copied element by element. Rows of a convolution are patches:
-element (m, k) is at start(m) + along(k), which is all that a kernel asks.
+Tensor cores take k in steps of 16, or 8 in TF32. Memory delivers a chunk of 16 bytes at a time: eight elements of half
+precision, or four of float32. An operand has chunks along k (A of most models, a stored weight) or along its other axis
+(B as ONNX stores it); an operand without chunks is copied element by element. Rows of a convolution are patches:
+element (m, k) is at start(m) + along(k), which is all that a kernel needs.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _ZERO = tirx.const(0, "int64")
 
 
 class Order(Enum):
-    """Along what chunks of an operand lie."""
+    """The axis along which chunks of an operand are stored."""
 
     K = "k"
     OUTER = "rows of A, columns of B"
     NONE = "nothing: elements are copied one by one"
 
 
-def chunks_at_once(codes: Codes | None) -> int:
-    """Return how many chunks of k 16 bytes of a row have: one of elements, more of quantized values."""
-    return 16 // (16 if codes is None else codes.bits)
+def chunks_per_load(quantized: Codes | None) -> int:
+    """Return the chunks of k in 16 bytes of a row: one of elements, more of quantized values."""
+    return 16 // (16 if quantized is None else quantized.bits)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What tiles are chosen by. Sizes that are symbolic are None."""
+class MatmulShape:
+    """The sizes by which tiles are chosen. Symbolic sizes are None."""
 
     dtype: str
-    """Of TENSOR_TYPES."""
+    """A key of TENSOR_TYPES."""
     batch: int | None
     rows: int | None
     columns: int | None
     depth: int | None
     matmuls: int
-    """Whose sums are read together."""
+    """Matmuls with a common epilogue."""
     chunks: int = 1
-    """Of k in 16 bytes of a row of B: more than one where B is quantized."""
+    """Chunks of k in 16 bytes of a row of B: more than one where B is quantized."""
 
     @property
     def type(self) -> TensorType:
@@ -63,7 +63,10 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A or B: element k of row (or column) n is buffer[start + along], start of the batch axes and n, along of k."""
+    """A or B: element k of row (or column) n is buffer[start + along].
+
+    `start` depends on the batch axes and n, `along` on k.
+    """
 
     buffer: tirx.Buffer
     outer: tirx.Var
@@ -72,17 +75,18 @@ class Operand:
     along: Expr
     order: Order
     condition: Expr | None
-    """What must hold at run time for chunks to be whole and at multiples of 16 bytes; None where it always does."""
-    codes: Codes | None = None
-    """Of a matrix of integers with scales: `buffer` holds its codes, of which `start + along` is a number."""
+    """The run-time condition under which chunks are whole and aligned to 16 bytes; None where it always holds."""
+    quantized: Codes | None = None
+    """The quantized matrix: `buffer` has its values, and `start + along` is the number of one."""
     first: Expr = _ZERO
-    """Of such a matrix: which of the stored columns its first one is, an expression of the batch axes."""
+    """The index of its first column among the stored columns, an expression of the batch axes."""
 
 
 class Matmuls:
-    """The matmuls of a function, with one A, and free variables: batch axes as themselves, row m and column j.
+    """The matmuls of a function with one A, and free variables: batch axes as themselves, row m and column j.
 
-    dtype is how they are multiplied, of TENSOR_TYPES. With a selection rows are those of one matrix."""
+    `dtype` is the key of TENSOR_TYPES by which they are multiplied. With a selection, rows are those of one matrix.
+    """
 
     def __init__(
         self, func: tirx.PrimFunc, stages: list[Stage], group: Group, dtype: str, selection: Selection | None = None
@@ -103,9 +107,9 @@ class Matmuls:
 
     @property
     def matrices(self) -> tuple[Axis, ...]:
-        """The axes by which a matrix of B is chosen: those of the batch, or of what a table says."""
-        chosen = self.selection
-        return self.batch_axes if chosen is None else (Axis(chosen.group, T.int64(chosen.count)),)
+        """The axes by which a matrix of B is chosen: those of the batch, or the group of the selection."""
+        selection = self.selection
+        return self.batch_axes if selection is None else (Axis(selection.group, T.int64(selection.count)),)
 
     @property
     def is_selected(self) -> bool:
@@ -113,127 +117,143 @@ class Matmuls:
         return self.group.matmuls[0].selector is not None
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> MatmulShape:
         sizes = (self.batch, self.rows, self.columns, self.depth)
         batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
-        chunks = chunks_at_once(self.group.matmuls[0].codes)
-        return Shape(self.dtype, batch, rows, columns, depth, len(self.group.matmuls), chunks)
+        chunks = chunks_per_load(self.group.matmuls[0].codes)
+        return MatmulShape(self.dtype, batch, rows, columns, depth, len(self.group.matmuls), chunks)
 
     def is_weight(self, b: Operand) -> bool:
-        """Whether no kernel of the model writes B."""
+        """Return whether no kernel of the model writes B."""
         params = list(self.func.params)
         weights = {params[int(n)] for n in self.func.attrs.get(WEIGHTS, ())}
-        parts = [b.buffer]
-        if b.codes is not None:
-            parts += [load.source for load in (b.codes.scale, b.codes.zero) if load is not None]
-        return weights.issuperset(parts)
+        buffers = [b.buffer]
+        if b.quantized is not None:
+            buffers += [load.source for load in (b.quantized.scale, b.quantized.zero) if load is not None]
+        return weights.issuperset(buffers)
 
     def operands(self) -> tuple[Operand, list[Operand]] | None:
-        """A, and B of each matmul; None where elements are not where a kernel could find them."""
-        ours, theirs = [], []
+        """Return A, and B of each matmul; None where a kernel cannot address their elements."""
+        a_operands, b_operands = [], []
         for matmul in self.group.matmuls:
             point = {**self.point, matmul.k.var: self.k}
-            places = ([substitute(index, point) for index in load.indices] for load in (matmul.a, matmul.b))
-            a = self._operand(matmul.a.source, next(places), self.m, self.rows)
+            indices = ([substitute(index, point) for index in load.indices] for load in (matmul.a, matmul.b))
+            a = self._read_operand(matmul.a.source, next(indices), self.m, self.rows)
             if matmul.codes is None:
-                b = self._operand(matmul.b.source, next(places), self.j, self.columns)
+                b = self._read_operand(matmul.b.source, next(indices), self.j, self.columns)
             else:
-                b = self._codes(matmul.codes, next(places)[0])
+                b = self._read_quantized(matmul.codes, next(indices)[0])
             if a is None or b is None:
                 return None
-            ours.append(a)
-            theirs.append(b)
-        first = ours[0]
-        same = all(a.buffer.same_as(first.buffer) and _equal(a.start, first.start) for a in ours)
-        return (first, theirs) if same else None
+            a_operands.append(a)
+            b_operands.append(b)
+        first = a_operands[0]
+        shares_a = all(a.buffer.same_as(first.buffer) and _equal(a.start, first.start) for a in a_operands)
+        return (first, b_operands) if shares_a else None
 
-    def same_a(self, ours: Operand, other: Matmuls, theirs: Operand) -> bool:
-        """Whether two groups multiply the same A, row by row."""
-        rows = [(axis.extent, theirs.extent) for axis, theirs in zip(self.row_axes, other.row_axes)]
-        start = substitute(theirs.start, {other.m: self.m})
+    def shares_a(self, own: Operand, other: Matmuls, operand: Operand) -> bool:
+        """Return whether two groups multiply the same A, row by row."""
+        rows = [(axis.extent, operand.extent) for axis, operand in zip(self.row_axes, other.row_axes)]
+        start = substitute(operand.start, {other.m: self.m})
         return (
-            ours.buffer.same_as(theirs.buffer)
+            own.buffer.same_as(operand.buffer)
             and len(self.row_axes) == len(other.row_axes)
-            and all(_equal(*pair) for pair in (*rows, (ours.start, start)))
+            and all(_equal(*pair) for pair in (*rows, (own.start, start)))
         )
 
-    def _operand(self, buffer: tirx.Buffer, indices: list[Expr], outer: tirx.Var, extent: Expr) -> Operand | None:
+    def _read_operand(self, buffer: tirx.Buffer, indices: list[Expr], outer: tirx.Var, extent: Expr) -> Operand | None:
         simplify, k = self.facts.simplify, self.k
-        # By index: what is behind a matmul with a symbolic size does not cancel.
+        # By index, because a matmul with a symbolic size prevents cancellation.
         starts = [simplify(substitute(index, {k: tirx.const(0, "int64")})) for index in indices]
         steps = [simplify(index - start) for index, start in zip(indices, starts)]
-        along, start = (simplify(offset(buffer.shape, part)) for part in (steps, starts))
-        others = {self.m, self.j, *(axis.var for axis in self.batch_axes)}
-        if uses(along, others):
+        along, start = (simplify(offset(buffer.shape, indices_part)) for indices_part in (steps, starts))
+        other_variables = {self.m, self.j, *(axis.var for axis in self.batch_axes)}
+        if uses(along, other_variables):
             return None
         order, condition = Order.NONE, None
         for candidate, var, size in ((Order.K, k, self.depth), (Order.OUTER, outer, extent)):
-            found = self._chunks(buffer, (starts, steps), var, size)
-            if found is not None and (order is Order.NONE or found is True):
-                order, condition = candidate, (None if found is True else found)
-                if found is True:
+            chunk_condition = self._find_chunks(buffer, (starts, steps), var, size)
+            if chunk_condition is not None and (order is Order.NONE or chunk_condition is True):
+                order, condition = candidate, (None if chunk_condition is True else chunk_condition)
+                if chunk_condition is True:
                     break
         return Operand(buffer, outer, k, start, along, order, condition)
 
-    def _codes(self, codes: Codes, column: Expr) -> Operand | None:
-        """Codes that lie in chunks along k, each with one scale, a column behind the other."""
+    def _read_quantized(self, quantized: Codes, column: Expr) -> Operand | None:
+        """Return quantized values in chunks along k, each with one scale, column after column.
+
+        None for another layout.
+        """
         depth = self.depth
-        if not isinstance(depth, tirx.IntImm) or codes.nr != 1 or codes.depth != depth.value:
+        if not isinstance(depth, tirx.IntImm) or quantized.nr != 1 or quantized.depth != depth.value:
             return None
-        whole = depth.value % self.chunk == codes.block % self.chunk == 0
+        divides = depth.value % self.chunk == quantized.block % self.chunk == 0
         column = self.facts.simplify(column)
         first = self.facts.simplify(column - self.j)
-        if not whole or uses(first, {self.j, self.m}):
+        if not divides or uses(first, {self.j, self.m}):
             return None
-        return Operand(codes.load.source, self.j, self.k, column * depth, self.k, Order.K, None, codes, first)
+        return Operand(quantized.load.source, self.j, self.k, column * depth, self.k, Order.K, None, quantized, first)
 
-    def _chunks(
-        self, buffer: tirx.Buffer, parts: tuple[list[Expr], list[Expr]], var: tirx.Var, extent: Expr
+    def _find_chunks(
+        self, buffer: tirx.Buffer, components: tuple[list[Expr], list[Expr]], var: tirx.Var, extent: Expr
     ) -> Expr | bool | None:
-        """Whether chunks lie along a variable: always, where an expression holds, or never (None)."""
+        """Return whether chunks lie along a variable: always (True), where an expression holds, or never (None)."""
         facts, chunk = self.facts.copy(), self.chunk
         number, inside = tirx.Var("number", "int64"), tirx.Var("inside", "int64")
         facts.bind(number, 0, facts.simplify((extent + (chunk - 1)) // chunk))
         facts.bind(inside, 0, tirx.const(chunk, "int64"))
-        first, any_of = ({var: facts.simplify(number * chunk + more)} for more in (tirx.const(0, "int64"), inside))
-        indices = [a + b for a, b in zip(*parts)]
-        at, behind = ([facts.simplify(substitute(index, where)) for index in indices] for where in (first, any_of))
-        gaps = [facts.simplify(b - a) for a, b in zip(at, behind)]
+        first, inside_chunk = (
+            {var: facts.simplify(number * chunk + more)} for more in (tirx.const(0, "int64"), inside)
+        )
+        indices = [a + b for a, b in zip(*components)]
+        at, addresses = (
+            [facts.simplify(substitute(index, where)) for index in indices] for where in (first, inside_chunk)
+        )
+        gaps = [facts.simplify(b - a) for a, b in zip(at, addresses)]
         if not _equal(facts.simplify(offset(buffer.shape, gaps)), inside):
             return None
         conditions: list[Expr] = []
-        whole = facts.simplify(extent % chunk)
-        # Chunks begin at multiples of their size: by what is known, or where the last dimension is such a multiple.
+        remainder = facts.simplify(extent % chunk)
+        # Chunks are provably aligned, or are aligned where the last dimension is a multiple of their size.
         begins = facts.simplify(offset(buffer.shape, at) % chunk)
         if not is_int(begins, 0):
             if not at or not is_int(facts.simplify(at[-1] % chunk), 0):
                 return None
             conditions.append(buffer.shape[-1] % chunk)
-        conditions.append(whole)
-        left = [c for c in conditions if not is_int(c, 0)]
-        if any(isinstance(c, tirx.IntImm) for c in left):
+        conditions.append(remainder)
+        unproven = [c for c in conditions if not is_int(c, 0)]
+        if any(isinstance(c, tirx.IntImm) for c in unproven):
             return None
-        return tirx.all(*(tirx.EQ(c, tirx.const(0, "int64")) for c in left)) if left else True
+        return tirx.all(*(tirx.EQ(c, tirx.const(0, "int64")) for c in unproven)) if unproven else True
 
 
 def read_matmuls(func: tirx.PrimFunc) -> list[Matmuls] | None:
-    """A function that is groups of matmuls, with element-wise stages around them, of half precision, or of float32
-    that it wants multiplied as TF32: each group; or None."""
+    """Return each group of matmuls of a function, or None.
+
+    The function consists of groups of matmuls with element-wise stages around them, of half precision, or of float32
+    that is to be multiplied as TF32.
+    """
     stages = read_stages(func)
-    return matmuls_of(func, stages) if stages else None
+    return read_stage_matmuls(func, stages) if stages else None
 
 
-def matmuls_of_runs(func: tirx.PrimFunc) -> list[Matmuls] | None:
-    """Where rows choose their matrices by a table, the matmuls of the rows of one matrix."""
+def read_run_matmuls(func: tirx.PrimFunc) -> list[Matmuls] | None:
+    """Return the matmuls of the rows of one matrix, where rows choose their matrices by a table; None for anything
+    else.
+    """
     stages = read_stages(func)
     groups = read_groups(stages, set(func.params)) if stages else None
     selection = read_selection(groups) if groups else None
-    return matmuls_of(func, stages, selection) if stages and selection is not None else None
+    return read_stage_matmuls(func, stages, selection) if stages and selection is not None else None
 
 
-def matmuls_of(func: tirx.PrimFunc, stages: list[Stage], selection: Selection | None = None) -> list[Matmuls] | None:
-    """Of the stages of a function, or some of them, between which and the others stand parameters. With a selection
-    rows are those of one matrix."""
+def read_stage_matmuls(
+    func: tirx.PrimFunc, stages: list[Stage], selection: Selection | None = None
+) -> list[Matmuls] | None:
+    """Return the matmuls of the stages of a function, or of some of them; None for anything else.
+
+    Parameters separate these stages from the others. With a selection, rows are those of one matrix.
+    """
     groups = read_groups(stages, set(func.params))
     if not groups:
         return None

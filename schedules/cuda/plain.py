@@ -1,8 +1,8 @@
-"""Attention for every problem: the plain lowering, a warp for each query row. What no faster kernel serves, this does.
+"""Attention for every problem: the plain lowering, with a warp for each query row.
 
-A lane keeps every 32nd element of q and o in registers, so that a warp reads a row of K or V in one go; a dot product
-is added up by shuffles, after which every lane knows it. Several keys are asked for at once; those among them that the
-row does not see are selected away.
+It serves all problems that no faster kernel accepts. A lane has every 32nd element of q and o in registers, so that a
+warp reads a row of K or V in one access. A dot product is reduced by shuffles, after which every lane has it. Several
+keys are loaded at once; those that the row does not see are selected away.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lowering.attention.plain import Row
 
 from .decode_tiles import RowTiles
 from .lanes import lane_elements, per_lane
-from .ptx import WARP, let, put, registers, shuffle_xor
+from .ptx import WARP, alloc_registers, let, shuffle_xor, store_element
 
 
 def plain(bound: Bound, tiles: RowTiles) -> None:
-    """Emits the kernel, with its launch, into the PrimFunc that `bound` has opened. Any problem."""
+    """Emit the kernel and its launch into the PrimFunc opened by `bound`, for any problem."""
     heads = bound.problem.q_heads
     rows = T.int64(1) * bound.B * heads * bound.S
     with (
@@ -41,7 +41,7 @@ def plain(bound: Bound, tiles: RowTiles) -> None:
 
 
 class WarpRow(Row):
-    """The code for query row i of head h in batch b, run by the 32 lanes of a warp, with so many keys at once."""
+    """The code for query row i of head h in batch b, run by the 32 lanes of a warp, with `at_once` keys at once."""
 
     def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, at_once: int) -> None:
         self.lane, self.at_once = lane, at_once
@@ -53,8 +53,8 @@ class WarpRow(Row):
 
     @contextmanager
     def elements(self, dim: int) -> Iterator[tuple[Expr, Expr]]:
-        with lane_elements(dim, self.lane) as place:
-            yield place
+        with lane_elements(dim, self.lane) as slot:
+            yield slot
 
     def alone(self) -> AbstractContextManager[object]:
         stack = ExitStack()
@@ -63,18 +63,18 @@ class WarpRow(Row):
         return stack
 
     def put_qk(self, j: Expr, value: Expr) -> None:
-        super().put_qk(j, let(value))  # an infinite constant of 16 bits is no C++ in TVM 0.27
+        super().put_qk(j, let(value))  # an infinite constant of 16 bits is not valid C++ in TVM 0.27
 
     def logit(self, j: Expr) -> Expr:
         return T.bind(let(super().logit(j)))
 
     def online_softmax(self) -> None:
-        """As in `Row`, for several keys at once: none of them has to wait for the others' way through memory."""
+        """Emit the softmax of `Row` for several keys at once, so that their loads overlap."""
         m, l, o = self.m, self.l, self.o
         for buffer, value in zip((m, l), self.before_keys()):
-            put(buffer, 0, value)
-        with self.elements(self.problem.v_head_dim) as (place, _):
-            put(o, place, self.zero)
+            store_element(buffer, 0, value)
+        with self.elements(self.problem.v_head_dim) as (slot, _):
+            store_element(o, slot, self.zero)
         with T.serial(tirx.truncdiv(self.count + (self.at_once - 1), self.at_once)) as step:
             first = let(step * self.at_once)
             keys = [let(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(self.at_once)]
@@ -86,16 +86,16 @@ class WarpRow(Row):
             m_new = let(functools.reduce(tirx.max, scores, m[0]))
             shift = let(self.shift(m_new))
             alpha, p = let(T.exp(m[0] - shift)), [let(T.exp(s - shift)) for s in scores]
-            put(m, 0, m_new)
-            put(l, 0, sum(p, l[0] * alpha))
-            with self.elements(self.problem.v_head_dim) as (place, d):
-                # What the row does not see may be NaN.
+            store_element(m, 0, m_new)
+            store_element(l, 0, sum(p, l[0] * alpha))
+            with self.elements(self.problem.v_head_dim) as (slot, d):
+                # Values that the row does not see may be NaN.
                 v = [self.bound.addressing.v(self.b, self.hk, j, d) for j in keys]
                 values = [tirx.Select(seen, x, self.zero) for x, seen in zip(v, visible)]
-                put(o, place, sum((x * y for x, y in zip(p, values)), o[place] * alpha))
+                store_element(o, slot, sum((x * y for x, y in zip(p, values)), o[slot] * alpha))
 
     def is_visible(self, n: Expr, key: Expr) -> Expr:
-        """Whether there is a key number n and the row sees it; `key` is that, or the last one."""
+        """Return whether key number n exists and the row sees it; `key` is that key, or the last one."""
         if not self.bound.scores.has_mask:
             return n < self.count
         return tirx.all(n < self.count, self.bound.scores.unmasked(self.b, self.h, self.i, key, inside=True))
@@ -104,14 +104,14 @@ class WarpRow(Row):
         return self.dots([j])[0]
 
     def dots(self, keys: list[Expr]) -> list[Expr]:
-        """q . K_j for each key."""
-        totals = registers(len(keys), self.problem.acc_dtype)
+        """Return q . K_j for each key."""
+        totals = alloc_registers(len(keys), self.problem.acc_dtype)
         for k in range(len(keys)):
-            put(totals, k, self.zero)
-        with self.elements(self.problem.head_dim) as (place, d):
+            store_element(totals, k, self.zero)
+        with self.elements(self.problem.head_dim) as (slot, d):
             for k, j in enumerate(keys):
-                put(totals, k, totals[k] + self.q[place] * self.bound.addressing.k(self.b, self.hk, j, d))
+                store_element(totals, k, totals[k] + self.q[slot] * self.bound.addressing.k(self.b, self.hk, j, d))
         for lanes in (16, 8, 4, 2, 1):
             for k in range(len(keys)):
-                put(totals, k, totals[k] + shuffle_xor(totals[k], lanes))
+                store_element(totals, k, totals[k] + shuffle_xor(totals[k], lanes))
         return [T.bind(totals[k]) for k in range(len(keys))]

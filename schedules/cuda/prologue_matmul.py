@@ -1,7 +1,7 @@
-"""The rule for matmuls whose rows are computed first: norm prologue of them (lowering/passes/fuse_norm_prologues.py).
+"""The rule for matmuls with a norm prologue, which computes their rows first (lowering/passes/fuse_norm_prologues.py).
 
-With few rows the blocks of the matmul compute them (prologue_rows.py). With more that would be done too often: a launch
-computes them, and others multiply.
+With few rows, the blocks of the matmul compute them (prologue_rows.py). With more, that would repeat too much work: one
+launch computes them, and others multiply.
 """
 
 from __future__ import annotations
@@ -22,70 +22,75 @@ from ..reading.row_parts import cut_parts
 from ..reading.stages import Stage
 from ..variant import Variant
 from .device import Device, device
-from .epilogue import Ends
-from .matmul import either, emit_matmuls, planned, tiles_of, together, widest
-from .matmul_reader import matmuls_of
-from .prologue_rows import PrologueRows, most_rows
+from .epilogue import EpilogueFactory
+from .matmul import choose_tiles, combined_shape, emit_branches, emit_matmuls, plan_groups, widest_shape
+from .matmul_reader import read_stage_matmuls
+from .prologue_rows import PrologueRows, max_rows
 from .prologue_tiles import NormTiles, PrologueSmallMTiles
-from .reduction import emit_rows, read_rows
-from .small_m_matmul import Group, small_m_matmul, takes
+from .reduction import emit_reduced_rows, read_reduced_rows
+from .small_m_matmul import MatmulOperands, can_multiply_small_m, small_m_matmul
 
 
 def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function of two parts, rows with reductions and matmuls of them; None for any other, and where rows are too
-    many, or too long."""
-    parts = cut_parts(func)
-    found = read_prologue_matmul(func, *parts) if parts is not None and len(parts) == 2 else None
-    if found is None:
+    """Return variants for a function of two parts, rows with reductions and matmuls of them.
+
+    None for any other function, and where rows are too many or too long.
+    """
+    stages = cut_parts(func)
+    matmuls = read_prologue_matmul(func, *stages) if stages is not None and len(stages) == 2 else None
+    if matmuls is None:
         return None
-    groups, normed = found
+    groups, prologue = matmuls
     gpu = device(target)
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
-            emit_prologue_matmul(groups, normed, tiles, gpu, Ends())
+            emit_prologue_matmul(groups, prologue, tiles, gpu, EpilogueFactory())
         return func.with_body(builder.get().body).without_attr(FORM)
 
     by_name = prologue_tiles(groups, gpu)
-    return [Variant(name, widest(groups), gpu, tiles, emit) for name, tiles in by_name.items()]
+    return [Variant(name, widest_shape(groups), gpu, tiles, emit) for name, tiles in by_name.items()]
 
 
-def prologue_tiles(groups: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
-    """By variant, the tiles of its kernels; the default first."""
-    own = {"normed": PrologueSmallMTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
-    return {name: {**tiles, **own} for name, tiles in tiles_of(groups, gpu).items()}
+def prologue_tiles(groups: list[MatmulOperands], gpu: Device) -> dict[str, dict[str, Any]]:
+    """Return, by variant, the tiles of its kernels; the default first."""
+    prologue_kernels = {
+        "normed": PrologueSmallMTiles.default(combined_shape(groups), gpu),
+        "norm": NormTiles.default(widest_shape(groups), gpu),
+    }
+    return {name: {**tiles, **prologue_kernels} for name, tiles in choose_tiles(groups, gpu).items()}
 
 
 def emit_prologue_matmul(
-    groups: list[Group], normed: PrologueRows, tiles: dict[str, Any], gpu: Device, ends: Ends
+    groups: list[MatmulOperands], prologue: PrologueRows, tiles: dict[str, Any], gpu: Device, factory: EpilogueFactory
 ) -> None:
-    """Emits the kernels and their launches into the function that is open."""
+    """Emit the kernels and their launches into the function being built."""
 
-    def otherwise() -> None:
-        emit_rows(normed.rows, tiles["norm"])
-        emit_matmuls(groups, tiles, gpu, ends)
+    def emit_separately() -> None:
+        emit_reduced_rows(prologue.rows, tiles["norm"])
+        emit_matmuls(groups, tiles, gpu, factory)
 
-    fits = groups[0][0].facts.simplify(groups[0][0].rows <= normed.most)
-    either(fits, lambda: small_m_matmul(groups, tiles["normed"], gpu, ends, normed), otherwise)
+    fits = groups[0][0].facts.simplify(groups[0][0].rows <= prologue.max_rows)
+    emit_branches(fits, lambda: small_m_matmul(groups, tiles["normed"], gpu, factory, prologue), emit_separately)
 
 
 def read_prologue_matmul(
     func: tirx.PrimFunc, first: list[Stage], second: list[Stage]
-) -> tuple[list[Group], PrologueRows] | None:
-    """The matmuls, and A, of which row m begins at m K; at least one row may be computed by a block."""
-    rows, groups = read_rows(func, first), planned(matmuls_of(func, second) or ())
-    if rows is None or groups is None or not takes(groups):
+) -> tuple[list[MatmulOperands], PrologueRows] | None:
+    """Return the matmuls and the prologue of A, whose row m begins at m K. A block must be able to compute a row."""
+    rows, groups = read_reduced_rows(func, first), plan_groups(read_stage_matmuls(func, second) or ())
+    if rows is None or groups is None or not can_multiply_small_m(groups):
         return None
     matmuls, a, _ = groups[0]
     depth = matmuls.depth
-    whole = [stage for stage in rows.kept if not stage.reduce]
+    row_stages = [stage for stage in rows.materialized if not stage.reduce]
     if matmuls.dtype not in HALF or matmuls.batch_axes or not isinstance(depth, tirx.IntImm):
         return None
-    if [stage.output for stage in whole] != [a.buffer] or len(whole[0].axes) != rows.rank + 1:
+    if [stage.output for stage in row_stages] != [a.buffer] or len(row_stages[0].axes) != rows.rank + 1:
         return None
     in_rows = matmuls.facts.simplify(a.start - matmuls.m * depth)
-    most = most_rows(depth.value)
-    many = isinstance(matmuls.rows, tirx.IntImm) and matmuls.rows.value > most
-    if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, matmuls.k) or most == 0 or many:
+    row_limit = max_rows(depth.value)
+    has_too_many = isinstance(matmuls.rows, tirx.IntImm) and matmuls.rows.value > row_limit
+    if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, matmuls.k) or row_limit == 0 or has_too_many:
         return None
     return groups, PrologueRows(rows, depth.value)

@@ -1,5 +1,6 @@
-"""Tiles of matmuls whose rows are computed first (prologue_matmul.py), but for those of the matmuls themselves; the
-problem is their shape."""
+"""Tiles of matmuls with a norm prologue (prologue_matmul.py), besides those of the matmuls; the problem is their
+shape.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from typing import Any
 
 from ..tiles import Space
 from .device import Device
-from .matmul_reader import Shape
-from .prologue_rows import most_rows, shared_memory
+from .matmul_reader import MatmulShape
+from .prologue_rows import max_rows, row_memory_bytes
 from .reduction import RowReductionTiles
 from .small_m_tiles import SmallMTiles
 
 
 @dataclass(frozen=True)
 class NormTiles(RowReductionTiles):
-    """Of the launch that computes many rows."""
+    """Tiles of the launch that computes many rows."""
 
     @classmethod
     def default(cls, problem: Any, machine: Device) -> NormTiles:
@@ -28,27 +29,30 @@ class NormTiles(RowReductionTiles):
 
 @dataclass(frozen=True)
 class PrologueSmallMTiles(SmallMTiles):
-    """Of the launch whose blocks compute the few rows that they multiply: of these nothing is on its way."""
+    """Tiles of the launch whose blocks compute the few rows that they multiply, so that no copies of these are in
+    flight.
+    """
 
-    def places(self, matmuls: int, c: int) -> int:
-        return self.pieces(c) * 2 * matmuls
+    def slots(self, matmuls: int, c: int) -> int:
+        return self.slices(c) * 2 * matmuls
 
-    def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
-        rows = shared_memory(problem.depth or 0)
-        shared = self.shared_memory(problem) + rows
+    def rules(self, problem: MatmulShape, device: Device) -> dict[str, bool]:
+        rows = row_memory_bytes(problem.depth or 0)
+        shared_bytes = self.shared_memory(problem) + rows
         return {
             **super().rules(problem, device),
             f"rows = {self.rows} must be 8": self.rows == 8,
-            f"there is no room for rows of {problem.depth}": most_rows(problem.depth or 0) > 0,
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"there is no room for rows of {problem.depth}": max_rows(problem.depth or 0) > 0,
+            f"{shared_bytes} bytes of shared memory are more than {device.shared_memory}": shared_bytes
+            <= device.shared_memory,
         }
 
     @classmethod
-    def space(cls, problem: Shape, device: Device) -> Space:
+    def space(cls, problem: MatmulShape, device: Device) -> Space:
         return {**super().space(problem, device), "rows": (8,)}
 
     @classmethod
-    def default(cls, problem: Shape, device: Device) -> PrologueSmallMTiles:
-        """As where rows are read."""
+    def default(cls, problem: MatmulShape, device: Device) -> PrologueSmallMTiles:
+        """Return the tiles for rows that are read."""
         tiles = SmallMTiles.default(problem, device)
         return cls(tiles.warps, tiles.ahead)

@@ -1,4 +1,4 @@
-"""Running sums on GPUs: a warp for each row, 32 elements at a time, each of which adds those before it by shuffles."""
+"""Running sums on GPUs: a warp for each row, 32 elements at a time, with prefix sums by shuffles."""
 
 from __future__ import annotations
 
@@ -15,56 +15,58 @@ from ..half_precision import is_half
 from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
-from .host import on_host
-from .ptx import WARP, let, put, registers, shuffle_up, uniform
-from .threads import ThreadTiles, each
+from .host import bind_on_host
+from .ptx import WARP, alloc_registers, let, shuffle_up, store_element, uniform
+from .threads import ThreadTiles, launch_threads
 
 
 def running_sum(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Running sums (lowering/tensorir/along_rows.py); None for anything else."""
-    what = read_along_rows(func)
-    if not isinstance(what, RunningSum):
+    """Return a variant for running sums (lowering/tensorir/along_rows.py); None for anything else."""
+    scan = read_along_rows(func)
+    if not isinstance(scan, RunningSum):
         return None
     tiles = {"rows": ThreadTiles()}
-    return [Variant("rows", None, device(target), tiles, lambda tiles: _kernel(func, what, tiles["rows"]))]
+    return [Variant("rows", None, device(target), tiles, lambda tiles: _kernel(func, scan, tiles["rows"]))]
 
 
-def _kernel(func: tirx.PrimFunc, what: RunningSum, tiles: ThreadTiles) -> tirx.PrimFunc:
+def _kernel(func: tirx.PrimFunc, scan: RunningSum, tiles: ThreadTiles) -> tirx.PrimFunc:
     x, y = (param for param in func.params if tirx.is_buffer_var(param))
     outer, n, inner = x.shape
-    dtype = _summed(str(x.dtype))
+    dtype = _accumulator_type(str(x.dtype))
     with IRBuilder() as builder, T.prim_func():
         read, written = flat_view(x), flat_view(y)
-        with each(on_host(outer * inner * WARP), tiles) as number:
+        with launch_threads(bind_on_host(outer * inner * WARP), tiles) as number:
             row, lane = let(tirx.truncdiv(number, T.int64(WARP))), let(tirx.truncmod(number, T.int64(WARP)))
             start = let(tirx.truncdiv(row, inner) * n * inner + tirx.truncmod(row, inner))
-            own, total = registers(1, dtype), registers(1, dtype)
-            put(total, 0, tirx.const(0, dtype))
-            with T.serial(tirx.ceildiv(n, WARP)) as turn:
-                step = let(turn * WARP + lane)
-                place = let(start + (n - 1 - step if what.reverse else step) * inner)
-                put(own, 0, tirx.const(0, dtype))
+            own, total = alloc_registers(1, dtype), alloc_registers(1, dtype)
+            store_element(total, 0, tirx.const(0, dtype))
+            with T.serial(tirx.ceildiv(n, WARP)) as iteration:
+                step = let(iteration * WARP + lane)
+                address = let(start + (n - 1 - step if scan.reverse else step) * inner)
+                store_element(own, 0, tirx.const(0, dtype))
                 with T.If(step < n), T.Then():
-                    put(own, 0, read[place].astype(dtype))
-                sums = _sums_of_lanes(own[0], lane)
-                before = let(tirx.Select(lane > 0, let(shuffle_up(sums, 1)), tirx.const(0, dtype)))
+                    store_element(own, 0, read[address].astype(dtype))
+                prefix = _scan_lanes(own[0], lane)
+                before = let(tirx.Select(lane > 0, let(shuffle_up(prefix, 1)), tirx.const(0, dtype)))
                 with T.If(step < n), T.Then():
-                    put(written, place, (total[0] + (before if what.exclusive else sums)).astype(str(y.dtype)))
-                put(total, 0, total[0] + let(uniform(sums, WARP - 1)))
+                    store_element(
+                        written, address, (total[0] + (before if scan.exclusive else prefix)).astype(str(y.dtype))
+                    )
+                store_element(total, 0, total[0] + let(uniform(prefix, WARP - 1)))
     return func.with_body(builder.get().body).without_attr(FORM)
 
 
-def _summed(dtype: str) -> str:
-    """The type of sums: shuffles move 32 or 64 bits."""
+def _accumulator_type(dtype: str) -> str:
+    """Return the type of the accumulator: shuffles move 32 or 64 bits."""
     if is_half(dtype):
         return "float32"
     return dtype if DataType(dtype).bits >= 32 else "int32"
 
 
-def _sums_of_lanes(value: Expr, lane: Expr) -> Expr:
-    """Of each lane the sum of its value and those of the lanes before it."""
+def _scan_lanes(value: Expr, lane: Expr) -> Expr:
+    """Return in each lane the sum of its value and those of the lanes before it."""
     for distance in (1, 2, 4, 8, 16):
         value = let(value)
-        other = let(shuffle_up(value, distance))
-        value = let(value + tirx.Select(lane >= distance, other, tirx.const(0, str(value.ty))))
+        earlier = let(shuffle_up(value, distance))
+        value = let(value + tirx.Select(lane >= distance, earlier, tirx.const(0, str(value.ty))))
     return value

@@ -1,6 +1,6 @@
-"""The cache update: new rows go to their places in a key/value cache, 16 bytes per thread where rows divide into them.
+"""The cache update: new rows are written to their slots in a key/value cache, 16 bytes per thread where rows divide so.
 
-In place, nothing but the new rows is touched. A copy is made as one stream first, whatever its rows look like.
+In place, only the new rows are written. A copy is made first as one stream, whatever the shape of its rows.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lowering.tensorir.scatter import ATTRIBUTE, BoundUpdate, CacheUpdate
 from ..variant import Variant
 from .device import device
 from .ptx import let
-from .threads import ThreadTiles, each
+from .threads import ThreadTiles, launch_threads
 
 CHUNK = 16  # bytes that a thread moves at once
 
-# By size in bytes: what is moved are bits.
+# Bit types by size in bytes.
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32x2", 16: "uint32x4"}
 
 
 def cache_update(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A cache update (lowering/tensorir/scatter.py), in place or not."""
+    """Return the variant for a cache update (lowering/tensorir/scatter.py), in place or not; None for anything else."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     update, gpu = CacheUpdate.from_json(str(func.attrs[ATTRIBUTE])), device(target)
@@ -59,14 +59,14 @@ def _kernels(update: CacheUpdate, copy: bool, tiles: ThreadTiles) -> tirx.PrimFu
 
 
 def _copy(bound: BoundUpdate, tiles: ThreadTiles) -> None:
-    """present := cache, in chunks, and what is left behind the last chunk by elements."""
+    """Copy present := cache, in chunks, and the elements after the last chunk one by one."""
     elements = Analyzer().simplify(bound.prefixes * bound.max_len * bound.suffix)
     per_chunk = CHUNK // bound.itemsize
     if isinstance(elements, prim.IntImm) and elements.value < per_chunk:
         _copy_elements(bound, tiles, elements)
         return
     chunks = tirx.truncdiv(elements, T.int64(per_chunk))
-    with each(chunks + per_chunk - 1, tiles) as thread, T.If(thread < chunks):
+    with launch_threads(chunks + per_chunk - 1, tiles) as thread, T.If(thread < chunks):
         with T.Then():
             _move(bound, CHUNK, "cache", thread, thread)
         with T.Else():
@@ -76,32 +76,34 @@ def _copy(bound: BoundUpdate, tiles: ThreadTiles) -> None:
 
 
 def _copy_elements(bound: BoundUpdate, tiles: ThreadTiles, elements: Expr) -> None:
-    """present := cache, whose elements are known to be fewer than those of a chunk: TVM would divide by the number of
-    chunks that such an array has."""
+    """Copy present := cache, whose elements are provably fewer than those of a chunk.
+
+    TVM would divide by the number of chunks of such an array.
+    """
     if is_int(elements, 0):
         return
-    with each(elements, tiles) as element:
+    with launch_threads(elements, tiles) as element:
         _move(bound, bound.itemsize, "cache", element, element)
 
 
 def _write_rows(bound: BoundUpdate, tiles: ThreadTiles, size: int) -> None:
-    """The rows of the update to their positions, `size` bytes per thread."""
+    """Write the rows of the update to their positions, `size` bytes per thread."""
     per_row = tirx.truncdiv(bound.suffix * bound.itemsize, T.int64(size))
-    with each(bound.prefixes * bound.length * per_row, tiles) as thread:
+    with launch_threads(bound.prefixes * bound.length * per_row, tiles) as thread:
         row, column = let(tirx.truncdiv(thread, per_row)), let(tirx.truncmod(thread, per_row))
         prefix, s = let(tirx.truncdiv(row, bound.length)), let(tirx.truncmod(row, bound.length))
         with bound.position(let(bound.first_position(prefix)), s) as position:
-            to = (prefix * bound.max_len + position) * per_row + column
+            target = (prefix * bound.max_len + position) * per_row + column
             source = let(bound.source_row(prefix, s) * per_row + column)
             if not bound.update.circular:
-                _move(bound, size, "update", to, source)
+                _move(bound, size, "update", target, source)
                 return
-            # Of rows that go to one place, the last one is to stay there.
+            # Where several rows have one slot, the last one must win.
             with T.If(s >= bound.length - bound.max_len), T.Then():
-                _move(bound, size, "update", to, source)
+                _move(bound, size, "update", target, source)
 
 
-def _move(bound: BoundUpdate, size: int, source: str, to: Expr, start: Expr) -> None:
-    """The piece number `to` of the array that is written := piece number `start` of the source."""
+def _move(bound: BoundUpdate, size: int, source: str, target: Expr, start: Expr) -> None:
+    """Copy vector number `start` of the source to vector number `target` of the written array."""
     written, read = (bound.flat(name, _BITS[size]) for name in (bound.target, source))
-    T.buffer_store(written, read[start], [to])
+    T.buffer_store(written, read[start], [target])

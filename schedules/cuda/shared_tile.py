@@ -18,13 +18,14 @@ CHUNK = 8
 class SharedTile:
     """Rows of `chunks` chunks each, from element `start` of a buffer in shared memory.
 
-    ldmatrix reads one chunk of 8 rows at a time, which is free of conflicts if the chunks lie in different groups of
-    four of the 32 banks, that is, if their addresses differ modulo 8 chunks. Rows of 2^k * odd chunks provide 2^(3-k)
-    different ones; the number of the row, divided by that, flips the low k bits of the chunk's, which provides the
-    others and leaves every chunk in its row.
+    ldmatrix reads one chunk of 8 rows at a time. That is free of conflicts if the chunks are in different groups of
+    four of the 32 banks, so if their addresses differ modulo 8 chunks. Rows of 2^k * odd chunks provide 2^(3-k)
+    different ones. The swizzle flips the low k bits of the chunk's index by the row's index, divided by 2^(3-k). That
+    provides the others, and leaves every chunk in its row.
 
-    down: of elements of 32 bits, which ldmatrix cannot transpose: a warp reads 8 successive ones of 4 successive rows,
-    each thread its own. Two chunks of each row are to differ from those of the others then, and stay neighbors.
+    down: for elements of 32 bits, which ldmatrix cannot transpose. A warp then reads 8 successive ones of 4 successive
+    rows, each thread its own. Two chunks of each row must then be in other groups than those of the other rows, and
+    stay neighbors.
     """
 
     def __init__(self, memory: tirx.Buffer, start: Expr | int, chunks: int, down: bool = False) -> None:
@@ -33,20 +34,20 @@ class SharedTile:
         self.chunk = ptx.CHUNK_BYTES // DataType(memory.dtype).itemsize
 
     def at(self, row: Expr, chunk: Expr) -> Element:
-        """The first element of a chunk; int32 indices."""
-        return self.memory[self.start + (row * self.chunks + T.bitwise_xor(chunk, self.flips(row))) * self.chunk]
+        """Return the first element of a chunk; int32 indices."""
+        return self.memory[self.start + (row * self.chunks + T.bitwise_xor(chunk, self.swizzle(row))) * self.chunk]
 
-    def flips(self, row: Expr) -> Expr:
+    def swizzle(self, row: Expr) -> Expr:
         if self.down:
             return T.shift_left(T.shift_right(T.bitwise_and(row, 3), 3 - self.bits), 1)
         return T.bitwise_and(T.shift_right(row, 3 - self.bits), (1 << self.bits) - 1)
 
-    def reader(self, row: Expr, chunk: Expr) -> Callable[[Expr | int, Expr | int], Element]:
-        """A function (rows, chunks) for `at(row + rows, chunk + chunks)`, where rows are a multiple of 8 that is known
-        once loops are unrolled, and so are chunks, which have no bits in common with `chunk`.
+    def make_reader(self, row: Expr, chunk: Expr) -> Callable[[Expr | int, Expr | int], Element]:
+        """Return a function (rows, chunks) for `at(row + rows, chunk + chunks)`.
 
-        Of the chunks only the low bits take part in what a thread has to compute, once; the others, and the rows, are a
-        constant of the instruction that reads.
+        Rows are a multiple of 8 that is static after loops are unrolled. Chunks are static too, and have no bits in
+        common with `chunk`. A thread computes only with the low bits of the chunks, once. The other bits, and the rows,
+        are a constant of the instruction that reads.
         """
         low = (1 << self.bits) - 1
         base = ptx.let(self.at(row, chunk).indices[0])

@@ -1,4 +1,4 @@
-"""Launches of a thread for each piece of work."""
+"""Launches with one thread for each work item."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .ptx import let
 
 @dataclass(frozen=True)
 class ThreadTiles(Tiles):
-    """Tiles of kernels in which no thread needs another, whatever they compute."""
+    """Tiles of kernels whose threads are independent, whatever they compute."""
 
     threads: int = 256
-    """Per block."""
+    """Threads per block."""
 
     @classmethod
     def default(cls, problem: Any, machine: Device) -> ThreadTiles:
@@ -36,8 +36,8 @@ class ThreadTiles(Tiles):
 
 
 @contextmanager
-def each(count: Expr, tiles: ThreadTiles) -> Iterator[Expr]:
-    """A launch whose threads have numbers from 0 to count - 1 (int64), one each; there may be none."""
+def launch_threads(count: Expr, tiles: ThreadTiles) -> Iterator[Expr]:
+    """Launch threads with indices from 0 to count - 1 (int64), one each; count may be 0."""
     with (
         T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(count, tiles.threads), T.int64(1))) as block,
         T.launch_thread("threadIdx.x", tiles.threads) as thread,

@@ -1,8 +1,7 @@
-"""Element-wise functions on GPUs that read along another axis than they write: transpositions, and what is done on the
-way.
+"""Element-wise functions on GPUs that read along another axis than they write: transpositions, and fused operations.
 
-A block has a tile of 32 x 32 elements. Threads compute it along the axis of which successive elements are successive in
-memory where they are read, and store it from shared memory along the last one.
+A block has a tile of 32 x 32 elements. Threads compute it along the axis of successive addresses of the reads, and
+store it from shared memory along the last one.
 """
 
 from __future__ import annotations
@@ -21,31 +20,36 @@ from lowering.tensorir.facts import Facts
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from ..reading.values import Evaluator, Program, flat_view
 from ..variant import Variant
-from .chunks import Row, evaluate, result_registers, store
-from .host import on_host
-from .ptx import let, put, synchronize, unrolled
+from .chunks import ChunkedRow, alloc_result_registers, evaluate_chunk, store_values
+from .host import bind_on_host
+from .ptx import let, store_element, synchronize, unrolled
 
 SIDE = 32
-_PITCH = SIDE + 1  # by which a column of the tile meets each bank once
-_ROWS = 8  # that the threads of a block have at a time
-_FEW = 16  # elements of an axis along which neighboring threads need not lie
+_PITCH = SIDE + 1  # by which a column of the tile accesses each bank once
+_ROWS = 8  # of a tile that the threads of a block have at a time
+_FEW = 16  # elements of an axis below which neighboring threads need not be contiguous
 
 
 def transposition(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Functions of one output without reductions, whose reads run along another axis of it; None for anything else."""
+    """Return a variant for functions of one output without reductions, whose reads run along another axis of it.
+
+    None for anything else.
+    """
     stages = read_stages(func)
     if not stages or any(stage.reduce for stage in stages):
         return None
     outputs = [stage for stage in stages if stage.output in set(func.params)]
-    across = _across(func, stages, outputs[0]) if len(outputs) == 1 else None
+    across = _find_read_axis(func, stages, outputs[0]) if len(outputs) == 1 else None
     if across is None:
         return None
     kernel = _Kernel(func, stages, outputs[0], across)
     return [Variant("tiles", None, None, {}, lambda tiles: kernel.emit())]
 
 
-def _across(func: tirx.PrimFunc, stages: list[Stage], output: Stage) -> int | None:
-    """The axis along which all reads are successive that do not run along the last one; None where that is none."""
+def _find_read_axis(func: tirx.PrimFunc, stages: list[Stage], output: Stage) -> int | None:
+    """Return the axis along which all reads are successive that do not run along the last one; None without such an
+    axis.
+    """
     if len(output.axes) < 2 or not _is_long(output.axes[-1]):
         return None
     facts = Facts.of(func)
@@ -54,26 +58,26 @@ def _across(func: tirx.PrimFunc, stages: list[Stage], output: Stage) -> int | No
     point = [tirx.const(0, "int64") if is_int(axis.extent, 1) else axis.var for axis in output.axes]
     with IRBuilder(), T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
-        program = _program(stages, memory, output, point, facts)
+        program = _make_program(stages, memory, output, point, facts)
 
-    def step(place: Expr, axis: Axis) -> Expr:
-        return facts.simplify(substitute(place, {axis.var: axis.var + 1}) - place)
+    def step(address: Expr, axis: Axis) -> Expr:
+        return facts.simplify(substitute(address, {axis.var: axis.var + 1}) - address)
 
-    *others, last = output.axes
-    found: set[int] = set()
-    for place in (load.indices[0] for expr in program.expressions for load in loads(expr)):
-        if loads(place) or is_int(step(place, last), 0) or is_int(step(place, last), 1):
+    *outer, last = output.axes
+    read_axes: set[int] = set()
+    for address in (load.indices[0] for expr in program.expressions for load in loads(expr)):
+        if loads(address) or is_int(step(address, last), 0) or is_int(step(address, last), 1):
             continue
-        found.add(next((n for n, a in enumerate(others) if _is_long(a) and is_int(step(place, a), 1)), -1))
-    return found.pop() if len(found) == 1 and -1 not in found else None
+        read_axes.add(next((n for n, a in enumerate(outer) if _is_long(a) and is_int(step(address, a), 1)), -1))
+    return read_axes.pop() if len(read_axes) == 1 and -1 not in read_axes else None
 
 
-def _program(
+def _make_program(
     stages: list[Stage], memory: dict[tirx.Buffer, tirx.Buffer], output: Stage, point: list[Expr], facts: Facts
 ) -> Program:
-    """What is stored at a point of the output."""
-    wanted, stored = [tirx.BufferLoad(output.output, point)], [output.output.dtype]
-    return Evaluator.of(stages, memory).program(wanted, facts, stored=stored, rounds=False)
+    """Return the program of the value stored at a point of the output."""
+    elements, stored = [tirx.BufferLoad(output.output, point)], [output.output.dtype]
+    return Evaluator.of(stages, memory).program(elements, facts, stored=stored, rounds=False)
 
 
 def _is_long(axis: Axis) -> bool:
@@ -82,7 +86,7 @@ def _is_long(axis: Axis) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """The output's elements by tiles over the axis with the number `across`, and the last one."""
+    """The output's elements by tiles over the axis with index `across`, and the last one."""
 
     func: tirx.PrimFunc
     stages: list[Stage]
@@ -101,10 +105,10 @@ class _Kernel:
         point = [where.get(a.var, a.var if a in (read, last) else zero) for a in axes]
         with IRBuilder() as builder, T.prim_func():
             memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
-            program = _program(self.stages, memory, self.output, point, facts)
-            place = facts.simplify(offset(self.output.output.shape, point))
-            along = [on_host(tirx.ceildiv(axis.extent, SIDE)) for axis in (read, last)]
-            blocks = on_host(volume(outer) * along[0] * along[1])
+            program = _make_program(self.stages, memory, self.output, point, facts)
+            address = facts.simplify(offset(self.output.output.shape, point))
+            along = [bind_on_host(tirx.ceildiv(axis.extent, SIDE)) for axis in (read, last)]
+            blocks = bind_on_host(volume(outer) * along[0] * along[1])
             with (
                 T.If(blocks > 0),
                 T.Then(),
@@ -119,25 +123,27 @@ class _Kernel:
                 start = let(tirx.truncmod(number, along[0]) * SIDE)
                 values = {m: let(tirx.truncdiv(number, along[0]))}
 
-                def at(one: Expr, other: Expr) -> tuple[Expr, Expr, Expr]:
-                    """The element of a thread in the tile, and whether it is there."""
-                    a, b = let(start + one), let(first + other)
+                def at(row_index: Expr, column_index: Expr) -> tuple[Expr, Expr, Expr]:
+                    """Return the element of a thread in the tile, and whether it exists."""
+                    a, b = let(start + row_index), let(first + column_index)
                     return a, b, tirx.all(a < read.extent, b < last.extent)
 
                 with unrolled(SIDE // _ROWS) as n:
                     row = let(n * _ROWS + down)
-                    a, b, there = at(across, row)
-                    with T.If(there), T.Then():
-                        (result,) = result_registers(program, 1, 1)
-                        line = Row(facts, last.var, last.extent)
-                        here = {**values, read.var: a}
-                        evaluate(line, program, 1, here, b, lambda x, found: put(result, x, found[0]))
-                        store(tile, row * _PITCH + across, result)
+                    a, b, exists = at(across, row)
+                    with T.If(exists), T.Then():
+                        (result,) = alloc_result_registers(program, 1, 1)
+                        line = ChunkedRow(facts, last.var, last.extent)
+                        bindings = {**values, read.var: a}
+                        evaluate_chunk(
+                            line, program, 1, bindings, b, lambda x, results: store_element(result, x, results[0])
+                        )
+                        store_values(tile, row * _PITCH + across, result)
                 synchronize()
                 with unrolled(SIDE // _ROWS) as n:
                     row = let(n * _ROWS + down)
-                    a, b, there = at(row, across)
-                    with T.If(there), T.Then():
-                        to = let(substitute(place, {**values, read.var: a, last.var: b}))
-                        put(memory[self.output.output], to, tile[across * _PITCH + row])
+                    a, b, exists = at(row, across)
+                    with T.If(exists), T.Then():
+                        target = let(substitute(address, {**values, read.var: a, last.var: b}))
+                        store_element(memory[self.output.output], target, tile[across * _PITCH + row])
         return self.func.with_body(builder.get().body).without_attr(FORM)

@@ -1,7 +1,6 @@
-"""The matmuls of an attention of 16 query rows by one warp: mma.sync on tiles in shared memory.
+"""The matmuls of attention of 16 query rows by one warp: mma.sync on tiles in shared memory.
 
-S and O lie in registers as fragments.py says; P leaves the matmuls of Q K^T in the layout in which those of P V take
-it.
+S and O are in registers as in fragments.py; P leaves the matmuls of Q K^T in the layout in which those of P V read it.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx
-from .attention_tiles import padded
-from .ptx import put, registers, unrolled
+from .attention_tiles import pad_head_dim
+from .ptx import alloc_registers, store_element, unrolled
 from .shared_tile import SharedTile
 
 ROWS = 16
@@ -24,18 +23,22 @@ class WarpTile:
 
     def __init__(self, problem: AttentionProblem, lane: Expr, keys: int) -> None:
         self.problem, self.lane, self.keys = problem, lane, keys
-        self.S, self.O = registers(keys // 2, "float32"), registers(problem.v_head_dim // 2, "float32")
-        self.P, self.q, self.kv = registers(keys // 4, "uint32"), registers(4, "uint32"), registers(4, "uint32")
+        self.S, self.O = alloc_registers(keys // 2, "float32"), alloc_registers(problem.v_head_dim // 2, "float32")
+        self.P, self.q, self.kv = (
+            alloc_registers(keys // 4, "uint32"),
+            alloc_registers(4, "uint32"),
+            alloc_registers(4, "uint32"),
+        )
         with unrolled(problem.v_head_dim // 2) as n:
-            put(self.O, n, T.float32(0))
+            store_element(self.O, n, T.float32(0))
 
     def scores(self, q: SharedTile, k: SharedTile) -> None:
-        """S := Q K_j^T"""
-        q_at = q.reader(self.lane % 16, self.lane // 16)
-        k_at = k.reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
+        """Emit S := Q K_j^T."""
+        q_at = q.make_reader(self.lane % 16, self.lane // 16)
+        k_at = k.make_reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
         with unrolled(self.keys // 2) as n:
-            put(self.S, n, T.float32(0))
-        with unrolled(padded(self.problem.head_dim) // 16) as step:
+            store_element(self.S, n, T.float32(0))
+        with unrolled(pad_head_dim(self.problem.head_dim) // 16) as step:
             ptx.load_matrices([self.q[x] for x in range(4)], q_at(0, step * 2))
             with unrolled(self.keys // 16) as pair:
                 ptx.load_matrices([self.kv[x] for x in range(4)], k_at(pair * 16, step * 2))
@@ -45,8 +48,8 @@ class WarpTile:
                     ptx.multiply_add(self.problem.dtype, s, a, b)
 
     def accumulate(self, v: SharedTile) -> None:
-        """O += P V_j"""
-        v_at = v.reader(self.lane % 16, self.lane // 16)
+        """Emit O += P V_j."""
+        v_at = v.make_reader(self.lane % 16, self.lane // 16)
         columns = self.problem.v_head_dim // 8
         with unrolled(self.keys // 16) as step:
             with unrolled(columns // 2) as pair:
@@ -58,7 +61,7 @@ class WarpTile:
                 self.add_matmuls(step, columns - 1, 1)
 
     def add_matmuls(self, step: Expr, column: Expr | int, count: int) -> None:
-        """The matmuls of 16 keys of P with V at so many columns of 8 of O."""
+        """Emit the matmuls of 16 keys of P with V for `count` groups of 8 columns of O."""
         for x in range(count):
             o = [self.O[(column + x) * 4 + y] for y in range(4)]
             p = [self.P[step * 4 + y] for y in range(4)]

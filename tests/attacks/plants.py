@@ -17,7 +17,7 @@ import lowering.ops
 from lowering.errors import InputError
 from lowering.importing.node import Node
 from lowering.importing.values import Value, prod
-from lowering.ops.kernels import loops, serial
+from lowering.ops.kernels import emit_loops, serial
 from lowering.ops.reshape import reshape_to
 from lowering.runtime import Model
 
@@ -39,7 +39,7 @@ def _kernel(statements: Callable[..., None]) -> Callable[[Node, Value], Value]:
             statements(x.shape[0], x, out, scratch)
 
         outputs, scratch = [(flat.shape, data.dtype)], [((_SCRATCH,), data.dtype)]
-        (result,) = loops(node, "planted", body, [flat], outputs, scratch=scratch)
+        (result,) = emit_loops(node, "planted", body, [flat], outputs, scratch=scratch)
         return reshape_to(node, result, data.shape)
 
     return lowered
@@ -64,7 +64,7 @@ def _into_input(n: Any, x: Any, out: Any, scratch: Any) -> None:
 
 def _forgotten(node: Node, data: Value) -> Value:
     """Writes no element."""
-    (result,) = loops(node, "planted", lambda x, out: T.evaluate(0), [data], [(data.shape, data.dtype)])
+    (result,) = emit_loops(node, "planted", lambda x, out: T.evaluate(0), [data], [(data.shape, data.dtype)])
     return result
 
 

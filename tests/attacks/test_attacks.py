@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from lowering.graph.legality import OWN_DOMAIN
-from lowering.ops import registered
+from lowering.ops import list_registered
 
 from .campaign import campaign, tabulated, text
 from .generators import GENERATORS
@@ -58,7 +58,7 @@ OF_STRINGS = {("", op) for op in ("RegexFullMatch", "StringConcat", "StringNorma
 
 def test_every_operator_is_attacked() -> None:
     """Those of our own domain come in no model; tests/serving/test_served_decoders.py attacks their tables."""
-    assert set(GENERATORS) == {key for key in registered() if key[0] != OWN_DOMAIN} - OF_SEQUENCES - OF_STRINGS
+    assert set(GENERATORS) == {key for key in list_registered() if key[0] != OWN_DOMAIN} - OF_SEQUENCES - OF_STRINGS
 
 
 @pytest.mark.parametrize("domain, op", sorted(GENERATORS), ids=lambda text: text or "ai.onnx")

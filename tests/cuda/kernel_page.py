@@ -59,7 +59,7 @@ positions inside of them all tiles of one document, as bounds of these positions
 
 A thread's columns of S are pairs of neighboring keys. Where rows of a mask have an even number of elements, and a tile
 begins at an even key, a pair is a word of memory: 16 bits of bool, 32 of half precision, 64 of float32, by one load
-(`lowering/attention/mask_pairs.py`, `schedules/cuda/mask_words.py`). So a warp asks for half as much as element by
+(`lowering/attention/mask_pairs.py`, `schedules/cuda/mask_fragment.py`). So a warp asks for half as much as element by
 element, and for half of the sectors: rows lie apart, and a sector is asked for again for each element of a thread in
 it. On Hopper the words of a tile, 24 for 96 keys, are asked for behind the matmuls of Q K^T and before the wait for
 them; in decoding before the wait for K and V. Rows of an odd size, tiles that begin at an odd key, and pairs of which a

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from loop_model import Kernel, Step
 from machine_code import MachineCode, machine_code, prefill, problem
 
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, padded
-from schedules.cuda.cycles import load
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
+from schedules.cuda.cost_model import spread_blocks
 from schedules.cuda.device import DEVICES
 from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 
@@ -38,14 +38,14 @@ def attention(arch: str, head_dim: int, causal: bool) -> Kernel:
     """Its loop. A step is a tile of keys; head_dim is a multiple of 16, or of 64 by TMA."""
     tiles, code = compiled(arch, head_dim, causal)
     p = problem(head_dim, causal)
-    brought = 2 * tiles.kv * (padded(p.head_dim) + p.v_head_dim)
+    brought = 2 * tiles.kv * (pad_head_dim(p.head_dim) + p.v_head_dim)
     return Kernel(
         name=attention_name(head_dim, causal),
         arch=arch,
         tiles=f"{tiles.q} x {tiles.kv}",
         steps=code.steps,
         warps=_warps(arch, tiles, code, tiles.shared_memory(p)),
-        work=tiles.q * tiles.kv * 2 * (padded(p.head_dim) + p.v_head_dim),
+        work=tiles.q * tiles.kv * 2 * (pad_head_dim(p.head_dim) + p.v_head_dim),
         brought=brought,
         read=brought,
     )
@@ -84,7 +84,7 @@ def matmul(name: str) -> Kernel:
 
 def _warps(arch: str, tiles: Any, code: MachineCode, shared_memory: int) -> int:
     """That run the loop on an SM: of as many blocks as fit there. A producer's are not among them."""
-    blocks = load(1 << 20, DEVICES[arch], tiles.threads, code.registers, shared_memory).at_once
+    blocks = spread_blocks(1 << 20, DEVICES[arch], tiles.threads, code.registers, shared_memory).at_once
     consumers = 4 * tiles.consumers if isinstance(tiles, WgmmaTiles | WgmmaMatmulTiles) else tiles.threads // 32
     return blocks * consumers
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sass import Instruction
 
-from schedules.cuda.cycles import EXPONENTIALS, LANES, SHARED
+from schedules.cuda.cost_model import EXPONENTIALS, LANES, SHARED_BANDWIDTH
 from schedules.cuda.device import DEVICES, Device
 
 SCHEDULERS = 4  # of an SM, an instruction of a warp each in a cycle
@@ -155,7 +155,7 @@ def bound(kernel: Kernel, gpu: Gpu) -> Bound:
     pipes = {
         "tensor": kernel.operations / device.tensor_cores,
         **pipes,
-        "shared": pipes["shared"] + (read + tiles * kernel.brought) / SHARED,
+        "shared": pipes["shared"] + (read + tiles * kernel.brought) / SHARED_BANDWIDTH,
         "L2": tiles * kernel.read / device.cache,
     }
     alone, in_step = (_in_step(steps, n, device) for n in (min(SCHEDULERS, warps), warps))
@@ -173,7 +173,7 @@ def _pipes(steps: Iterable[Step], warps: int, device: Device) -> dict[str, float
         "MUFU": warps * _WARP * total["exponentials"] / EXPONENTIALS,
         "FP32": warps * _WARP * total["fp32"] / lanes,
         "ALU": warps * _WARP * total["alu"] / _ALU_LANES,
-        "shared": warps * total["shared"] / SHARED,
+        "shared": warps * total["shared"] / SHARED_BANDWIDTH,
     }
 
 
@@ -187,7 +187,7 @@ def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
     for step in steps * 4:
         since.append(step)
         reached = now + max(_pipes(since, warps, device).values())
-        taken = warps * max(step.operations / device.tensor_cores, step.operands / SHARED)
+        taken = warps * max(step.operations / device.tensor_cores, step.operands / SHARED_BANDWIDTH)
         if step.event == "HMMA":
             now, since = max(reached, matmuls), []
             matmuls = now + taken

@@ -25,7 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.target import cubin
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, padded
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
 from schedules.cuda.decode import decode
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
@@ -143,6 +143,6 @@ def matmuls(p: AttentionProblem, tiles: MmaTiles | WgmmaTiles) -> int:
     """Matmuls that a warp needs for a tile of keys, of 16 x 8 x 16, or of 64 x n x 16 by wgmma."""
     if isinstance(tiles, WgmmaTiles):
         panels = 1 if p.v_head_dim % 64 == 0 else -(-p.v_head_dim // 64)  # a matmul of each, where they are not whole
-        return padded(p.head_dim) // 16 + tiles.kv // 16 * panels
-    scores = tiles.kv // 8 * (padded(p.head_dim) // 16)
+        return pad_head_dim(p.head_dim) // 16 + tiles.kv // 16 * panels
+    scores = tiles.kv // 8 * (pad_head_dim(p.head_dim) // 16)
     return tiles.row_blocks * (scores + tiles.kv // 16 * (p.v_head_dim // 8))

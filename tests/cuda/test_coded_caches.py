@@ -27,8 +27,8 @@ from schedules.cuda.attention import attention, attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
-from schedules.cuda.kv_codes import code_bytes
-from schedules.cuda.prefill_mma import takes
+from schedules.cuda.prefill_mma import can_prefill
+from schedules.cuda.quantized_kv import quantized_chunk_bytes
 
 ARCHS = ("sm_80", "sm_90a")
 """Which expand float8 in their own ways."""
@@ -104,7 +104,7 @@ QUICK = (("sm_80", LARGE), ("sm_80", TOKENS), ("sm_90a", "int8 of groups, in pag
 def test_equals_the_reference(arch: str, name: str) -> None:
     for number, size in enumerate(SIZES):
         case, inputs = drawn(name, *size)
-        assert takes(case.problem)
+        assert can_prefill(case.problem)
         how = {"order": emulated.ORDERS[case.seed % 2], "arrivals": emulated.ARRIVALS[(case.seed + number) % 3]}
         check(
             case, inputs, call(kernels(arch, name), case, inputs, **how), float(ml_dtypes.finfo(case.problem.dtype).eps)
@@ -173,8 +173,12 @@ def test_what_tensor_cores_do_not_take_is_served_by_rows() -> None:
     p = problem("int8")
     assert variants(p) == ["mma", "rows"]
     codecs = Codec("int8", 4), Codec("int8", 32, "float16"), Codec("int8", 64, "float16")
-    assert [takes(dataclasses.replace(p, layout=CacheLayout(codec=codec))) for codec in codecs] == [False, True, False]
-    assert not takes(dataclasses.replace(p, head_dim=72)) and takes(dataclasses.replace(p, v_head_dim=72))
+    assert [can_prefill(dataclasses.replace(p, layout=CacheLayout(codec=codec))) for codec in codecs] == [
+        False,
+        True,
+        False,
+    ]
+    assert not can_prefill(dataclasses.replace(p, head_dim=72)) and can_prefill(dataclasses.replace(p, v_head_dim=72))
 
 
 @pytest.mark.no_gpu
@@ -190,7 +194,7 @@ def test_shared_memory_is_accessed_without_conflicts(name: str) -> None:
         with emulated.counting() as accesses:
             call(module, case, inputs)
         found = [a for a in accesses if a.memory == "shared" and "ptx_" in a.source]  # beside what decode merges
-        assert {a.bytes for a in found} >= {code_bytes(p), 16}
+        assert {a.bytes for a in found} >= {quantized_chunk_bytes(p), 16}
         conflicts = [a for a in found if a.taken > a.least]
         assert not conflicts, "\n".join(map(str, conflicts))
 

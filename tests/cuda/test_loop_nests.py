@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.independent import independent
-from schedules.cuda.loop_nests import LOCAL_BYTES, by_threads
+from schedules.cuda.loop_nests import LOCAL_BYTES, lower_to_threads
 
 LARGE = LOCAL_BYTES // 4 + 1
 """Elements of float32 that are no local memory of a thread."""
@@ -69,7 +69,7 @@ def reversed_rows(extent: int) -> Callable[..., None]:
 @pytest.mark.parametrize("rows", [0, 1, 70])
 def test_each_thread_has_its_own_array(extent: int, rows: int) -> None:
     """In local memory, or as a part of a workspace."""
-    func = by_threads(function(reversed_rows(extent), ("float32", ["rows", 5]), ("float32", ["rows", 5])))
+    func = lower_to_threads(function(reversed_rows(extent), ("float32", ["rows", 5]), ("float32", ["rows", 5])))
     assert launches(func) == [64]
     x = np.random.default_rng(rows).standard_normal((rows, 5)).astype("float32")
     *_, y = emulated.call(func, [x, np.full_like(x, np.nan)])
@@ -89,7 +89,7 @@ def test_arrays_of_no_elements(extent: int) -> None:
                 T.buffer_store(y, array[j, k], [row])
 
     columns = 0 if extent else 3
-    func = by_threads(function(body, ("float32", [4, columns]), ("float32", [4])))
+    func = lower_to_threads(function(body, ("float32", [4, columns]), ("float32", [4])))
     *_, y = emulated.call(func, [np.zeros((4, columns), "float32"), np.full(4, np.nan, "float32")])
     np.testing.assert_array_equal(y, 1)
 
@@ -99,7 +99,7 @@ def test_loops_inside_each_other_are_threads_of_one_launch() -> None:
         with independent(*x.shape) as (i, j, k):
             T.buffer_store(y, x[i, j, k] + tirx.const(1, "int32"), [k, i, j])
 
-    func = by_threads(function(body, ("int32", ["a", 3, "b"]), ("int32", ["b", "a", 3])))
+    func = lower_to_threads(function(body, ("int32", ["a", 3, "b"]), ("int32", ["b", "a", 3])))
     assert launches(func) == [64]
     x = np.arange(4 * 3 * 11, dtype="int32").reshape(4, 3, 11)
     *_, y = emulated.call(func, [x, np.zeros((11, 4, 3), "int32")])
@@ -119,7 +119,7 @@ def test_launches_follow_each_other() -> None:
         with T.parallel(n) as i:
             T.buffer_store(y, -array[i], [i])
 
-    func = by_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))
+    func = lower_to_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))
     assert launches(func) == [64, 1, 64]
     x = np.random.default_rng(0).integers(-9, 9, 100)
     *_, y = emulated.call(func, [x, np.zeros_like(x)])
@@ -132,7 +132,7 @@ def test_a_variable_that_launches_would_share_makes_them_one() -> None:
         with independent(x.shape[0]) as (i,):
             T.buffer_store(y, x[i] - first, [i])
 
-    func = by_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))
+    func = lower_to_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))
     assert launches(func) == [1]
     x = np.arange(5, 12)
     *_, y = emulated.call(func, [x, np.zeros_like(x)])
@@ -148,12 +148,12 @@ def test_a_size_that_only_a_loop_knows_is_rejected() -> None:
             T.buffer_store(y, array[x[i] - 1], [i])
 
     with pytest.raises(ValueError, match="not known before the launch"):
-        by_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))
+        lower_to_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))
 
 
 def test_while_loops_are_found() -> None:
     """A function whose only loop is a While is not one without loops."""
-    from schedules.cuda.ordinary import one_number
+    from schedules.cuda.fallback import one_number
 
     def body(x: tirx.Buffer) -> None:
         with T.While(x[0] > 0):

@@ -16,7 +16,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 from schedules.cuda.mask_prepass import MaskPrepass
-from schedules.cuda.ptx import let, put, registers
+from schedules.cuda.ptx import alloc_registers, let, store_element
 
 ROWS, KEYS = 32, 16
 BATCH, Q_LEN, KV_LEN = 2, 75, 150
@@ -73,11 +73,11 @@ def prepassed(p: AttentionProblem) -> tirx.PrimFunc:
         ):
             b, rest = let(block // (p.q_heads * tiles)), let(block % (p.q_heads * tiles))
             h, i0 = let(rest // tiles), let(rest % tiles * ROWS)
-            keys, masked = prepass.key_tiles(b, h, i0), registers(1, "int32")
+            keys, masked = prepass.key_tiles(b, h, i0), alloc_registers(1, "int32")
             with T.If(thread == 0), T.Then():
-                put(masked, 0, tirx.const(0, "int32"))
+                store_element(masked, 0, tirx.const(0, "int32"))
                 with T.serial(keys.count) as u:
-                    put(masked, 0, masked[0] + tirx.Not(keys.full(u)).astype("int32"))
+                    store_element(masked, 0, masked[0] + tirx.Not(keys.full(u)).astype("int32"))
                     for n, end in enumerate((keys.first(u), keys.end(u))):
                         bound.addressing.store_y(b, h, i0, 2 + 2 * u + n, end.astype("float32"))
                 for n, number in enumerate((keys.count, masked[0])):

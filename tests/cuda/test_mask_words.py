@@ -17,7 +17,7 @@ from tvm import tirx
 
 from lowering.attention.mask_pairs import MaskPairs
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from schedules.cuda.mask_words import Span
+from schedules.cuda.mask_fragment import KeySpan
 
 # The kernel, by what a GPU has, and how many query rows it is asked for.
 KERNELS: dict[str, tuple[str, int]] = {"mma": ("sm_80", 37), "wgmma": ("sm_90a", 37), "decode": ("sm_80", 3)}
@@ -127,6 +127,6 @@ def test_nothing_is_read_behind_the_last_key(keys: int, monkeypatch: pytest.Monk
     p = given(64, "bool", "each pair")
     inputs = draw(p, 1, 3, keys)
     assert is_right("decode", p, inputs)
-    monkeypatch.setattr(Span, "holds", lambda span, first, last: tirx.const(True, "bool"))
+    monkeypatch.setattr(KeySpan, "holds", lambda span, first, last: tirx.const(True, "bool"))
     with pytest.raises(EmulationError):
         kernels("decode", p).call("decode", inputs, 0)

@@ -10,7 +10,7 @@ import test_onnx_cases
 from node_cases import Case
 
 import lowering
-from lowering.ops import registered
+from lowering.ops import list_registered
 
 # Operators whose kernels are loop nests of no known form.
 LOOP_NESTS = ("Det", "GRU", "GridSample", "LSTM", "MaxUnpool", "NonMaxSuppression", "RNN", "RoiAlign", "ScatterND")
@@ -56,7 +56,7 @@ def test_machine_code_of_loop_nests(operator: str) -> None:
 def test_operators_are_recorded() -> None:
     """Every operator of the standard with cases that compile for CPUs is in docs/cuda_cases.json."""
     recorded = node_sweep.recorded()
-    for domain, operator in registered():
+    for domain, operator in list_registered():
         if domain in node_cases.DOMAINS and operator not in recorded:
             cases = node_cases.cases(operator)
             assert all(map(node_cases.refusal, cases)), f"{operator}: run `python tests/cuda/node_sweep.py`"

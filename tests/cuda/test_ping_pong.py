@@ -18,7 +18,7 @@ from sass import Function, Instruction, read
 from test_matmul_on_gpus import AUDITED, Case, check, first_variant, made
 
 from schedules.cuda.device import DEVICES
-from schedules.cuda.matmul_reader import Shape
+from schedules.cuda.matmul_reader import MatmulShape
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 
 # Seven steps along k go twice round a ring of three, after which the parity of a fill is that of the first again.
@@ -115,11 +115,11 @@ def test_a_short_k_is_multiplied_in_turn(matmuls: int) -> None:
     device = DEVICES["sm_90a"]
 
     def tiles(depth: int | None, rows: int | None = None) -> WgmmaMatmulTiles:
-        found = WgmmaMatmulTiles.default(Shape("float16", None, rows, 4096, depth, matmuls), device)
-        found.check(Shape("float16", None, rows, 4096, depth, matmuls), device)
+        found = WgmmaMatmulTiles.default(MatmulShape("float16", None, rows, 4096, depth, matmuls), device)
+        found.check(MatmulShape("float16", None, rows, 4096, depth, matmuls), device)
         return found
 
     assert [tiles(depth).ping_pong for depth in (64, 512, 2048, 8192, None)] == [True, True, True, False, False]
     assert not tiles(64, rows=128).ping_pong  # one tile for each SM, or less
     with pytest.raises(ValueError, match="1 consumers cannot take turns"):
-        dataclasses.replace(ALONE, consumers=1).check(Shape("float16", None, None, 64, 64, 1), device)
+        dataclasses.replace(ALONE, consumers=1).check(MatmulShape("float16", None, None, 64, 64, 1), device)

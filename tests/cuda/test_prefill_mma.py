@@ -17,7 +17,7 @@ from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.device import DEVICES
-from schedules.cuda.prefill_mma import prefill_mma, takes
+from schedules.cuda.prefill_mma import can_prefill, prefill_mma
 
 GPU = DEVICES["sm_80"]
 
@@ -155,6 +155,6 @@ def test_illegal_tiles_say_why(tiles: MmaTiles, why: str) -> None:
 
 @pytest.mark.no_gpu
 def test_takes_half_precision_in_whole_chunks() -> None:
-    assert takes(problem(head_dim=8, v_head_dim=256))
+    assert can_prefill(problem(head_dim=8, v_head_dim=256))
     for no in ({"head_dim": 36}, {"v_head_dim": 264}, {"v_dtype": "float32"}, {"dtype": "float32"}, {"qk_mode": 0}):
-        assert not takes(problem(**no))
+        assert not can_prefill(problem(**no))

@@ -16,7 +16,7 @@ from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
-from schedules.cuda.prefill_mma import takes
+from schedules.cuda.prefill_mma import can_prefill
 
 PREFILL = MmaTiles(32, 32, warps=2, split=64)
 ON_HOPPER = WgmmaTiles(1, 32, 240, 24, split=64)
@@ -28,7 +28,7 @@ def kernels(seeds: range, arch: str) -> emulated.Module:
     functions, gpu = {}, DEVICES[arch]
     for seed in seeds:
         p = made(seed, CALLS, tensor_cores=True)[0].problem
-        assert takes(p)
+        assert can_prefill(p)
         prefill = ON_HOPPER if gpu.generation == 90 and p.dense else PREFILL
         decode = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=SMALL_M)
         functions[f"attention_{seed}"] = attention_kernel(p, gpu, prefill, decode)

@@ -25,7 +25,7 @@ from lowering.tuning.database import identity
 from lowering.tuning.task import tiles_task
 from schedules.cuda import ptx, tensor_types
 from schedules.cuda.matmul_tiles import MatmulTiles
-from schedules.cuda.ptx import put
+from schedules.cuda.ptx import store_element
 
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 
@@ -108,7 +108,9 @@ def test_without_a_part_the_error_is_that_of_tf32(monkeypatch: pytest.MonkeyPatc
 def test_what_is_not_rounded_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator takes nothing but TF32, as PTX has it: all operands are rounded."""
     case = float32("tf32", m=16, n=32, k=24, epilogue="none", sizes=({},))
-    monkeypatch.setattr(ptx, "round_to_tf32", lambda to, x: put(to.source, to.indices[0], reinterpret("uint32", x)))
+    monkeypatch.setattr(
+        ptx, "round_to_tf32", lambda to, x: store_element(to.source, to.indices[0], reinterpret("uint32", x))
+    )
     with pytest.raises(emulated.EmulationError, match="not rounded to TF32"):
         check(case, made(case), TURNS[:1])
 

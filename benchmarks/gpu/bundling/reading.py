@@ -11,7 +11,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.records import decode
-from schedules.cuda.ptx import WARP, let, put, reduce_warp, registers, unrolled
+from schedules.cuda.ptx import WARP, alloc_registers, let, reduce_warp, store_element, unrolled
 
 WORDS = 4  # of a chunk of 16 bytes
 THREADS = 256  # per block
@@ -54,8 +54,8 @@ class Read:
                 T.launch_thread("threadIdx.x", THREADS) as thread,
             ):
                 first = let((block * THREADS + thread).astype("int64"))
-                words, folded = registers(WORDS * ahead, "int32"), registers(1, "int32")
-                put(folded, 0, T.int32(0))
+                words, folded = alloc_registers(WORDS * ahead, "int32"), alloc_registers(1, "int32")
+                store_element(folded, 0, T.int32(0))
                 rounds = let(tirx.ceildiv(chunks, T.int64(step * ahead)))
                 with T.serial(T.int64(0), rounds) as turn:
                     with unrolled(ahead) as n:
@@ -68,11 +68,11 @@ class Read:
                             with T.Else():
                                 T.buffer_store(words, tirx.Broadcast(T.int32(0), WORDS), [lane])
                     with unrolled(WORDS * ahead) as n:
-                        put(folded, 0, folded[0] ^ words[n])
+                        store_element(folded, 0, folded[0] ^ words[n])
                 result = let(reduce_warp(folded[0], lambda a, b: a ^ b))
                 with T.If(tirx.truncmod(thread, WARP) == 0), T.Then():
                     warp = let(tirx.truncdiv(block * THREADS + thread, WARP))
-                    put(found, warp, result)
+                    store_element(found, warp, result)
                     with T.serial(1, self.warps * WARP // step) as other:
-                        put(found, warp + other * (step // WARP), T.int32(0))
+                        store_element(found, warp + other * (step // WARP), T.int32(0))
         return builder.get()

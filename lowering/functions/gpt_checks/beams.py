@@ -1,34 +1,34 @@
-"""cache_indirection of gpt_attention: the beam that each earlier token behind the prompt is read from."""
+"""Checks of cache_indirection of gpt_attention: the beam that each earlier token after the prompt is read from."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .rows import Requests, Rows
-from .settings import Settings
-from .values import first, outside, refuse
+from .rows import QkvShape, RequestLengths
+from .settings import CallSettings
+from .values import find_first, find_outside, refuse
 
 
-def check_beams(indirection: np.ndarray, settings: Settings, rows: Rows, requests: Requests) -> None:
-    """Entries of tokens that are read name beams. Others are never looked at."""
+def check_beams(indirection: np.ndarray, settings: CallSettings, rows: QkvShape, requests: RequestLengths) -> None:
+    """Check that the entries of tokens that are read name beams. Other entries are never read."""
     steps = slice(requests.contexts, None)
     prompt, past = requests.prompt[steps], requests.past[steps]
-    if settings.cross or not len(past):
+    if settings.is_cross or not len(past):
         return
     if (wrong := (prompt < 0) | (prompt > past)).any():
-        b = first(wrong)
+        b = find_first(wrong)
         refuse(
             f"context_lengths of request {requests.contexts + b} is {prompt[b]}, host_past_key_value_lengths {past[b]}",
             "give the length of its whole prompt, which all its beams share and which lies in the cache",
         )
-    oldest = prompt  # behind the sinks
+    oldest = prompt  # the oldest token that is read, apart from the sinks
     if settings.window is not None:
-        left = settings.window - settings.sinks - (0 if settings.compatible else 1)
+        left = settings.window - settings.sinks - (0 if settings.is_trt_compatible else 1)
         oldest = np.maximum(prompt, past - left)
     end = np.where(oldest < past, past, np.where(prompt < past, np.minimum(settings.sinks, past), 0))
     table = indirection[steps]
     if (wrong := end > table.shape[2]).any():
-        b = first(wrong)
+        b = find_first(wrong)
         refuse(
             f"cache_indirection is for {table.shape[2]} tokens, and request {requests.contexts + b} needs {end[b]}",
             f"make its last axis at least {end.max()} long",
@@ -36,7 +36,7 @@ def check_beams(indirection: np.ndarray, settings: Settings, rows: Rows, request
     start, stop = int(prompt.min()), int(end.max())
     if start >= stop:
         return
-    foreign = outside(table[:, :, start:stop], rows.beams)
+    foreign = find_outside(table[:, :, start:stop], rows.beams)
     if not foreign.any():
         return
     token = np.arange(start, stop)
@@ -44,16 +44,16 @@ def check_beams(indirection: np.ndarray, settings: Settings, rows: Rows, request
     read &= (token < settings.sinks) | (token >= oldest[:, None])
     foreign &= read[:, None]
     if foreign.any():
-        b, beam, at = (int(place) for place in np.argwhere(foreign)[0])
+        b, beam, offset = (int(position) for position in np.argwhere(foreign)[0])
         refuse(
-            f"cache_indirection of request {requests.contexts + b}, beam {beam}, token {start + at}, is "
-            f"{table[b, beam, start + at]}, and there are {rows.beams} beams",
+            f"cache_indirection of request {requests.contexts + b}, beam {beam}, token {start + offset}, is "
+            f"{table[b, beam, start + offset]}, and there are {rows.beams} beams",
             f"name a beam from 0 to {rows.beams - 1}",
         )
 
 
-def read_by_beams(table: np.ndarray, prompt: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """bool (requests, beams, tokens): the tokens behind the prompt that some beam reads from this one."""
+def find_read_tokens(table: np.ndarray, prompt: np.ndarray, past: np.ndarray) -> np.ndarray:
+    """Return bool (requests, beams, tokens): the tokens after the prompt that some beam reads from this one."""
     token = np.arange(table.shape[2])
     read = (token >= prompt[:, None]) & (token < past[:, None])
     return np.stack([(table == beam).any(axis=1) & read for beam in range(table.shape[1])], axis=1)

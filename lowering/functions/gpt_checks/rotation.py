@@ -1,4 +1,4 @@
-"""The rotary settings and tables of gpt_attention: numbers that formulas can take, tables for every position."""
+"""Checks of the rotary settings and tables of gpt_attention: legal numbers in formulas, tables with all positions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...ops.tensorrt_llm.settings import SCALINGS
-from .rows import Requests
-from .values import FLOAT32, array, first, integer, member, number, refuse, shaped
+from .rows import RequestLengths
+from .values import FLOAT32, check_array, check_integer, check_member, check_number, check_shape, find_first, refuse
 
 _ROTATED = ("rope_gptj", "rope_gpt_neox", "long_rope", "yarn")
 _IMPLIED = {"long_rope": "longrope", "yarn": "yarn"}
@@ -22,153 +22,155 @@ _ORIGINAL = "rotary_embedding_original_max_positions"
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotationSettings:
     dim: int
     scaling: str
-    original: int  # longrope: sequences beyond it use the long factors and tables
+    original: int  # longrope: longer sequences use the long factors and tables
 
 
 @dataclass(frozen=True)
-class Angles:
-    """How many positions rotary_cos_sin has, and long_rope_rotary_cos_sin; None where it is not read."""
+class AngleTables:
+    """The numbers of positions of rotary_cos_sin and of long_rope_rotary_cos_sin; None for a table that is not read."""
 
     short: int | None
     long: int | None
 
 
-def rotation_of(arguments: Mapping[str, Any], position: str, size: int) -> Rotation | None:
-    """None where nothing is rotated; the other arguments of the rotation mean nothing then."""
-    scaling = member("rotary_embedding_scale_type", arguments["rotary_embedding_scale_type"], SCALINGS)
+def check_rotation(arguments: Mapping[str, Any], position: str, size: int) -> RotationSettings | None:
+    """Return the settings of the rotation, or None if nothing is rotated; its other arguments are ignored then."""
+    scaling = check_member("rotary_embedding_scale_type", arguments["rotary_embedding_scale_type"], SCALINGS)
     if scaling == "mrope":
         raise NotImplementedError("gpt_attention does not support rotary_embedding_scale_type mrope: use another.")
-    dim = integer("rotary_embedding_dim", arguments["rotary_embedding_dim"])
+    dim = check_integer("rotary_embedding_dim", arguments["rotary_embedding_dim"])
     if position not in _ROTATED or dim == 0:
         return None
     if dim < 0 or dim % 2 or dim > size:
         refuse(f"rotary_embedding_dim is {dim}, and a head has {size} channels", f"use an even number from 0 to {size}")
     scaling = _IMPLIED.get(position, scaling)
-    computed = any(_source(arguments, prefix) is None for prefix in _prefixes(scaling))
-    if computed:
-        number("rotary_embedding_base", arguments["rotary_embedding_base"], above=0)
+    is_computed = any(_find_table(arguments, prefix) is None for prefix in _list_prefixes(scaling))
+    if is_computed:
+        check_number("rotary_embedding_base", arguments["rotary_embedding_base"], above=0)
     config = arguments["rope_scaling_config"]
     if config is not None and not isinstance(config, Mapping):
         refuse(f"rope_scaling_config is {config!r}", "give a dictionary, or None")
     if scaling == "longrope":
-        original = integer(_ORIGINAL, arguments[_ORIGINAL], 1)
-        _longrope(arguments, config or {}, dim, original)
-        return Rotation(dim, scaling, original)
-    if computed:
-        _scaling(arguments, scaling, config or {})
+        original = check_integer(_ORIGINAL, arguments[_ORIGINAL], 1)
+        _check_longrope(arguments, config or {}, dim, original)
+        return RotationSettings(dim, scaling, original)
+    if is_computed:
+        _check_scaling(arguments, scaling, config or {})
     if scaling == "yarn" and arguments["rotary_cos_sin"] is None:
-        _yarn(arguments, config or {}, computed)
-    return Rotation(dim, scaling, 0)
+        _check_yarn(arguments, config or {}, is_computed)
+    return RotationSettings(dim, scaling, 0)
 
 
-def _prefixes(scaling: str) -> tuple[str, ...]:
+def _list_prefixes(scaling: str) -> tuple[str, ...]:
     return ("", "long_rope_") if scaling == "longrope" else ("",)
 
 
-def _source(arguments: Mapping[str, Any], prefix: str) -> str | None:
-    """The table that is used; None: angles are computed."""
+def _find_table(arguments: Mapping[str, Any], prefix: str) -> str | None:
+    """Return the name of the table that is used, or None if angles are computed."""
     for name in (f"{prefix}rotary_cos_sin", f"{prefix}rotary_inv_freq"):
         if arguments[name] is not None:
             return name
     return None
 
 
-def _scaling(arguments: Mapping[str, Any], scaling: str, config: Mapping[str, Any]) -> None:
-    """What computed frequencies are divided by, or are logarithms of."""
+def _check_scaling(arguments: Mapping[str, Any], scaling: str, config: Mapping[str, Any]) -> None:
+    """Check the numbers that computed frequencies are divided by, or are logarithms of."""
     for name in _POSITIVE.get(scaling, ()):
         if config.get(name) is not None:
-            number(f"{name} of rope_scaling_config", config[name], above=0)
+            check_number(f"{name} of rope_scaling_config", config[name], above=0)
     if scaling in ("linear", "dynamic"):
-        number("rotary_embedding_scale", arguments["rotary_embedding_scale"], above=0)
+        check_number("rotary_embedding_scale", arguments["rotary_embedding_scale"], above=0)
     if scaling == "dynamic":
-        integer("rotary_embedding_max_positions", arguments["rotary_embedding_max_positions"], 1)
+        check_integer("rotary_embedding_max_positions", arguments["rotary_embedding_max_positions"], 1)
 
 
-def _yarn(arguments: Mapping[str, Any], config: Mapping[str, Any], computed: bool) -> None:
+def _check_yarn(arguments: Mapping[str, Any], config: Mapping[str, Any], is_computed: bool) -> None:
     if config.get("factor") is not None:
-        number("factor of rope_scaling_config", config["factor"], above=0)
+        check_number("factor of rope_scaling_config", config["factor"], above=0)
     else:
-        number("rotary_embedding_scale", arguments["rotary_embedding_scale"], above=0)
+        check_number("rotary_embedding_scale", arguments["rotary_embedding_scale"], above=0)
     for name in ("mscale", "mscale_all_dim"):
         if config.get(name) is not None:
-            number(f"{name} of rope_scaling_config", config[name])
-    if computed:
-        number("rotary_embedding_base, of which yarn takes the logarithm,", arguments["rotary_embedding_base"], above=1)
+            check_number(f"{name} of rope_scaling_config", config[name])
+    if is_computed:
+        check_number(
+            "rotary_embedding_base, of which yarn takes the logarithm,", arguments["rotary_embedding_base"], above=1
+        )
         if config.get("original_max_position_embeddings") is None:
-            number(_ORIGINAL, arguments[_ORIGINAL], above=0)
+            check_number(_ORIGINAL, arguments[_ORIGINAL], above=0)
 
 
-def _longrope(arguments: Mapping[str, Any], config: Mapping[str, Any], dim: int, original: int) -> None:
-    """Short and long factors, or tables in their place: sequences grow from one length to the other."""
-    longest = integer("rotary_embedding_max_positions", arguments["rotary_embedding_max_positions"], 1)
+def _check_longrope(arguments: Mapping[str, Any], config: Mapping[str, Any], dim: int, original: int) -> None:
+    """Check the short and long factors, or the tables that replace them, for all lengths that sequences can reach."""
+    longest = check_integer("rotary_embedding_max_positions", arguments["rotary_embedding_max_positions"], 1)
     for prefix, name in (("", "short"), ("long_rope_", "long")):
         m_scale = f"rotary_embedding_{name}_m_scale"
         if arguments[m_scale] is not None:
-            number(m_scale, arguments[m_scale])
+            check_number(m_scale, arguments[m_scale])
         elif original == 1 and longest > 1:
             refuse(
                 f"{_ORIGINAL} is 1, and {m_scale} is divided by its logarithm", f"give {m_scale}, or a greater number"
             )
-        if _source(arguments, prefix) is not None:
+        if _find_table(arguments, prefix) is not None:
             continue
         factors = config.get(f"{name}_factor")
-        what = f"{name}_factor of rope_scaling_config"
+        subject = f"{name}_factor of rope_scaling_config"
         if factors is None:
             refuse(
-                f"{what} is missing, and so are {prefix}rotary_inv_freq and {prefix}rotary_cos_sin",
+                f"{subject} is missing, and so are {prefix}rotary_inv_freq and {prefix}rotary_cos_sin",
                 f"give one of them for sequences {'up to' if name == 'short' else 'beyond'} {_ORIGINAL}",
             )
         try:
             values = np.asarray(factors, np.float64)
         except (TypeError, ValueError):
-            refuse(f"{what} is {factors!r}", f"give {dim // 2} numbers")
+            refuse(f"{subject} is {factors!r}", f"give {dim // 2} numbers")
         if values.shape != (dim // 2,):
             refuse(
-                f"{what} has the shape {values.shape}",
+                f"{subject} has the shape {values.shape}",
                 f"give {dim // 2} numbers, one for each pair of dimensions turned",
             )
         if not (np.isfinite(values) & (values > 0)).all():
-            refuse(f"{what} holds {values[~(values > 0) | ~np.isfinite(values)][0]}", "give numbers greater than 0")
+            refuse(f"{subject} holds {values[~(values > 0) | ~np.isfinite(values)][0]}", "give numbers greater than 0")
 
 
-def angles_of(arguments: Mapping[str, Any], rotation: Rotation) -> Angles:
-    """Checks shapes and types of the tables that are used."""
-    found: dict[str, int | None] = {"": None, "long_rope_": None}
-    for prefix in _prefixes(rotation.scaling):
-        name = _source(arguments, prefix)
+def check_angle_tables(arguments: Mapping[str, Any], rotation: RotationSettings) -> AngleTables:
+    """Check shapes and types of the tables that are used, and return their numbers of positions."""
+    positions: dict[str, int | None] = {"": None, "long_rope_": None}
+    for prefix in _list_prefixes(rotation.scaling):
+        name = _find_table(arguments, prefix)
         if name is None:
             continue
         if name.endswith("inv_freq"):
-            shaped(name, arguments[name], FLOAT32, (rotation.dim // 2,), "half of rotary_embedding_dim")
+            check_shape(name, arguments[name], FLOAT32, (rotation.dim // 2,), "half of rotary_embedding_dim")
             continue
-        table = array(name, arguments[name], FLOAT32)
+        table = check_array(name, arguments[name], FLOAT32)
         if table.size % rotation.dim:
             refuse(
                 f"{name} has {table.size} elements",
                 f"make them a multiple of rotary_embedding_dim, {rotation.dim}: a cosine and a sine for each position "
                 f"and pair of dimensions",
             )
-        found[prefix] = table.size // rotation.dim
-    return Angles(found[""], found["long_rope_"])
+        positions[prefix] = table.size // rotation.dim
+    return AngleTables(positions[""], positions["long_rope_"])
 
 
-def check_positions(rotation: Rotation, angles: Angles, requests: Requests) -> None:
-    """The tables have the positions of all requests."""
+def check_positions(rotation: RotationSettings, angles: AngleTables, requests: RequestLengths) -> None:
+    """Check that the tables have the positions of all requests."""
     reach, longest = requests.reach, requests.longest_reach
-    if longest <= min(longest if some is None else some for some in (angles.short, angles.long)):
+    if longest <= min(longest if positions is None else positions for positions in (angles.short, angles.long)):
         return
     beyond = np.zeros(len(reach), bool)
     if rotation.scaling == "longrope":
-        beyond = requests.turned_length > rotation.original
+        beyond = requests.rotated_length > rotation.original
     for name, positions, users in (
         ("rotary_cos_sin", angles.short, ~beyond),
         ("long_rope_rotary_cos_sin", angles.long, beyond),
     ):
         if positions is not None and (wrong := users & (reach > positions)).any():
-            b = first(wrong)
+            b = find_first(wrong)
             refuse(
                 f"{name} has {positions} positions, and request {b} needs position {reach[b] - 1}",
                 f"give a table of at least {reach[b]} positions",

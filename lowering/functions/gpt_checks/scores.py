@@ -1,4 +1,4 @@
-"""Masks, biases, slopes and scales of gpt_attention: whether they have the shapes, and the rows and keys, of a call."""
+"""Checks that masks, biases, slopes and scales of gpt_attention have the shapes, rows and keys of a call."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ from typing import Any
 
 import numpy as np
 
-from .rows import Requests, Rows
-from .settings import Settings
-from .values import FLOAT32, first, refuse, shaped
+from .rows import QkvShape, RequestLengths
+from .settings import CallSettings
+from .values import FLOAT32, check_shape, find_first, refuse
 
 _BOOL = (np.dtype(bool),)
-_WORDS = (np.dtype(np.uint32), np.dtype(np.int32))
+_PACKED = (np.dtype(np.uint32), np.dtype(np.int32))
 _BIAS = "relative_attention_bias"
 
 
-def check_score_shapes(arguments: Mapping[str, Any], settings: Settings, rows: Rows) -> None:
-    why = "a row for each row of qkv, padding included"
+def check_score_shapes(arguments: Mapping[str, Any], settings: CallSettings, rows: QkvShape) -> None:
+    reason = "a row for each row of qkv, padding included"
     if arguments["attention_mask"] is not None:
-        shaped("attention_mask", arguments["attention_mask"], _BOOL, (rows.count, "keys"), why)
+        check_shape("attention_mask", arguments["attention_mask"], _BOOL, (rows.count, "keys"), reason)
     if arguments["attention_packed_mask"] is not None:
-        shaped("attention_packed_mask", arguments["attention_packed_mask"], _WORDS, (rows.count, "keys / 32"), why)
+        check_shape(
+            "attention_packed_mask", arguments["attention_packed_mask"], _PACKED, (rows.count, "keys / 32"), reason
+        )
     if settings.position.startswith("alibi") and arguments["alibi_slopes"] is not None:
-        shaped("alibi_slopes", arguments["alibi_slopes"], FLOAT32, (settings.heads,), "a slope for each of num_heads")
+        check_shape(
+            "alibi_slopes", arguments["alibi_slopes"], FLOAT32, (settings.heads,), "a slope for each of num_heads"
+        )
     if arguments["logn_scaling"] is not None:
-        shaped("logn_scaling", arguments["logn_scaling"], FLOAT32, ("positions",))
+        check_shape("logn_scaling", arguments["logn_scaling"], FLOAT32, ("positions",))
     name = "attention_output_orig_quant_scale"
     if arguments[name] is not None:
-        shaped(name, arguments[name], FLOAT32, (1,))
-    _bias(arguments[_BIAS], settings, rows)
+        check_shape(name, arguments[name], FLOAT32, (1,))
+    _check_bias(arguments[_BIAS], settings, rows)
 
 
-def _bias(bias: Any, settings: Settings, rows: Rows) -> None:
+def _check_bias(bias: Any, settings: CallSettings, rows: QkvShape) -> None:
     if bias is None:
-        if settings.max_distance and not settings.cross:
+        if settings.max_distance and not settings.is_cross:
             refuse(
                 f"max_distance is {settings.max_distance}, and {_BIAS} is missing",
                 "give a table (num_heads, buckets), or set max_distance to 0",
@@ -42,13 +46,15 @@ def _bias(bias: Any, settings: Settings, rows: Rows) -> None:
         return
     dtypes = dict.fromkeys((rows.dtype, *FLOAT32))
     if not settings.max_distance:
-        shaped(_BIAS, bias, dtypes, (settings.heads, "rows", "keys"), "or (num_heads, buckets) with a max_distance")
+        check_shape(
+            _BIAS, bias, dtypes, (settings.heads, "rows", "keys"), "or (num_heads, buckets) with a max_distance"
+        )
         return
-    shaped(_BIAS, bias, dtypes, (settings.heads, "buckets"), "or, with max_distance 0, (num_heads, rows, keys)")
-    _distance(bias, settings, settings.bidirectional)
+    check_shape(_BIAS, bias, dtypes, (settings.heads, "buckets"), "or, with max_distance 0, (num_heads, rows, keys)")
+    _check_distance(bias, settings, settings.is_bidirectional)
 
 
-def _distance(bias: np.ndarray, settings: Settings, bidirectional: bool) -> None:
+def _check_distance(bias: np.ndarray, settings: CallSettings, bidirectional: bool) -> None:
     exact = bias.shape[1] // (4 if bidirectional else 2)
     sides = " for both directions" if bidirectional else ""
     if exact < 1:
@@ -62,65 +68,71 @@ def _distance(bias: np.ndarray, settings: Settings, bidirectional: bool) -> None
 
 
 def check_scores(
-    arguments: Mapping[str, Any], settings: Settings, rows: Rows, requests: Requests, encoder: np.ndarray | None
+    arguments: Mapping[str, Any],
+    settings: CallSettings,
+    rows: QkvShape,
+    requests: RequestLengths,
+    encoder: np.ndarray | None,
 ) -> None:
-    """Masks and tables have all keys and positions of each request; two masks say the same."""
+    """Check that masks and tables have all keys and positions of each request, and that two masks agree."""
     mask, packed = arguments["attention_mask"], arguments["attention_packed_mask"]
     keys = requests.total if encoder is None else encoder
-    for name, given, columns in (
+    for name, value, columns in (
         ("attention_mask", mask, 0 if mask is None else mask.shape[1]),
         ("attention_packed_mask", packed, 0 if packed is None else packed.shape[1] * 32),
     ):
-        if given is not None and (wrong := keys > columns).any():
-            b = first(wrong)
+        if value is not None and (wrong := keys > columns).any():
+            b = find_first(wrong)
             refuse(f"{name} has {columns} keys, and request {b} has {keys[b]}", "give a column for each key")
     if mask is not None and packed is not None:
-        _agree(mask, packed, rows, requests, keys)
+        _check_agreement(mask, packed, rows, requests, keys)
     logn, bias = arguments["logn_scaling"], arguments[_BIAS]
     if logn is not None:
-        _reaches("logn_scaling", len(logn), requests)
+        _check_reach("logn_scaling", len(logn), requests)
     if bias is None:
         return
     if not settings.max_distance:
-        _reaches(f"{_BIAS}, for rows,", bias.shape[1], requests)
-        _reaches(f"{_BIAS}, for keys,", bias.shape[2], requests)
+        _check_reach(f"{_BIAS}, for rows,", bias.shape[1], requests)
+        _check_reach(f"{_BIAS}, for keys,", bias.shape[2], requests)
     elif requests.contexts < rows.requests:
-        _distance(bias, settings, False)  # in the generation phase there is one direction
+        _check_distance(bias, settings, False)  # in the generation phase there is one direction
 
 
-def _reaches(what: str, positions: int, requests: Requests) -> None:
+def _check_reach(name: str, positions: int, requests: RequestLengths) -> None:
     if requests.longest_reach > positions:
-        b = first(requests.reach > positions)
+        b = find_first(requests.reach > positions)
         refuse(
-            f"{what} has {positions} positions, and request {b} needs position {requests.reach[b] - 1}",
+            f"{name} has {positions} positions, and request {b} needs position {requests.reach[b] - 1}",
             f"give at least {requests.longest_reach}",
         )
 
 
-def _agree(mask: np.ndarray, packed: np.ndarray, rows: Rows, requests: Requests, keys: np.ndarray) -> None:
-    """Where a row has a key; elsewhere masks may hold anything."""
+def _check_agreement(
+    mask: np.ndarray, packed: np.ndarray, rows: QkvShape, requests: RequestLengths, keys: np.ndarray
+) -> None:
+    """Check that two masks agree where a row has a key; elsewhere they may contain anything."""
     bytes_ = np.ascontiguousarray(packed).view(np.uint32).astype("<u4", copy=False).view(np.uint8)
     shown = np.unpackbits(bytes_, axis=1, bitorder="little").view(bool)
     columns = min(mask.shape[1], shown.shape[1])
     row, key = np.nonzero(shown[:, :columns] != mask[:, :columns])
     if not len(row):
         return
-    request = _request_of_rows(rows, requests)[row]
-    wrong = (request >= 0) & (key < keys[request])
-    if wrong.any():
-        n = first(wrong)
+    request = _map_rows_to_requests(rows, requests)[row]
+    is_wrong = (request >= 0) & (key < keys[request])
+    if is_wrong.any():
+        n = find_first(is_wrong)
         refuse(
             f"attention_mask and attention_packed_mask differ in row {row[n]}, key {key[n]}, of request {request[n]}",
             "give one of them, or make them agree",
         )
 
 
-def _request_of_rows(rows: Rows, requests: Requests) -> np.ndarray:
-    """The request of each row of qkv; -1 for padding."""
+def _map_rows_to_requests(rows: QkvShape, requests: RequestLengths) -> np.ndarray:
+    """Return the request of each row of qkv; -1 for padding."""
     number, steps = np.arange(rows.requests), rows.requests - requests.contexts
     counts = requests.own.copy()
     counts[requests.contexts :] = rows.beams
-    if not rows.padded or steps:
+    if not rows.is_padded or steps:
         return np.repeat(number, counts)
     inside = np.arange(rows.lead[1]) < counts[:, None]
     return np.where(inside, number[:, None], -1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Single arguments of a call: an array of a type and a shape, a number, a flag, a name; anything else is refused."""
+"""Checks of single arguments of a call: an array of a type and a shape, a number, a flag, a name."""
 
 from __future__ import annotations
 
@@ -14,62 +14,67 @@ from ...errors import InputError
 INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 FLOAT32 = (np.dtype(np.float32),)
 
-Extent = int | str  # of an axis: a number, or a name for what may be any
+Extent = int | str  # of an axis: a number, or a name for any number
 
 
 class ArgumentError(InputError, ValueError):
-    """An argument of a function is illegal, by itself or beside the others. Nothing was written."""
+    """An illegal argument of a function, by itself or in combination with others. Nothing was written."""
 
 
 def refuse(problem: str, remedy: str) -> NoReturn:
     raise ArgumentError(f"{problem}: {remedy}.")
 
 
-def array(name: str, value: Any, dtypes: Collection[np.dtype]) -> np.ndarray:
+def check_array(name: str, value: Any, dtypes: Collection[np.dtype]) -> np.ndarray:
     if not isinstance(value, np.ndarray):
-        given = "missing" if value is None else f"of type {type(value).__name__}"
-        refuse(f"{name} is {given}", f"give a NumPy array of {_listed(dtypes)}")
+        actual = "missing" if value is None else f"of type {type(value).__name__}"
+        refuse(f"{name} is {actual}", f"give a NumPy array of {_list_dtypes(dtypes)}")
     if value.dtype not in dtypes:
-        refuse(f"{name} is an array of {value.dtype}", f"make it {_listed(dtypes)}")
+        refuse(f"{name} is an array of {value.dtype}", f"make it {_list_dtypes(dtypes)}")
     return value
 
 
-def shaped(name: str, value: Any, dtypes: Collection[np.dtype], shape: Sequence[Extent], why: str = "") -> np.ndarray:
-    """The array, which has one of the types and this shape. why says what the shape follows from."""
-    found = array(name, value, dtypes)
-    if found.ndim != len(shape) or any(
-        type(wanted) is int and wanted != size for wanted, size in zip(shape, found.shape)
+def check_shape(
+    name: str, value: Any, dtypes: Collection[np.dtype], shape: Sequence[Extent], reason: str = ""
+) -> np.ndarray:
+    """Return the array, which has one of the types and this shape; `reason` says what the shape follows from."""
+    checked = check_array(name, value, dtypes)
+    if checked.ndim != len(shape) or any(
+        type(expected) is int and expected != size for expected, size in zip(shape, checked.shape)
     ):
-        refuse(f"{name} has the shape {_shape(found.shape)}", f"make it {_shape(shape)}{why and ', ' + why}")
-    return found
+        refuse(
+            f"{name} has the shape {_format_shape(checked.shape)}",
+            f"make it {_format_shape(shape)}{reason and ', ' + reason}",
+        )
+    return checked
 
 
-def integer(name: str, value: Any, least: int | None = None) -> int:
+def check_integer(name: str, value: Any, minimum: int | None = None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or (least is not None and number < least):
-        given = "missing" if value is None else repr(value)
-        refuse(f"{name} is {given}", "give an integer" + ("" if least is None else f" of at least {least}"))
+    if number is None or (minimum is not None and number < minimum):
+        actual = "missing" if value is None else repr(value)
+        refuse(f"{name} is {actual}", "give an integer" + ("" if minimum is None else f" of at least {minimum}"))
     return number
 
 
-def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf) -> float:
-    """A finite number of at least `least`, and greater than `above`."""
+def check_number(name: str, value: Any, minimum: float = -math.inf, above: float = -math.inf) -> float:
+    """Return a finite number of at least `minimum`, and greater than `above`."""
     try:
-        found = float(value)
+        checked = float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if isinstance(value, str) or not (math.isfinite(found) and found >= least and found > above):
-        limit = "" if least == -math.inf else f" of at least {least:g}"
+        checked = math.nan
+    if isinstance(value, str) or not (math.isfinite(checked) and checked >= minimum and checked > above):
+        limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
         if above > -math.inf:
             limit = f" greater than {above:g}"
         refuse(f"{name} is {value!r}", f"give a finite number{limit}")
-    return found
+    return checked
 
 
-def flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
     if not isinstance(value, (np.bool_, int, np.integer)) or value not in (0, 1):
@@ -77,35 +82,35 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def member(name: str, value: Any, names: Sequence[str]) -> str:
-    """The name of a member of an enumeration, which is given by that or by its number."""
+def check_member(name: str, value: Any, names: Sequence[str]) -> str:
+    """Return the name of a member of an enumeration, which is given by its name or number."""
     if isinstance(value, str):
         if value in names:
             return value
     elif isinstance(value, (int, np.integer)) and 0 <= value < len(names):
         return names[int(value)]
-    known = ", ".join(f"{known} ({k})" for k, known in enumerate(names))
-    refuse(f"{name} is {value!r}, which is none of its values", f"use one of {known}")
+    listed = ", ".join(f"{listed} ({k})" for k, listed in enumerate(names))
+    refuse(f"{name} is {value!r}, which is none of its values", f"use one of {listed}")
 
 
-def int64(values: np.ndarray) -> np.ndarray:
+def as_int64(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def outside(values: np.ndarray, count: int) -> np.ndarray:
-    """Where values, int32 or int64, are not from 0 to count - 1."""
+def find_outside(values: np.ndarray, count: int) -> np.ndarray:
+    """Return where values, int32 or int64, are not from 0 to count - 1."""
     unsigned: Any = np.uint32 if values.dtype.itemsize == 4 else np.uint64
-    return np.asarray(values.view(unsigned) >= count)  # what is negative is large then
+    return np.asarray(values.view(unsigned) >= count)  # negative values are large then
 
 
-def first(wrong: np.ndarray) -> int:
-    """The first place where it is so, of a bool array of one axis."""
+def find_first(wrong: np.ndarray) -> int:
+    """Return the first index where a bool array of one axis is true."""
     return int(np.argmax(wrong))
 
 
-def _listed(dtypes: Collection[np.dtype]) -> str:
+def _list_dtypes(dtypes: Collection[np.dtype]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
 
 
-def _shape(shape: Sequence[Extent]) -> str:
+def _format_shape(shape: Sequence[Extent]) -> str:
     return f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"

@@ -1,7 +1,7 @@
-"""Operators that a mixture of experts becomes (lowering/graph/experts.py), in a domain of this compiler alone.
+"""Operators that implement a mixture of experts (lowering/graph/experts.py).
 
-Each row of a tensor goes through one expert. Rows are sorted by their expert first, so that those of an expert lie side
-by side. One file per operator.
+They belong to the compiler's own domain. Each row of a tensor is processed by one expert. Rows are first sorted by
+expert, so that the rows of an expert are contiguous. There is one file per operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CombineExperts: for each token the weighted sum of its rows, which lie where the sort by expert has put them."""
+"""CombineExperts: the weighted sum of each token's rows, at the positions that SortByExpert returns."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from ...importing.compute import number, require_numbers, widened
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..kernels import Read, compute
+from ..kernels import ElementReader, compute
 
 
 @op("CombineExperts", since=1, domain=OWN_DOMAIN)
 def combine_experts(node: Node, rows: Value, positions: Value, weights: Value) -> Value:
-    """Return [T, N] like rows [T * k, N]: row t is the sum over i of weights[t, i] * rows[positions[t * k + i]].
+    """Combine rows [T * k, N] to [T, N]: row t is the sum over i of weights[t, i] * rows[positions[t * k + i]].
 
-    weights are [T, k], positions int64 [T * k]. Sums are in float32, or float64 of that type.
+    weights is [T, k], positions int64 [T * k]. Accumulation is in float32, or in float64 for float64 rows.
     """
     require_numbers(node, rows)
     acc, per_token = widened(rows.dtype), number(node, "dimension 1 of the weights", weights.shape[1])
 
-    def element(index: Sequence[ir.Expr], row: Read, position: Read, weight: Read) -> ir.Expr:
+    def element(
+        index: Sequence[ir.Expr], row: ElementReader, position: ElementReader, weight: ElementReader
+    ) -> ir.Expr:
         token, column = index
         terms = (
             row(position(token * per_token + i), column).astype(acc) * weight(token, i).astype(acc)

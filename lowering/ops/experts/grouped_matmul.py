@@ -1,6 +1,6 @@
-"""GroupedMatMul: each row times the matrix of its own expert, a grouped GEMM where rows are sorted by expert.
+"""GroupedMatMul: each row times the matrix of its own expert, a grouped GEMM over rows sorted by expert.
 
-The matrices of all experts are one [K, experts * N], side by side, until weights are packed
+The matrices of all experts are concatenated to one matrix [K, experts * N], until weights are packed
 (passes/grouped_weights.py).
 """
 
@@ -15,14 +15,14 @@ from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.grouped import GROUPS, grouped_matmul
 from .. import op
-from ..matmul import rounded
+from ..matmul import round_to
 from ..microsoft.matmul_n_bits import read_weight
 
 _FUSABLE = 4  # TVM's pattern kind of a matmul: element-wise operations after it fuse with it
 
 
 @op("GroupedMatMul", since=1, domain=OWN_DOMAIN)
-def grouped(
+def lower_grouped_matmul(
     node: Node,
     x: Value,
     experts: Value,
@@ -30,16 +30,16 @@ def grouped(
     scales: Value | None = None,
     zero_points: Value | None = None,
 ) -> Value:
-    """Return [R, N] like x [R, K]: row r times the matrix experts[r], int64 [R], of weights [E, K, N].
+    """Return [R, N] for x [R, K]: row r times matrix experts[r] of the weights.
 
-    Weights are [E, N, K] where attribute transB is 1. With scales, a matrix is stored as MatMulNBits has it, and
-    attributes K, N, bits and block_size say the same.
+    experts is int64 [R]. weights is [E, K, N], or [E, N, K] if attribute transB is 1. With scales, a matrix is stored
+    in the format of MatMulNBits, and attributes K, N, bits and block_size have the meaning they have there.
     """
     require_numbers(node, x)
     if widened(x.dtype) != "float32":
         raise node.error(f"rows are {x.dtype}.", "Use float32, float16 or bfloat16.")
     count = number(node, "dimension 0 of the weights", weights.shape[0])
-    matrices, depth, columns = _side_by_side(node, weights, scales, zero_points, np.dtype(x.dtype))
+    matrices, depth, columns = _concatenate_experts(node, weights, scales, zero_points, np.dtype(x.dtype))
     rows = agreed(node, "the number of rows", x.shape[0], experts.shape[0])
     x, experts = with_shape(node, x, (rows, depth)), with_shape(node, experts, (rows,))
 
@@ -55,13 +55,13 @@ def grouped(
         primfunc_name_hint="grouped_matmul",
         primfunc_attrs={"op_pattern": _FUSABLE, GROUPS: count},
     )
-    return rounded(node, y, x.dtype)
+    return round_to(node, y, x.dtype)
 
 
-def _side_by_side(
+def _concatenate_experts(
     node: Node, weights: Value, scales: Value | None, zero_points: Value | None, dtype: np.dtype
 ) -> tuple[Value, int, int]:
-    """The matrices as one [K, E * N], K and N."""
+    """Return the matrices as one [K, E * N], and K and N."""
     if scales is not None:
         depth, columns = node.attr("K"), node.attr("N")
         count = number(node, "dimension 0 of the weights", weights.shape[0])

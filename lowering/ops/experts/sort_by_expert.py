@@ -1,4 +1,4 @@
-"""SortByExpert: a stable counting sort of rows by the expert that each goes to."""
+"""SortByExpert: a stable counting sort of rows by their expert."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ...importing.values import Value
 from ...tensorir.along_rows import ATTRIBUTE, Grouped, to_json
 from ...tensorir.independent import independent
 from .. import op
-from ..kernels import loops, serial
+from ..kernels import emit_loops, serial
 
 
 @op("SortByExpert", since=1, domain=OWN_DOMAIN)
 def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
-    """For chosen [R], an expert below attribute `experts` for each row, int64 [R] each:
+    """Sort rows by expert and return three int64 tensors [R].
 
-    sorted, the experts in ascending order; order, which row is at each position of the sorted ones; positions, where
-    each row has gone. A number that is not an expert counts as the nearest one.
+    chosen [R] has an expert below attribute `experts` for each row. The results are `sorted`, the experts in ascending
+    order; `order`, the row at each sorted position; and `positions`, the sorted position of each row. A number outside
+    the range counts as the nearest expert.
     """
     (rows,), experts = chosen.shape, node.attr("experts")
 
@@ -32,7 +33,7 @@ def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
         def expert_of(row: Any) -> Any:
             return tirx.max(tirx.min(chosen[row].astype("int64"), int64(experts - 1)), int64(0))
 
-        # An expert reads all rows: no iteration waits for another one.
+        # Each expert scans all rows, so that no iteration depends on another one.
         with independent(experts) as (expert,):
             position = T.alloc_buffer((1,), "int64")
             T.buffer_store(position, int64(0), [0])
@@ -45,4 +46,4 @@ def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
                 T.buffer_store(position, position[0] + 1, [0])
 
     attributes = {ATTRIBUTE: to_json(Grouped(experts))}
-    return loops(node, "sort_by_expert", body, [chosen], [((rows,), "int64")] * 3, attributes=attributes)
+    return emit_loops(node, "sort_by_expert", body, [chosen], [((rows,), "int64")] * 3, attributes=attributes)

@@ -1,6 +1,6 @@
 """FlexAttention: softmax(score(scale * Q K^T) where visible) V (PyTorch's torch.nn.attention.flex_attention).
 
-A row that sees no key gives 0, and -inf as lse. Query head h reads key/value head h // (Hq / Hkv).
+A row without a visible key gives 0, and -inf as lse. Query head h reads key/value head h // (Hq / Hkv).
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from ...attention.flex_node import DOMAIN, FULL, PARTIAL, Settings
 from ...attention.formula import CHANGE, Formula
 from ...attention.problem import AttentionProblem
 from ...importing.compute import agreed
-from ...importing.compute import number as known
+from ...importing.compute import number as require_static
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
-from ..asserted import asserted
-from ..attend import solved
-from .reads import Reads, table
+from ..assertions import assert_shape
+from ..attend import call_attention_kernel
+from .reads import CapturedReads, as_table
 
 
 @op("FlexAttention", since=1, domain=DOMAIN)
 def flex_attention(
     node: Node, q: Value, k: Value, v: Value, states: Value | None = None, *captured: Value
 ) -> tuple[Value | None, ...]:
-    """y [B, Hq, S, Dv] and lse [B, Hq, S] of q [B, Hq, S, D], k [B or 1, Hkv, T, D], v [B or 1, Hkv, T, Dv], the states
-    int8 [B or 1, Hq or 1, row blocks, key blocks] of a block mask, and the captured arrays."""
-    attention = Attention(node, Settings.from_json(node.attr("settings")), q, k, v, states, captured)
+    """Return y [B, Hq, S, Dv] and lse [B, Hq, S].
+
+    q is [B, Hq, S, D], k [B or 1, Hkv, T, D] and v [B or 1, Hkv, T, Dv]. states is int8 [B or 1, Hq or 1, row blocks,
+    key blocks], the states of a block mask. `captured` holds the captured arrays.
+    """
+    attention = FlexOperands(node, Settings.from_json(node.attr("settings")), q, k, v, states, captured)
     problem = dataclasses.replace(attention.problem, lse=node.wants(1))
-    results = solved(node, problem, attention.given, attention.k.shape[2])
+    results = call_attention_kernel(node, problem, attention.arguments, attention.k.shape[2])
     return results["y"], results.get("lse")
 
 
-class Attention:
-    """The record of a node, and the kernel's parameters by name: q, k and v of one batch size, the captured arrays
-    behind their checks (`reads`)."""
+class FlexOperands:
+    """The attention record of a node, and the kernel's arguments by parameter name.
+
+    q, k and v have one batch size. The captured arrays are read after their checks (`reads`).
+    """
 
     def __init__(
         self,
@@ -51,33 +56,36 @@ class Attention:
         states: Value | None,
         captured: Sequence[Value],
     ) -> None:
-        self.q, self.k, self.v = q, k, v = _checked(node, q, k, v)
-        heads = known(node, "number of heads of q", q.shape[1]), known(node, "number of heads of k", k.shape[1])
-        ends = {"b": q.shape[0], "h": heads[0], "i": q.shape[2], "j": k.shape[2]}
-        arrays = {name: table(node, value) for name, value in zip(settings.captures, captured)}
-        self.reads = reads = Reads(node, arrays, ends)
-        mask = None if settings.mask is None else reads.safe(settings.mask)
-        score = None if settings.score is None else reads.safe(settings.score)
+        self.q, self.k, self.v = q, k, v = _check_operands(node, q, k, v)
+        heads = (
+            require_static(node, "number of heads of q", q.shape[1]),
+            require_static(node, "number of heads of k", k.shape[1]),
+        )
+        extents = {"b": q.shape[0], "h": heads[0], "i": q.shape[2], "j": k.shape[2]}
+        arrays = {name: as_table(node, value) for name, value in zip(settings.captures, captured)}
+        self.reads = reads = CapturedReads(node, arrays, extents)
+        mask = None if settings.mask is None else reads.guard(settings.mask)
+        score = None if settings.score is None else reads.guard(settings.score)
         if states is not None and settings.block_size is not None:
-            blocks = _blocks(node, states, ends, settings.block_size)
-            mask = _in_blocks(mask, blocks, settings.block_size)
+            blocks = _check_block_states(node, states, extents, settings.block_size)
+            mask = _apply_block_states(mask, blocks, settings.block_size)
             reads.arrays["block_states"] = blocks
-        self.given: dict[str, Any] = {"q": q, "k": k, "v": v}
+        self.arguments: dict[str, Any] = {"q": q, "k": k, "v": v}
         formulas: dict[str, Formula] = {}
         for field, expr, prefix in (("mask", mask, ""), ("score", score, CHANGE)):
             if expr is not None:
                 expr, names = renamed(expr, prefix)
                 formulas[field] = Formula(expr)
                 for new, old in names.items():
-                    self.given[new] = reads.arrays[old] if old in reads.arrays else reads.sizes[old]
+                    self.arguments[new] = reads.arrays[old] if old in reads.arrays else reads.sizes[old]
         self.problem = AttentionProblem(
             batch=static(q.shape[0]),
             q_len=static(q.shape[2]),
             kv_len=static(k.shape[2]),
             q_heads=heads[0],
             kv_heads=heads[1],
-            head_dim=known(node, "head size of q", q.shape[3]),
-            v_head_dim=known(node, "head size of v", v.shape[3]),
+            head_dim=require_static(node, "head size of q", q.shape[3]),
+            v_head_dim=require_static(node, "head size of v", v.shape[3]),
             dtype=q.dtype,
             v_dtype=q.dtype,
             acc_dtype="float64" if q.dtype == "float64" else "float32",
@@ -87,8 +95,8 @@ class Attention:
         )
 
 
-def _checked(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value]:
-    """The operands, of one batch size and what else must be the same."""
+def _check_operands(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value]:
+    """Return the operands with one batch size, after checking sizes that must agree."""
     for name, value in zip("qkv", (q, k, v)):
         if value.rank != 4:
             raise node.error(f"{name} has rank {value.rank}.", "Make it [batch, heads, length, head size].")
@@ -99,33 +107,35 @@ def _checked(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Value, Va
     size = agreed(node, "head size", q=q.shape[3], k=k.shape[3])
     batch = q.shape[0]
 
-    def shaped(value: Value, width: Size) -> Value:
-        alone = isinstance(value.shape[0], int) and value.shape[0] == 1 and not (isinstance(batch, int) and batch == 1)
-        value = asserted(node, value, (1 if alone else batch, kv_heads, keys, width))
-        if not alone:
+    def broadcast(value: Value, width: Size) -> Value:
+        is_shared = (
+            isinstance(value.shape[0], int) and value.shape[0] == 1 and not (isinstance(batch, int) and batch == 1)
+        )
+        value = assert_shape(node, value, (1 if is_shared else batch, kv_heads, keys, width))
+        if not is_shared:
             return value
         return node.emit(relax.op.broadcast_to(node.tensor(value), node.shape_expr((batch, *value.shape[1:]))))
 
-    return asserted(node, q, (*q.shape[:3], size)), shaped(k, size), shaped(v, v.shape[3])
+    return assert_shape(node, q, (*q.shape[:3], size)), broadcast(k, size), broadcast(v, v.shape[3])
 
 
-def _blocks(node: Node, states: Value, ends: dict[str, Size], block_size: tuple[int, int]) -> Value:
-    """The states, one for each block of rows and keys."""
-    wanted = [ends["b"], ends["h"], *(_ceil_div(ends[axis], size) for axis, size in zip("ij", block_size))]
-    leading = [1 if isinstance(size, int) and size == 1 else full for size, full in zip(states.shape, wanted)]
-    return asserted(node, states, (*leading[:2], *(node.simplify(size) for size in wanted[2:])))
+def _check_block_states(node: Node, states: Value, extents: dict[str, Size], block_size: tuple[int, int]) -> Value:
+    """Return the states, checked to have one element for each block of rows and keys."""
+    expected = [extents["b"], extents["h"], *(_ceil_div(extents[axis], size) for axis, size in zip("ij", block_size))]
+    leading = [1 if isinstance(size, int) and size == 1 else full for size, full in zip(states.shape, expected)]
+    return assert_shape(node, states, (*leading[:2], *(node.simplify(size) for size in expected[2:])))
 
 
-def _ceil_div(size: Size, by: int) -> Size:
-    return (size + by - 1) // by
+def _ceil_div(size: Size, divisor: int) -> Size:
+    return (size + divisor - 1) // divisor
 
 
-def _in_blocks(mask: Expr | None, states: Value, block_size: tuple[int, int]) -> Expr:
-    """The mask where the block is partial, all of it where that is full."""
-    at = [number(0, "int64") if states.shape[k] == 1 else Expr("index", "int64", value="bh"[k]) for k in range(2)]
+def _apply_block_states(mask: Expr | None, states: Value, block_size: tuple[int, int]) -> Expr:
+    """Return the mask in partial blocks, and true in all of a full block."""
+    index = [number(0, "int64") if states.shape[k] == 1 else Expr("index", "int64", value="bh"[k]) for k in range(2)]
     for axis, size in zip("ij", block_size):
-        at.append(Expr("floordiv", "int64", (Expr("index", "int64", value=axis), number(size, "int64"))))
-    state = Expr("load", "int8", tuple(at), "block_states")
-    full, partial = (Expr("eq", "bool", (state, number(s, "int8"))) for s in (FULL, PARTIAL))
+        index.append(Expr("floordiv", "int64", (Expr("index", "int64", value=axis), number(size, "int64"))))
+    state = Expr("load", "int8", tuple(index), "block_states")
+    full, partial = (Expr("eq", "bool", (state, number(code, "int8"))) for code in (FULL, PARTIAL))
     inside = partial if mask is None else Expr("and", "bool", (partial, mask))
     return canonical(Expr("or", "bool", (full, inside)))

@@ -1,9 +1,9 @@
-"""What expressions read of captured arrays lies inside them, and what they divide by is there, whatever the data say.
+"""Guards for expressions: reads of captured arrays stay in bounds, and integer divisions are defined, for any data.
 
-A negative index counts from the end. An index that sizes bound, such as a sum of positions, is checked once per call,
-and is an error of the run if it can leave the array. Any other, such as one that is read from an array, is moved to the
-nearest element where it is used; its arithmetic does not overflow, which compilers count on. Processors cannot divide
-an integer by 0, nor the smallest by -1.
+A negative index counts from the end. An index whose bounds follow from sizes, such as a sum of positions, is checked
+once per call; it is a run-time error if it can leave the array. Any other index, such as one that is read from an
+array, is clamped to the nearest element where it is used. Its arithmetic does not overflow, since compilers assume
+that. Processors cannot divide an integer by 0, nor the smallest integer by -1.
 """
 
 from __future__ import annotations
@@ -16,131 +16,137 @@ from ...attention.expr.node import Expr, canonical, number, rewritten, terms
 from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..asserted import required
+from ..assertions import require
 
 _LARGEST_FACTOR = 2**20
 
 
-class Reads:
-    """The captured arrays by name, and what was found out about them.
+class CapturedReads:
+    """The captured arrays by name, with the checks that were added for them.
 
-    ends are the numbers of batches, heads, rows and keys, by the names of their indices; where one is 0 nothing is
-    read.
+    extents are the numbers of batches, heads, rows and keys, by the names of their indices. If one of them is 0,
+    nothing is read.
     """
 
-    def __init__(self, node: Node, arrays: Mapping[str, Value], ends: Mapping[str, Size]) -> None:
-        self.node, self.arrays, self.ends = node, dict(arrays), ends
+    def __init__(self, node: Node, arrays: Mapping[str, Value], extents: Mapping[str, Size]) -> None:
+        self.node, self.arrays, self.extents = node, dict(arrays), extents
         self.sizes = {f"{name}.{axis}": size for name, x in arrays.items() for axis, size in enumerate(x.shape)}
-        self._checked: set[tuple[str, int, Expr]] = set()
+        self._checked_indices: set[tuple[str, int, Expr]] = set()
 
-    def safe(self, expr: Expr) -> Expr:
-        """The expression with indices that lie inside. The arrays are behind the checks that this takes.
+    def guard(self, expr: Expr) -> Expr:
+        """Return the expression with indices that are in bounds.
 
-        Raises NodeError for an index that is known to leave its array.
+        Each captured array is replaced in `arrays` by its checked value.
+
+        Raises:
+            NodeError: an index provably leaves its array.
         """
 
-        def harmless(part: Expr) -> Expr | None:
-            if part.op == "load":
-                at = tuple(self._inside(part.name, axis, index) for axis, index in enumerate(part.args))
-                return replace(part, args=at)
-            if part.op in ("floordiv", "floormod"):
-                return _divided(part.op, *map(self.safe, part.args))
+        def guard_subexpr(subexpr: Expr) -> Expr | None:
+            if subexpr.op == "load":
+                indices = tuple(self._guard_index(subexpr.name, axis, index) for axis, index in enumerate(subexpr.args))
+                return replace(subexpr, args=indices)
+            if subexpr.op in ("floordiv", "floormod"):
+                return _guard_division(subexpr.op, *map(self.guard, subexpr.args))
             return None
 
-        return canonical(rewritten(expr, harmless))
+        return canonical(rewritten(expr, guard_subexpr))
 
-    def _inside(self, name: str, axis: int, index: Expr) -> Expr:
-        index = _saturated(canonical(_wide(self.safe(index))))
+    def _guard_index(self, name: str, axis: int, index: Expr) -> Expr:
+        index = _saturate(canonical(_widen(self.guard(index))))
         size = Expr("scalar", "int64", value=f"{name}.{axis}")
         negative = _may_be_negative(index)
-        wrapped = _select(_less(index, number(0, "int64")), Expr("sum", "int64", (index, size)), index)
+        wrapped = _select(_compare_less(index, number(0, "int64")), Expr("sum", "int64", (index, size)), index)
         if _is_bounded(index):
-            self._check(name, axis, index, negative)
+            self._check_bounds(name, axis, index, negative)
             return wrapped if negative else index
         self._require(name, symbolic.less(0, self.sizes[size.name]), f"is empty along dimension {axis}, and is read.")
         last = Expr("sum", "int64", (size, number(-1, "int64")))
         nearest = Expr("min", "int64", (wrapped if negative else index, last))
         return Expr("max", "int64", (nearest, number(0, "int64")))
 
-    def _check(self, name: str, axis: int, index: Expr, wraps: bool) -> None:
-        if (name, axis, index) in self._checked:
+    def _check_bounds(self, name: str, axis: int, index: Expr, can_wrap: bool) -> None:
+        if (name, axis, index) in self._checked_indices:
             return
-        self._checked.add((name, axis, index))
-        low, high = self._bounds(index)
+        self._checked_indices.add((name, axis, index))
+        low, high = self._find_bounds(index)
         size = self.sizes[f"{name}.{axis}"]
-        least = symbolic.negative(size) if wraps else 0
-        legal = symbolic.logical_and(symbolic.less_or_equal(least, low), symbolic.less(high, size))
+        minimum = symbolic.negative(size) if can_wrap else 0
+        is_legal = symbolic.logical_and(symbolic.less_or_equal(minimum, low), symbolic.less(high, size))
         text = f"is read from {{}} to {{}} along dimension {axis}, which has size {{}}."
-        self._require(name, legal, text, low, high, size)
+        self._require(name, is_legal, text, low, high, size)
 
-    def _require(self, name: str, legal: Size, text: str, *numbers: Size) -> None:
-        for end in self.ends.values():
-            legal = symbolic.logical_or(symbolic.equal(end, 0), legal)
+    def _require(self, name: str, is_legal: Size, text: str, *numbers: Size) -> None:
+        for end in self.extents.values():
+            is_legal = symbolic.logical_or(symbolic.equal(end, 0), is_legal)
         text = f"the captured array '{name}' {text}"
-        self.arrays[name] = required(self.node, self.arrays[name], legal, text, *numbers)
+        self.arrays[name] = require(self.node, self.arrays[name], is_legal, text, *numbers)
 
-    def _bounds(self, index: Expr) -> tuple[Size, Size]:
-        """The smallest and the largest value of an index over all pairs."""
+    def _find_bounds(self, index: Expr) -> tuple[Size, Size]:
+        """Return the smallest and the largest value of an index over all pairs."""
         if index.op == "number":
             return int(index.number), int(index.number)
         if index.op == "scalar":
             return self.sizes[index.name], self.sizes[index.name]
         if index.op == "index":
-            return 0, symbolic.subtract(self.ends[index.name], 1)
+            return 0, symbolic.subtract(self.extents[index.name], 1)
         if index.op == "sum":
-            parts = [_scaled(self._bounds(term), factor) for factor, term in terms(index)]
-            low, high = parts[0]
-            for part in parts[1:]:
-                low, high = symbolic.add(low, part[0]), symbolic.add(high, part[1])
+            term_bounds = [_scale_bounds(self._find_bounds(term), factor) for factor, term in terms(index)]
+            low, high = term_bounds[0]
+            for bounds in term_bounds[1:]:
+                low, high = symbolic.add(low, bounds[0]), symbolic.add(high, bounds[1])
             return low, high
-        args = [self._bounds(arg) for arg in index.args]
+        args = [self._find_bounds(arg) for arg in index.args]
         if index.op == "mul":
-            at = next(k for k, arg in enumerate(index.args) if arg.op == "number")
-            return _scaled(args[1 - at], args[at][0])
+            constant = next(k for k, arg in enumerate(index.args) if arg.op == "number")
+            return _scale_bounds(args[1 - constant], args[constant][0])
         if index.op == "floordiv":
             low, high = (symbolic.floor_divide(end, args[1][0]) for end in args[0])
             return low, high
         if index.op == "floormod":
-            most = args[1][0] - 1
-            return 0, most if _may_be_negative(index.args[0]) else symbolic.minimum(args[0][1], most)
+            last = args[1][0] - 1
+            return 0, last if _may_be_negative(index.args[0]) else symbolic.minimum(args[0][1], last)
         combine = {"min": symbolic.minimum, "max": symbolic.maximum}[index.op]
         return combine(args[0][0], args[1][0]), combine(args[0][1], args[1][1])
 
 
-def _divided(op: str, a: Expr, b: Expr) -> Expr:
-    """a // b or a % b of integers; a quotient by 0 is that by 1."""
+def _guard_division(op: str, a: Expr, b: Expr) -> Expr:
+    """Return a // b or a % b of integers; division by 0 is replaced by division by 1."""
     if b.op == "number" and b.number not in (0, -1):
         return Expr(op, a.dtype, (a, b))
-    zero, one, minus_one = (number(n, b.dtype) for n in (0, 1, -1))
+    zero, unit, minus_one = (number(n, b.dtype) for n in (0, 1, -1))
     by_minus_one = Expr("eq", "bool", (b, minus_one))
-    divisor = _select(Expr("or", "bool", (by_minus_one, Expr("eq", "bool", (b, zero)))), one, b)
+    divisor = _select(Expr("or", "bool", (by_minus_one, Expr("eq", "bool", (b, zero)))), unit, b)
     result = Expr(op, a.dtype, (a, divisor))
     return result if op == "floormod" else _select(by_minus_one, Expr("sub", a.dtype, (zero, a)), result)
 
 
-def table(node: Node, value: Value) -> Value:
-    """A captured array as a kernel reads it: a number as a vector of one."""
+def as_table(node: Node, value: Value) -> Value:
+    """Return a captured array as a kernel reads it: a scalar as a vector of one element."""
     return node.reshaped(value, (1,)) if value.rank == 0 else value
 
 
 def _is_bounded(index: Expr) -> bool:
-    """Whether sizes tell the bounds of a canonical index: it is a sum of positions and sizes with small factors, or
-    what quotients, remainders, minima and maxima make of such."""
+    """Return whether sizes bound a canonical index.
+
+    Such an index is a sum of positions and sizes with small factors, or a quotient, remainder, minimum or maximum of
+    such indices.
+    """
     if index.op in ("index", "scalar"):
         return True
     if index.op == "number":
         return abs(index.number) < 2**31
     if index.op in ("floordiv", "floormod"):
-        by = index.args[1]
-        return by.op == "number" and 0 < by.number < 2**31 and _is_bounded(index.args[0])
+        divisor = index.args[1]
+        return divisor.op == "number" and 0 < divisor.number < 2**31 and _is_bounded(index.args[0])
     if index.op == "mul":
-        small = any(arg.op == "number" and abs(arg.number) <= _LARGEST_FACTOR for arg in index.args)
-        return small and all(map(_is_bounded, index.args))
+        has_small_factor = any(arg.op == "number" and abs(arg.number) <= _LARGEST_FACTOR for arg in index.args)
+        return has_small_factor and all(map(_is_bounded, index.args))
     return index.op in ("sum", "min", "max") and all(map(_is_bounded, index.args))
 
 
 def _may_be_negative(index: Expr) -> bool:
-    """Whether that cannot be excluded by the form of a canonical index."""
+    """Return whether the form of a canonical index does not exclude negative values."""
     if index.op == "number":
         return index.number < 0
     if index.op in ("index", "scalar"):
@@ -158,41 +164,41 @@ def _may_be_negative(index: Expr) -> bool:
     return not index.dtype.startswith("uint")
 
 
-def _wide(index: Expr) -> Expr:
-    """The index in int64, in which sums of positions do not wrap."""
+def _widen(index: Expr) -> Expr:
+    """Return the index in int64, in which sums of positions do not wrap."""
     if index.dtype == "int64":
         return index
     if index.op == "load" or index.dtype != "int32":
         return Expr("cast", "int64", (index,))
     if index.op == "cast":
-        return _wide(index.args[0]) if index.args[0].dtype == "int32" else replace(index, dtype="int64")
-    return replace(index, dtype="int64", args=tuple(_wide(arg) if arg.dtype == "int32" else arg for arg in index.args))
+        return _widen(index.args[0]) if index.args[0].dtype == "int32" else replace(index, dtype="int64")
+    return replace(index, dtype="int64", args=tuple(_widen(arg) if arg.dtype == "int32" else arg for arg in index.args))
 
 
-def _saturated(index: Expr) -> Expr:
-    """The index, whose sums and matmuls stop at 2^62."""
+def _saturate(index: Expr) -> Expr:
+    """Return the index with sums and products that saturate at +-2^62."""
     if index.dtype != "int64":
         return index
-    index = replace(index, args=tuple(map(_saturated, index.args)))
-    if index.op not in ("sum", "mul") or _bits(index) <= 62:
+    index = replace(index, args=tuple(map(_saturate, index.args)))
+    if index.op not in ("sum", "mul") or _bound_bits(index) <= 62:
         return index
 
-    def approximate(part: Expr) -> Expr:
-        if part.op not in ("sum", "mul"):
-            return Expr("cast", "float64", (part,))
-        op = {"sum": "add", "mul": "mul"}[part.op]
-        return functools.reduce(lambda a, b: Expr(op, "float64", (a, b)), map(approximate, part.args))
+    def approximate(subexpr: Expr) -> Expr:
+        if subexpr.op not in ("sum", "mul"):
+            return Expr("cast", "float64", (subexpr,))
+        op = {"sum": "add", "mul": "mul"}[subexpr.op]
+        return functools.reduce(lambda a, b: Expr(op, "float64", (a, b)), map(approximate, subexpr.args))
 
-    size = approximate(index)
+    magnitude = approximate(index)
     for end in (2**62, -(2**62)):
         bound = number(float(end), "float64")
-        outside = _less(bound, size) if end > 0 else _less(size, bound)
+        outside = _compare_less(bound, magnitude) if end > 0 else _compare_less(magnitude, bound)
         index = _select(outside, number(end, "int64"), index)
     return index
 
 
-def _bits(index: Expr) -> int:
-    """No number of so many bits is exceeded by the magnitude of an integer expression."""
+def _bound_bits(index: Expr) -> int:
+    """Return an upper bound of the number of bits of an integer expression's magnitude."""
     if index.op == "number":
         return abs(int(index.number)).bit_length()
     if index.op in ("index", "scalar"):
@@ -202,28 +208,28 @@ def _bits(index: Expr) -> int:
             index.dtype, 64
         )
     if index.op == "cast" and "float" not in index.args[0].dtype:
-        return _bits(index.args[0])
+        return _bound_bits(index.args[0])
     if index.op == "sum":
-        return max(map(_bits, index.args)) + len(index.args).bit_length()
+        return max(map(_bound_bits, index.args)) + len(index.args).bit_length()
     if index.op == "mul":
-        return sum(map(_bits, index.args))
+        return sum(map(_bound_bits, index.args))
     if index.op in ("min", "max", "bit_and", "bit_or", "bit_xor"):
-        return max(map(_bits, index.args))
+        return max(map(_bound_bits, index.args))
     if index.op == "select":
-        return max(map(_bits, index.args[1:]))
+        return max(map(_bound_bits, index.args[1:]))
     if index.op in ("floordiv", "shift_right"):
-        return _bits(index.args[0])
+        return _bound_bits(index.args[0])
     if index.op == "floormod":
-        return _bits(index.args[1])
+        return _bound_bits(index.args[1])
     return 64
 
 
-def _scaled(bounds: tuple[Size, Size], factor: int) -> tuple[Size, Size]:
+def _scale_bounds(bounds: tuple[Size, Size], factor: int) -> tuple[Size, Size]:
     low, high = (symbolic.multiply(end, factor) for end in bounds)
     return (low, high) if factor >= 0 else (high, low)
 
 
-def _less(a: Expr, b: Expr) -> Expr:
+def _compare_less(a: Expr, b: Expr) -> Expr:
     return Expr("lt", "bool", (a, b))
 
 

@@ -1,8 +1,8 @@
-"""Operators of the domain com.microsoft, as the optimizers of onnxruntime and Olive write them.
+"""Operators of the domain com.microsoft, as written by the optimizers of onnxruntime and Olive.
 
-Their meaning is that of onnxruntime's schemas and CPU kernels
-(https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md). One file per family; files are found by
-themselves.
+Their semantics are those of onnxruntime's schemas and CPU kernels
+(https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md). There is one file per family; files are
+imported automatically.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..activation import gelu, swish
-from ..asserted import asserted
-from ..kernels import Read, compute
+from ..assertions import assert_shape
+from ..kernels import ElementReader, compute
 from . import DOMAIN
 
 
@@ -21,46 +21,49 @@ def gelu_exact(node: Node, x: Value) -> Value:
 
 @op("FastGelu", since=1, domain=DOMAIN)
 def fast_gelu(node: Node, x: Value, bias: Value | None = None) -> Value:
-    """The tanh form, of x + bias [last dimension of x]."""
-    return _after_bias(node, "tanh", x, bias)
+    """Return the tanh form of Gelu for x + bias [last dimension of x]."""
+    return _emit_biased_gelu(node, "tanh", x, bias)
 
 
 @op("BiasGelu", since=1, domain=DOMAIN)
 def bias_gelu(node: Node, x: Value, bias: Value) -> Value:
-    """The erf form, of x + bias [last dimension of x]."""
-    return _after_bias(node, "none", x, bias)
+    """Return the erf form of Gelu for x + bias [last dimension of x]."""
+    return _emit_biased_gelu(node, "none", x, bias)
 
 
-def _after_bias(node: Node, form: str, x: Value, bias: Value | None) -> Value:
+def _emit_biased_gelu(node: Node, form: str, x: Value, bias: Value | None) -> Value:
     if bias is None:
         return pointwise(node, lambda x: gelu(x, form), x, name="gelu")
     if bias.rank != 1:
         raise node.error(f"bias has rank {bias.rank}.", "It is [last dimension of the input].")
-    bias = asserted(node, bias, x.shape[-1:])
+    bias = assert_shape(node, bias, x.shape[-1:])
     return pointwise(node, lambda x, bias: gelu(x + bias, form), x, bias, name="bias_gelu")
 
 
 @op("QuickGelu", since=1, domain=DOMAIN)
 def quick_gelu(node: Node, x: Value) -> Value:
-    """x sigmoid(alpha x)."""
+    """Return x sigmoid(alpha x)."""
     alpha = node.attr("alpha", 1.702)
     return pointwise(node, lambda x: swish(x, alpha), x, name="quick_gelu")
 
 
 @op("BiasSplitGelu", since=1, domain=DOMAIN)
 def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
-    """a gelu(b), erf form, for the halves a, b of x + bias in the last axis. x [..., D], bias [D], Y [..., D / 2]."""
+    """Return a gelu(b), erf form, for the halves a, b of x + bias in the last axis.
+
+    x is [..., D], bias [D] and Y [..., D / 2].
+    """
     require_numbers(node, x, bias)
     width = x.shape[-1]
     if not isinstance(width, int) or width % 2:
         raise node.error(f"the last dimension of X is {width}.", "Give it an even number.")
     if bias.rank != 1:
         raise node.error(f"bias has rank {bias.rank}.", f"Make it [{width}].")
-    bias = asserted(node, bias, (width,))
+    bias = assert_shape(node, bias, (width,))
 
     dtype = x.dtype
 
-    def element(index: tuple[Element, ...], x: Read, bias: Read) -> Element:
+    def element(index: tuple[Element, ...], x: ElementReader, bias: ElementReader) -> Element:
         *outer, d = index
         halves = (d, d + tirx.const(width // 2, "int64"))
         a, b = (x(*outer, k).astype(widened(dtype)) + bias(k).astype(widened(dtype)) for k in halves)

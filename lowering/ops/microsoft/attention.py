@@ -1,4 +1,4 @@
-"""com.microsoft Attention: the projection of one input to Q, K and V by one weight, and attention over the result."""
+"""com.microsoft Attention: projection of one input to Q, K and V by one weight, then attention."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...importing.compute import number, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..asserted import asserted
-from ..attend import attend, concatenated, heads_first, mask_of
+from ..assertions import assert_shape
+from ..attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from ..kernels import compute
-from ..matmul import emit_matmul, rounded
+from ..matmul import emit_matmul, round_to
 from . import DOMAIN
-from .masks import Padding, Scores, biased, filter_value, padding
-from .projections import check_floats, head_size, packed_bias, part
+from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
+from .projections import check_floats, check_packed_bias, divide_heads, slice_projection
 
 Widths = tuple[int, int, int]
 
@@ -33,53 +33,62 @@ def attention(
     attention_bias: Value | None = None,
     past_sequence_length: Value | None = None,
 ) -> tuple[Value, Value | None]:
-    """Y [B, S, H * Dv], present [2, B, H, T, D], of x [B, S, E], weights [E, H * (2 D + Dv)], past [2, B, H, P, D]."""
+    """Return Y [B, S, H * Dv] and present [2, B, H, T, D].
+
+    x is [B, S, E], weights [E, H * (2 D + Dv)] and past [2, B, H, P, D].
+    """
     if past_sequence_length is not None:
         raise node.error("input past_sequence_length is given.", "Export with a growing cache.")
     check_floats(node, input=x, weights=weights, bias=bias, past=past)
-    widths = projected_widths(node, x, weights)
+    widths = read_widths(node, x, weights)
     qkv = emit_matmul(node, x, weights)
     if bias is not None:
-        bias = packed_bias(node, bias, sum(widths))
-        qkv = relax_call(node, relax.op.add, qkv, rounded(node, bias, qkv.dtype))
-    return attended(node, rounded(node, qkv, x.dtype), widths, mask_index, past, attention_bias)
+        bias = check_packed_bias(node, bias, sum(widths))
+        qkv = relax_call(node, relax.op.add, qkv, round_to(node, bias, qkv.dtype))
+    return emit_attention(node, round_to(node, qkv, x.dtype), widths, mask_index, past, attention_bias)
 
 
-def attended(
+def emit_attention(
     node: Node, qkv: Value, widths: Widths, mask_index: Value | None, past: Value | None, attention_bias: Value | None
 ) -> tuple[Value, Value | None]:
-    """Y and present of the node, for the projections qkv [B, S, sum of widths]."""
+    """Return Y and present of the node, for the projections qkv [B, S, sum of widths]."""
     heads, (batch, rows, _) = node.attr("num_heads"), qkv.shape
-    q, k, v = (part(node, qkv, sum(widths[:n]), widths[n]) for n in range(3))
+    q, k, v = (slice_projection(node, qkv, sum(widths[:n]), widths[n]) for n in range(3))
     if (past is not None or node.wants(1)) and widths[1] != widths[2]:
         raise node.error(f"attribute qkv_hidden_sizes is {list(widths)}.", "A cache needs K and V of one width.")
-    before = 0
+    past_length = 0
     if past is not None:
         if past.rank != 5:
             raise node.error(f"input past has rank {past.rank}.", "Make it [2, batch, heads, length, head size].")
-        before = past.shape[3]
-        past = asserted(node, past, (2, batch, heads, before, widths[1] // heads))
-        k, v = (concatenated(node, _half(node, past, n), heads_first(node, new, heads)) for n, new in ((0, k), (1, v)))
+        past_length = past.shape[3]
+        past = assert_shape(node, past, (2, batch, heads, past_length, widths[1] // heads))
+        k, v = (
+            concatenate_cache(node, _slice_past(node, past, n), move_heads_first(node, new, heads))
+            for n, new in ((0, k), (1, v))
+        )
     elif node.wants(1):
-        k, v = heads_first(node, k, heads), heads_first(node, v, heads)
-    scores = Scores(batch, heads, rows, node.simplify(before + rows), filter_value(node))
-    mask = Padding() if mask_index is None else padding(node, "mask_index", mask_index, scores)
-    bias = biased(node, scores, attention_bias, mask.bias)
-    results = attend(
+        k, v = move_heads_first(node, k, heads), move_heads_first(node, v, heads)
+    scores = ScoreMatrix(batch, heads, rows, node.simplify(past_length + rows), read_filter_value(node))
+    mask = PaddingMask() if mask_index is None else read_padding(node, "mask_index", mask_index, scores)
+    bias = add_biases(node, scores, attention_bias, mask.bias)
+    results = lower_attention(
         node,
-        {"q": q, "k": k, "v": v, "mask": bias, "lengths": mask.lengths, "past": before},
+        {"q": q, "k": k, "v": v, "mask": bias, "lengths": mask.lengths, "past": past_length},
         heads=(heads, heads),
         acc_dtype="float64" if qkv.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(widths[0] // heads),
         window=Window(right=0, offset="zero" if past is None else "past") if node.attr("unidirectional", 0) else None,
-        mask=mask_of(bias),
+        mask=describe_mask(bias),
     )
-    return results["y"], _stacked(node, k, v) if node.wants(1) else None
+    return results["y"], _stack_present(node, k, v) if node.wants(1) else None
 
 
-def projected_widths(node: Node, x: Value, weights: Value) -> Widths:
-    """The widths of Q, K and V that x [B, S, E] and weights [E, their sum] make. Raises NodeError where the node asks
-    for what is not lowered."""
+def read_widths(node: Node, x: Value, weights: Value) -> Widths:
+    """Return the widths of Q, K and V for x [B, S, E] and weights [E, their sum].
+
+    Raises:
+        NodeError: the node has an unsupported attribute or shape.
+    """
     if node.attr("past_present_share_buffer", 0):
         raise node.error("attribute past_present_share_buffer is 1.", "Export with a growing cache.")
     if node.attr("do_rotary", 0):
@@ -94,15 +103,16 @@ def projected_widths(node: Node, x: Value, weights: Value) -> Widths:
             f"attribute qkv_hidden_sizes is {sizes}, for weights of {total} columns.", "Q and K are equally wide."
         )
     for size in sizes:
-        head_size(node, "a projection", size, heads)
+        divide_heads(node, "a projection", size, heads)
     return sizes[0], sizes[1], sizes[2]
 
 
-def _half(node: Node, past: Value, n: int) -> Value:
-    """Keys or values of a cache for both."""
+def _slice_past(node: Node, past: Value, n: int) -> Value:
+    """Return keys or values of a cache that has both."""
     return compute(node, "past", lambda i, x: x(n, *i), [past], past.shape[1:])
 
 
-def _stacked(node: Node, k: Value, v: Value) -> Value:
-    both = [relax.op.expand_dims(node.tensor(x), 0) for x in (k, v)]
-    return node.emit(relax.op.concat([node.emit(x).expr for x in both], axis=0))
+def _stack_present(node: Node, k: Value, v: Value) -> Value:
+    """Return k and v, stacked along a new first axis."""
+    expanded = [relax.op.expand_dims(node.tensor(x), 0) for x in (k, v)]
+    return node.emit(relax.op.concat([node.emit(x).expr for x in expanded], axis=0))

@@ -1,6 +1,6 @@
-"""com.microsoft EmbedLayerNormalization and QEmbedLayerNormalization: sums of rows of tables, normalized.
+"""com.microsoft EmbedLayerNormalization and QEmbedLayerNormalization: normalized sums of embedding rows.
 
-Tables of bytes stay bytes: what is looked up is made a number where it is added.
+Quantized tables stay quantized: rows are dequantized where they are added.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from ...importing.compute import Element, require_numbers, widened
 from ...importing.node import Node
 from ...importing.values import Value, is_one
 from .. import op
-from ..asserted import asserted, inside, required
-from ..integer_matmul import BYTES, along
+from ..assertions import assert_in_bounds, assert_shape, require
+from ..integer_matmul import BYTES, broadcast_scale
 from ..kernels import compute
-from ..matmul import rounded
-from ..normalization import over_last_axes
+from ..matmul import round_to
+from ..normalization import normalize_last_axes
 from . import DOMAIN
 from .normalization import FUSED_EPSILON
-from .quantized import dequantized
+from .quantized import dequantize
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A table [N, D], and which of its rows each token has, [B, S], or [1, S] where sequences may share them; None for
-    row s. scale and zero point, of no dimensions, belong to a table of bytes."""
+    """A table [N, D], and the row of it that each token reads.
+
+    indices is [B, S], or [1, S] if sequences may share it; None means row s. scale and zero point, of rank 0, belong to
+    a quantized table.
+    """
 
     name: str
     table: Value
-    places: Value | None
+    indices: Value | None
     scale: Value | None = None
     zero: Value | None = None
     shared: bool = False
@@ -43,7 +46,7 @@ def embed_layer_normalization(
     node: Node,
     ids: Value,
     segment_ids: Value | None,
-    words: Value,
+    word_table: Value,
     positions: Value,
     segments: Value | None,
     gamma: Value,
@@ -51,18 +54,19 @@ def embed_layer_normalization(
     mask: Value | None = None,
     position_ids: Value | None = None,
 ) -> tuple[Value, Value | None, Value | None]:
-    """LayerNormalization of words[ids] + positions[position_ids, or 0 1 2 ...] + segments[segment_ids]; how many ones
-    each row of mask [B, S] holds, 0 without a mask; and the sum of the embeddings.
+    """Normalize word_table[ids] + positions[position_ids, or 0 1 2 ...] + segments[segment_ids].
+
+    Also return the number of ones in each row of mask [B, S], 0 without a mask, and the sum of the embeddings.
     """
-    require_numbers(node, words, positions, gamma, beta)
-    lookups = [_Lookup("word_embedding", words, ids)]
+    require_numbers(node, word_table, positions, gamma, beta)
+    lookups = [_Lookup("word_embedding", word_table, ids)]
     lookups.append(_Lookup("position_embedding", positions, position_ids, shared=True))
     if _has_segments(node, segment_ids, segment_embedding=segments):
         assert segments is not None
         lookups.append(_Lookup("segment_embedding", segments, segment_ids))
-    total = _sum_of_rows(node, lookups, widened(words.dtype))
-    y = over_last_axes(node, total, [gamma, beta], centered=True, epsilon=FUSED_EPSILON)
-    return y, _mask_index(node, ids, mask), rounded(node, total, words.dtype)
+    total = _emit_row_sum(node, lookups, widened(word_table.dtype))
+    y = normalize_last_axes(node, total, [gamma, beta], centered=True, epsilon=FUSED_EPSILON)
+    return y, _count_mask_ones(node, ids, mask), round_to(node, total, word_table.dtype)
 
 
 @op("QEmbedLayerNormalization", since=1, domain=DOMAIN)
@@ -70,27 +74,30 @@ def q_embed_layer_normalization(
     node: Node,
     ids: Value,
     segment_ids: Value | None,
-    words: Value,
+    word_table: Value,
     positions: Value,
     segments: Value | None,
     gamma: Value,
     beta: Value,
     mask: Value | None,
-    words_scale: Value,
+    word_scale: Value,
     positions_scale: Value,
     segments_scale: Value | None,
     gamma_scale: Value,
     beta_scale: Value,
-    words_zero: Value,
+    word_zero: Value,
     positions_zero: Value,
     segments_zero: Value | None,
     gamma_zero: Value,
     beta_zero: Value,
 ) -> tuple[Value, Value | None]:
-    """EmbedLayerNormalization of bytes, each table and vector with one scale and zero point; Y is float32."""
+    """Apply EmbedLayerNormalization to quantized tables and vectors, each with one scale and zero point.
+
+    Y is float32.
+    """
     lookups = [
-        _of_bytes(node, "word_embedding", words, ids, words_scale, words_zero),
-        _of_bytes(node, "position_embedding", positions, None, positions_scale, positions_zero),
+        _read_quantized_lookup(node, "word_embedding", word_table, ids, word_scale, word_zero),
+        _read_quantized_lookup(node, "position_embedding", positions, None, positions_scale, positions_zero),
     ]
     if _has_segments(
         node,
@@ -100,47 +107,54 @@ def q_embed_layer_normalization(
         segment_embedding_zero_point=segments_zero,
     ):
         assert segments is not None and segments_scale is not None and segments_zero is not None
-        lookups.append(_of_bytes(node, "segment_embedding", segments, segment_ids, segments_scale, segments_zero))
-    total = _sum_of_rows(node, lookups, "float32")
-    vectors = [dequantized(node, gamma, gamma_scale, gamma_zero), dequantized(node, beta, beta_scale, beta_zero)]
-    y = over_last_axes(node, total, vectors, centered=True, epsilon=FUSED_EPSILON)
-    return y, _mask_index(node, ids, mask)
+        lookups.append(
+            _read_quantized_lookup(node, "segment_embedding", segments, segment_ids, segments_scale, segments_zero)
+        )
+    total = _emit_row_sum(node, lookups, "float32")
+    vectors = [dequantize(node, gamma, gamma_scale, gamma_zero), dequantize(node, beta, beta_scale, beta_zero)]
+    y = normalize_last_axes(node, total, vectors, centered=True, epsilon=FUSED_EPSILON)
+    return y, _count_mask_ones(node, ids, mask)
 
 
-def _of_bytes(node: Node, name: str, table: Value, places: Value | None, scale: Value, zero: Value) -> _Lookup:
+def _read_quantized_lookup(
+    node: Node, name: str, table: Value, indices: Value | None, scale: Value, zero: Value
+) -> _Lookup:
     if table.dtype not in BYTES:
         raise node.error(f"input {name} is {table.dtype}.", "Give it bytes: uint8 or int8.")
-    return _Lookup(name, table, places, along(node, scale), along(node, zero))
+    return _Lookup(name, table, indices, broadcast_scale(node, scale), broadcast_scale(node, zero))
 
 
-def _has_segments(node: Node, segment_ids: Value | None, **others: Value | None) -> bool:
-    """Whether there are segments: each of these inputs, or none."""
-    missing = [name for name, value in {"segment_ids": segment_ids, **others}.items() if value is None]
-    if 0 < len(missing) <= len(others):
+def _has_segments(node: Node, segment_ids: Value | None, **other_inputs: Value | None) -> bool:
+    """Return whether there are segments: all of these inputs, or none."""
+    missing = [name for name, value in {"segment_ids": segment_ids, **other_inputs}.items() if value is None]
+    if 0 < len(missing) <= len(other_inputs):
         raise node.error(
-            f"input {missing[0]} is missing, and not all of segment_ids and {', '.join(others)} are.",
+            f"input {missing[0]} is missing, and not all of segment_ids and {', '.join(other_inputs)} are.",
             "Give all of them or none.",
         )
     return not missing
 
 
-def _sum_of_rows(node: Node, lookups: Sequence[_Lookup], dtype: str) -> Value:
-    """What the lookups give, added up: [B, S, D] of that type, B and S those of the places of the first."""
-    lookups = _legal(node, lookups)
-    ids, width = lookups[0].places, lookups[0].table.shape[1]
+def _emit_row_sum(node: Node, lookups: Sequence[_Lookup], dtype: str) -> Value:
+    """Return the sum of the rows of all lookups, [B, S, D] of this type.
+
+    B and S are those of the first lookup's indices.
+    """
+    lookups = _check_lookups(node, lookups)
+    ids, width = lookups[0].indices, lookups[0].table.shape[1]
     assert ids is not None
-    tensors = [v for x in lookups for v in (x.places, x.table, x.zero, x.scale) if v is not None]
+    tensors = [v for x in lookups for v in (x.indices, x.table, x.zero, x.scale) if v is not None]
 
     def element(index: tuple[Element, ...], *operands: Element) -> Element:
         b, s, d = index
         reads, sizes = iter(operands[: len(tensors)]), operands[len(tensors) :]
         rows = []
         for lookup, size in zip(lookups, sizes):
-            place, first = s, tirx.const(0, "int64")
-            if lookup.places is not None:
-                place = next(reads)(first if is_one(lookup.places.shape[0]) else b, s).astype("int64")
+            row_index, zero = s, tirx.const(0, "int64")
+            if lookup.indices is not None:
+                row_index = next(reads)(zero if is_one(lookup.indices.shape[0]) else b, s).astype("int64")
             last = size - tirx.const(1, "int64")
-            row = next(reads)(tirx.max(tirx.min(place, last), first), d).astype(dtype)
+            row = next(reads)(tirx.max(tirx.min(row_index, last), zero), d).astype(dtype)
             if lookup.scale is not None:
                 row = (row - next(reads)().astype(dtype)) * next(reads)().astype(dtype)
             rows.append(row)
@@ -150,37 +164,42 @@ def _sum_of_rows(node: Node, lookups: Sequence[_Lookup], dtype: str) -> Value:
     return compute(node, "embedding", element, tensors, (*ids.shape, width), sizes, dtype=dtype)
 
 
-def _legal(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
-    """The lookups, of which ranks, widths and places are known or asserted at run time to fit those of the first."""
-    ids, width = lookups[0].places, lookups[0].table.shape[-1:]
+def _check_lookups(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
+    """Return the lookups, checked against the first one.
+
+    Ranks, widths and indices fit statically, or are asserted at run time.
+    """
+    ids, width = lookups[0].indices, lookups[0].table.shape[-1:]
     assert ids is not None
-    legal = []
+    checked = []
     for lookup in lookups:
-        table, places = lookup.table, lookup.places
+        table, indices = lookup.table, lookup.indices
         if table.rank != 2:
             raise node.error(f"input {lookup.name} has rank {table.rank}.", "Make it [rows, width].")
-        table = asserted(node, table, (table.shape[0], *width))
-        if places is not None:
-            if places.rank != 2:
-                raise node.error(f"{node.name_of(places, False)} has rank {places.rank}.", "Make it [batch, sequence].")
-            one = lookup.shared and is_one(places.shape[0])
-            places = asserted(node, places, (1 if one else ids.shape[0], ids.shape[1]))
-            places = inside(node, places, table.shape[0], of=f"the number of rows of {lookup.name}",
+        table = assert_shape(node, table, (table.shape[0], *width))
+        if indices is not None:
+            if indices.rank != 2:
+                raise node.error(
+                    f"{node.name_of(indices, False)} has rank {indices.rank}.", "Make it [batch, sequence]."
+                )
+            is_shared = lookup.shared and is_one(indices.shape[0])
+            indices = assert_shape(node, indices, (1 if is_shared else ids.shape[0], ids.shape[1]))
+            indices = assert_in_bounds(node, indices, table.shape[0], bound_name=f"the number of rows of {lookup.name}",
                             from_the_back=False)  # fmt: skip
         else:
             text = f"{lookup.name} has {{}} rows, and there are {{}} tokens."
-            fits = symbolic.less_or_equal(ids.shape[1], table.shape[0])
-            table = required(node, table, fits, text, table.shape[0], ids.shape[1])
-        legal.append(replace(lookup, table=table, places=places))
-    return legal
+            is_long_enough = symbolic.less_or_equal(ids.shape[1], table.shape[0])
+            table = require(node, table, is_long_enough, text, table.shape[0], ids.shape[1])
+        checked.append(replace(lookup, table=table, indices=indices))
+    return checked
 
 
-def _mask_index(node: Node, ids: Value, mask: Value | None) -> Value | None:
-    """How many ones each row of the mask holds, int32 [B]."""
+def _count_mask_ones(node: Node, ids: Value, mask: Value | None) -> Value | None:
+    """Return the number of ones in each row of the mask, int32 [B]."""
     if not node.wants(1):
         return None
     if mask is None:
         return node.emit(relax.op.zeros(node.shape_expr(ids.shape[:1]), "int32"))
-    mask = asserted(node, mask, ids.shape)
+    mask = assert_shape(node, mask, ids.shape)
     ones = relax.op.equal(node.tensor(mask), relax.const(1, mask.dtype))
     return node.emit(relax.op.sum(relax.op.astype(ones, "int32"), axis=[1]))

@@ -9,13 +9,13 @@ from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..activation import activate
-from ..asserted import asserted
+from ..activation import emit_activation
+from ..assertions import assert_shape
 from ..conv import convolve
-from ..matmul import gemm_accumulator, rounded
+from ..matmul import emit_gemm_accumulator, round_to
 from . import DOMAIN
 
-# By activation of FusedConv what its activation_params are; Silu is Swish.
+# The meaning of activation_params, by activation of FusedConv; Silu is Swish.
 _PARAMETERS = {
     "Relu": (), "Silu": (), "Tanh": (), "Sigmoid": (), "LeakyRelu": ("alpha",), "Clip": ("min", "max"),
     "HardSigmoid": ("alpha", "beta"),
@@ -27,14 +27,14 @@ _GEMM_ACTIVATIONS = (
 
 @op("FusedConv", since=1, domain=DOMAIN)
 def fused_conv(node: Node, x: Value, w: Value, bias: Value | None = None, z: Value | None = None) -> Value:
-    """activation(Conv(X, W, B) + Z); Z has the shape of Y."""
+    """Return activation(Conv(X, W, B) + Z); Z has the shape of Y."""
     y = convolve(node, x, w, bias)
     if z is not None:
         if z.rank != x.rank:
             raise node.error(f"Z has rank {z.rank}, and X rank {x.rank}.", "Give Z the shape of Y.")
-        z = asserted(node, channels_last(node, z), y.shape, "input Z with channels last")
-        y = relax_call(node, relax.op.add, y, rounded(node, z, y.dtype))
-    return channels_second(node, rounded(node, _activate_conv(node, y), x.dtype))
+        z = assert_shape(node, channels_last(node, z), y.shape, "input Z with channels last")
+        y = relax_call(node, relax.op.add, y, round_to(node, z, y.dtype))
+    return channels_second(node, round_to(node, _activate_conv(node, y), x.dtype))
 
 
 def _activate_conv(node: Node, y: Value) -> Value:
@@ -49,17 +49,20 @@ def _activate_conv(node: Node, y: Value) -> Value:
             f"attribute activation_params has {len(numbers)} numbers, and {name} takes {len(names)}.",
             f"Give it {' and '.join(names) or 'none'}.",
         )
-    return activate(node, y, "Swish" if name == "Silu" else name, dict(zip(names, numbers)))
+    return emit_activation(node, y, "Swish" if name == "Silu" else name, dict(zip(names, numbers)))
 
 
 @op("FusedGemm", since=1, domain=DOMAIN)
 def fused_gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
-    """activation(alpha A' B' + beta C); activation_alpha, _beta and _gamma are the activation's attributes."""
-    y = gemm_accumulator(node, a, b, c)
+    """Return activation(alpha A' B' + beta C).
+
+    activation_alpha, _beta and _gamma are the activation's attributes.
+    """
+    y = emit_gemm_accumulator(node, a, b, c)
     name = node.attr("activation", None)
     if name is not None and name not in _GEMM_ACTIVATIONS:
         raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(_GEMM_ACTIVATIONS)}.")
     if name is not None:
-        given = {key: node.attr(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")}
-        y = activate(node, y, name, {key: number for key, number in given.items() if number is not None})
-    return rounded(node, y, a.dtype)
+        attributes = {key: node.attr(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")}
+        y = emit_activation(node, y, name, {key: number for key, number in attributes.items() if number is not None})
+    return round_to(node, y, a.dtype)

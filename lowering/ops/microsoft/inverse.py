@@ -1,4 +1,4 @@
-"""com.microsoft Inverse: of [..., M, M] by elimination with the largest element of each column as its pivot."""
+"""com.microsoft Inverse: inverses of [..., M, M] by elimination with partial pivoting in each column."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...importing.values import Value
 from ...tensorir.independent import independent
 from .. import op
 from ..determinant import require_square
-from ..kernels import grid, let, loops, serial
+from ..kernels import emit_loops, grid, let, serial
 from . import DOMAIN
 
 
 @op("Inverse", since=1, domain=DOMAIN)
 def inverse(node: Node, x: Value) -> Value:
-    """Of a singular matrix infinities or NaNs come, as from onnxruntime."""
+    """Invert the matrices; a singular matrix gives infinities or NaNs, as in onnxruntime."""
     x = require_square(node, x)
     dtype, size = widened(x.dtype), x.shape[-1]
 
@@ -31,12 +31,12 @@ def inverse(node: Node, x: Value) -> Value:
             with serial(size) as column:
                 T.buffer_store(pivot, column, [0])
                 with serial(size - column) as k:
-                    larger = tirx.abs(work[column + k, column]) > tirx.abs(work[pivot[0], column])
-                    T.buffer_store(pivot, tirx.Select(larger, column + k, pivot[0]), [0])
+                    is_larger = tirx.abs(work[column + k, column]) > tirx.abs(work[pivot[0], column])
+                    T.buffer_store(pivot, tirx.Select(is_larger, column + k, pivot[0]), [0])
                 with serial(2 * size) as k:
-                    kept = let(work[column, k])
+                    saved = let(work[column, k])
                     T.buffer_store(work, work[pivot[0], k], [column, k])
-                    T.buffer_store(work, kept, [pivot[0], k])
+                    T.buffer_store(work, saved, [pivot[0], k])
                 divisor = let(work[column, column])
                 with serial(2 * size) as k:
                     T.buffer_store(work, work[column, k] / divisor, [column, k])
@@ -48,5 +48,5 @@ def inverse(node: Node, x: Value) -> Value:
                 T.buffer_store(y, work[i, size + j].astype(x.dtype), [*outer, i, j])
 
     scratch = [((size, 2 * size), dtype), ((1,), "int64")]
-    (result,) = loops(node, "inverse", statements, [x], [(x.shape, x.dtype)], scratch=scratch)
+    (result,) = emit_loops(node, "inverse", statements, [x], [(x.shape, x.dtype)], scratch=scratch)
     return result

@@ -1,11 +1,11 @@
-"""com.microsoft LinearAttention: that of ai.onnx, with heads of the state that share a query, or keys."""
+"""com.microsoft LinearAttention: the operator of ai.onnx, with heads of the state that share a query, or keys."""
 
 from __future__ import annotations
 
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..linear_attention import Rows, state_and_output
+from ..linear_attention import LinearAttentionInputs, emit_linear_attention
 from . import DOMAIN
 
 
@@ -19,12 +19,16 @@ def linear_attention(
     decay: Value | None = None,
     beta: Value | None = None,
 ) -> tuple[Value, Value]:
-    rows = Rows(query, key, value, decay, beta)
-    return state_and_output(node, rows, past_state, head_counts(node), shared_keys=True)
+    rows = LinearAttentionInputs(query, key, value, decay, beta)
+    return emit_linear_attention(node, rows, past_state, read_head_counts(node), shared_keys=True)
 
 
-def head_counts(node: Node) -> tuple[int, int]:
-    """Heads of queries and of the state. Raises NodeError for what is not supported."""
+def read_head_counts(node: Node) -> tuple[int, int]:
+    """Return the numbers of heads of queries and of the state.
+
+    Raises:
+        NodeError: the numbers or attribute state_window are unsupported.
+    """
     q_heads, kv_heads = node.attr("q_num_heads"), node.attr("kv_num_heads")
     if q_heads < 1 or kv_heads < 1 or max(q_heads, kv_heads) % min(q_heads, kv_heads):
         raise node.error(

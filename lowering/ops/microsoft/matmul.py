@@ -9,23 +9,23 @@ from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..matmul import emit_matmul, permuted, rounded
+from ..matmul import emit_matmul, permute_axes, round_to
 from . import DOMAIN
 
 
 @op("TransposeMatMul", since=1, domain=DOMAIN)
 @op("FusedMatMul", since=1, domain=DOMAIN)
 def fused_matmul(node: Node, a: Value, b: Value) -> Value:
-    """alpha A' B', rounded once, for A' and B' with their axes in another order."""
-    y = emit_matmul(node, _transposed(node, a, "A"), _transposed(node, b, "B"))
+    """Return alpha A' B', rounded once, for A' and B' with transposed axes."""
+    y = emit_matmul(node, _transpose(node, a, "A"), _transpose(node, b, "B"))
     alpha = node.attr("alpha", 1.0)
     if alpha != 1.0:
         y = relax_call(node, relax.op.multiply, y, node.constant(np.array(alpha, y.dtype)))
-    return rounded(node, y, a.dtype)
+    return round_to(node, y, a.dtype)
 
 
-def _transposed(node: Node, x: Value, name: str) -> Value:
-    """transBatch puts the first axis behind all other batch axes, trans then swaps the last two."""
+def _transpose(node: Node, x: Value, name: str) -> Value:
+    """Transpose the axes: transBatch moves the first axis after all other batch axes, trans then swaps the last two."""
     axes = list(range(x.rank))
     if x.rank < 2:
         return x
@@ -33,4 +33,4 @@ def _transposed(node: Node, x: Value, name: str) -> Value:
         axes = [*axes[1:-1], axes[0], axes[-1]]
     if node.attr(f"trans{name}", 0):
         axes[-2:] = axes[:-3:-1]
-    return permuted(node, x, axes)
+    return permute_axes(node, x, axes)

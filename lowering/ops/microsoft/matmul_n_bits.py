@@ -1,7 +1,7 @@
-"""com.microsoft MatMulNBits: a matmul with a weight of 2, 4 or 8 bits per element, which stays in 4 or 8.
+"""com.microsoft MatMulNBits: a matmul with a weight of 2, 4 or 8 bits per element, which is stored in 4 or 8.
 
-Block n of row r of the weight has elements (q - z) * scale; q lies in B, lowest bits first, and z is 2^(bits - 1) where
-no zero points are given.
+Block n of row r of the weight has elements (q - z) * scale. q is packed in B, lowest bits first. z is 2^(bits - 1)
+without zero points.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...importing.node import Node
 from ...importing.quantized import Quantized
 from ...importing.values import Value
 from .. import op
-from ..matmul import emit_matmul, rounded
+from ..matmul import emit_matmul, round_to
 from . import DOMAIN
 
 
@@ -28,7 +28,7 @@ def matmul_n_bits(
     g_idx: Value | None = None,
     bias: Value | None = None,
 ) -> Value:
-    """A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
+    """Return A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
     if g_idx is not None:
         raise node.error("input g_idx reorders the groups of the weight.", "Quantize without act_order.")
     if node.attr("weight_prepacked", 0):
@@ -36,14 +36,14 @@ def matmul_n_bits(
     weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
     y = emit_matmul(node, a, node.quantized(weight.transpose((1, 0))))
     if bias is not None:
-        y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
-    return rounded(node, y, a.dtype)
+        y = relax_call(node, relax.op.add, y, round_to(node, bias, y.dtype))
+    return round_to(node, y, a.dtype)
 
 
 def read_weight(
     node: Node, packed: Value, scales: Value, zero_points: Value | None, columns: int, dtype: np.dtype
 ) -> Quantized:
-    """Return the weight [columns, K], as attributes K, bits and block_size say it is packed."""
+    """Return the weight [columns, K], packed as attributes K, bits and block_size specify."""
     rows, size = (node.attr(name) for name in ("K", "block_size"))
     bits = node.attr("bits", 4)
     if bits not in (2, 4, 8):
@@ -60,19 +60,19 @@ def read_weight(
             raise node.error(
                 f"input {name} has {array.size} elements, not {count}.", "Correct N, K, block_size or bits."
             )
-    middle = 2 ** (bits - 1)
+    offset = 2 ** (bits - 1)
     if zeros is None:
         z = None
     elif zeros.dtype == np.uint8:
-        z = (unpacked(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.int16) - middle).astype(np.int8)
+        z = (unpack_bits(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.int16) - offset).astype(np.int8)
     else:
-        z = zeros.reshape(columns, blocks).astype(np.float32) - middle
-    q = unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
-    codes = (q.astype(np.int16) - middle).astype(np.int8)
-    return Quantized(codes, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
+        z = zeros.reshape(columns, blocks).astype(np.float32) - offset
+    q = unpack_bits(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
+    quantized = (q.astype(np.int16) - offset).astype(np.int8)
+    return Quantized(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
 
 
-def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """[..., bytes] as [..., elements] of so many bits, lowest first."""
+def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpack [..., bytes] to [..., elements] of this many bits, lowest first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return (packed[..., None] >> shifts & (2**bits - 1)).reshape(*packed.shape[:-1], -1)

@@ -1,6 +1,6 @@
-"""com.microsoft MoE and QMoE: a mixture of experts, each a feed-forward layer, of which every token goes through k.
+"""com.microsoft MoE and QMoE: a mixture of experts, each a feed-forward layer; each token is processed by k of them.
 
-They become nodes over rows sorted by expert (graph/mixture.py), as a mixture that is written out does.
+They are rewritten to nodes over rows sorted by expert (graph/mixture.py), as a mixture of primitive operators is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...importing.node import Node
 from ...importing.values import Value, prod
 from .. import op
 from . import DOMAIN
-from .matmul_n_bits import unpacked
+from .matmul_n_bits import unpack_bits
 
 _GATED = ("swiglu", "geglu")
 _LAYERS = ("the gate of fc1", "fc2", "fc3, or the linear part of fc1,")
@@ -37,48 +37,52 @@ def moe(
     fc3_experts_weights: Value | None = None,
     fc3_experts_bias: Value | None = None,
 ) -> Value:
-    """Y like x [T, H] or [B, S, H]; router_probs [T, E] are logits; weights are [E, N, K]."""
-    given = (
+    """Return Y like x [T, H] or [B, S, H]; router_probs [T, E] are logits, weights are [E, N, K]."""
+    layer_inputs = (
         (fc1_experts_weights, fc1_experts_bias),
         (fc2_experts_weights, fc2_experts_bias),
         (fc3_experts_weights, fc3_experts_bias),
     )
-    return _mixture(node, x, router_probs, None, [_layer(node, *pair) for pair in given], ALL)
+    return _emit_mixture(node, x, router_probs, None, [_read_layer(node, *pair) for pair in layer_inputs], ALL)
 
 
 @op("QMoE", since=1, domain=DOMAIN)
 def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> Value:
-    """The same with weights of 2, 4 or 8 bits, packed as those of MatMulNBits. router_weights [T, E] are what chosen
-    experts are weighted by, where they are given."""
-    if _text(node.attr("quant_type", "int")) != "int":
+    """Return MoE with weights of 2, 4 or 8 bits, packed as those of MatMulNBits.
+
+    router_weights [T, E], if present, are the weights of the chosen experts.
+    """
+    if _as_text(node.attr("quant_type", "int")) != "int":
         raise node.error("attribute quant_type is not int.", "Quantize to integers.")
     if node.attr("weights_prepacked", -1) == 1:
         raise node.error("attribute weights_prepacked is 1.", "Export weights in the operator's own layout.")
-    given = [*inputs, *(None,) * (13 - len(inputs))]
-    if any(value is not None for value in given[13:]):
+    padded_inputs = [*inputs, *(None,) * (13 - len(inputs))]
+    if any(value is not None for value in padded_inputs[13:]):
         raise node.error("it has scales of a whole matrix or of activations.", "Leave out what comes after input 14.")
-    layers = [_q_layer(node, k, [*given[3 * k : 3 * k + 3], given[9 + k]]) for k in range(3)]
-    weights = given[12]
-    return _mixture(node, x, router_probs, weights, layers, CHOSEN if weights is None else GIVEN)
+    layers = [
+        _read_quantized_layer(node, k, [*padded_inputs[3 * k : 3 * k + 3], padded_inputs[9 + k]]) for k in range(3)
+    ]
+    weights = padded_inputs[12]
+    return _emit_mixture(node, x, router_probs, weights, layers, CHOSEN if weights is None else GIVEN)
 
 
-def _array(node: Node, value: Value | None) -> np.ndarray | None:
+def _read_array(node: Node, value: Value | None) -> np.ndarray | None:
     if value is not None and value.constant is None:
         raise node.error(f"{node.name_of(value, full=False)} is computed at run time.", "Make it an initializer.")
     return None if value is None else value.constant
 
 
-def _layer(node: Node, weights: Value | None, bias: Value | None) -> Layer | None:
-    matrices = _array(node, weights)
+def _read_layer(node: Node, weights: Value | None, bias: Value | None) -> Layer | None:
+    matrices = _read_array(node, weights)
     if weights is not None and matrices is not None and matrices.ndim != 3:
         name = node.name_of(weights, full=False)
         raise node.error(f"{name} has rank {matrices.ndim}.", "Make weights [experts, columns, depth].")
-    return None if matrices is None else Layer(matrices, None, None, _array(node, bias), {"transB": 1})
+    return None if matrices is None else Layer(matrices, None, None, _read_array(node, bias), {"transB": 1})
 
 
-def _q_layer(node: Node, k: int, inputs: Sequence[Value | None]) -> Layer | None:
-    """inputs are the weights, scales, bias and zero points."""
-    packed, scales, bias, zeros = (_array(node, value) for value in inputs)
+def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) -> Layer | None:
+    """Return a quantized layer; inputs are the weights, scales, bias and zero points."""
+    packed, scales, bias, zeros = (_read_array(node, value) for value in inputs)
     if packed is None:
         return None
     if scales is None:
@@ -90,21 +94,21 @@ def _q_layer(node: Node, k: int, inputs: Sequence[Value | None]) -> Layer | None
         raise node.error(f"fc{k + 1}_experts_weights has rank {packed.ndim}.", "Make it [experts, columns, bytes].")
     columns, depth = packed.shape[1], packed.shape[2] * 8 // bits
     if zeros is not None and zeros.ndim == 2:  # packed along the columns
-        zeros = unpacked(zeros, bits)[:, :columns, None]
+        zeros = unpack_bits(zeros, bits)[:, :columns, None]
     block = node.attr("block_size", 0) or depth
     if block < 0 or scales.size != packed.shape[0] * columns * -(-depth // max(block, 1)):
         raise node.error(
             f"fc{k + 1}_scales is {list(scales.shape)}, for {columns} columns of {depth} in blocks of {block}.",
             "Give one scale for each expert, column and block.",
         )
-    # MatMulNBits, whose layout it becomes, has whole blocks.
+    # MatMulNBits, whose layout is used, has whole blocks.
     missing = -(-depth // block) * block * bits // 8 - packed.shape[2] if block else 0
     packed = np.pad(packed, ((0, 0), (0, 0), (0, missing)))
     return Layer(packed, scales, zeros, bias, {"K": depth, "N": columns, "bits": bits, "block_size": block})
 
 
-def _mixture(
-    node: Node, x: Value, router: Value, weights: Value | None, layers: Sequence[Layer | None], over: str
+def _emit_mixture(
+    node: Node, x: Value, router: Value, weights: Value | None, layers: Sequence[Layer | None], routing: str
 ) -> Value:
     if x.rank not in (2, 3) or router.rank != 2:
         raise node.error(
@@ -116,25 +120,25 @@ def _mixture(
     per_token = node.attr("k", 1)
     if not 0 < per_token <= experts:
         raise node.error(f"attribute k is {per_token}, and there are {experts} experts.", "Choose 1 to all of them.")
-    parts = _gate_apart(node, layers)
-    _check(node, parts, experts, width)
+    gate_layers = _split_gate(node, layers)
+    _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))
-    given = [x, *(with_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
-    inputs = [_input(f"input_{n}", value) for n, value in enumerate(given)]
+    arguments = [x, *(with_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
+    inputs = [_make_input(f"input_{n}", value) for n, value in enumerate(arguments)]
     normalizes = bool(node.attr("normalize_routing_weights", 0))
-    mixture = Mixture(parts, experts, per_token, over, normalizes, *_activation(node))
+    mixture = Mixture(gate_layers, experts, per_token, routing, normalizes, *_read_activation(node))
     graph = mixture_graph(mixture, inputs, node.name or node.outputs[0])
-    return node.importer.body(graph, given, f" in {node.where}")[0]
+    return node.importer.body(graph, arguments, f" in {node.where}")[0]
 
 
-def _input(name: str, value: Value) -> ir.Value:
+def _make_input(name: str, value: Value) -> ir.Value:
     sizes = [size if isinstance(size, int) else ir.SymbolicDim(None) for size in value.shape]
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(np.dtype(value.dtype))), shape=ir.Shape(sizes))
 
 
-def _activation(node: Node) -> tuple[str, float, float, float]:
+def _read_activation(node: Node) -> tuple[str, float, float, float]:
     """Return the activation, its alpha, beta and limit."""
-    kind = _text(node.attr("activation_type", "relu"))
+    kind = _as_text(node.attr("activation_type", "relu"))
     if kind not in ACTIVATIONS:
         raise node.error(f"attribute activation_type is {kind}.", f"Use one of {', '.join(ACTIVATIONS)}.")
     for name in ("use_sparse_mixer", "swiglu_limit_after_activation"):
@@ -144,12 +148,12 @@ def _activation(node: Node) -> tuple[str, float, float, float]:
     return kind, alpha, beta, node.attr("swiglu_limit", math.inf)
 
 
-def _gate_apart(node: Node, layers: Sequence[Layer | None]) -> _Layers:
-    """Return the layers that give the gate, the output, and what is linear, where there is such a part."""
+def _split_gate(node: Node, layers: Sequence[Layer | None]) -> _Layers:
+    """Return the layers of the gate, of the output, and of the linear part if there is one."""
     first, second, third = layers
     if first is None or second is None:
         raise node.error("fc1_experts_weights or fc2_experts_weights is missing.", "Add it.")
-    if _text(node.attr("activation_type", "relu")) not in _GATED:
+    if _as_text(node.attr("activation_type", "relu")) not in _GATED:
         return first, second, third
     fusion = node.attr("swiglu_fusion", 0)
     if fusion not in (0, 1, 2) or (fusion and third is not None):
@@ -158,16 +162,18 @@ def _gate_apart(node: Node, layers: Sequence[Layer | None]) -> _Layers:
             "Use 0 with fc3_experts_weights, or 1 or 2 without.",
         )
     if fusion:
-        half = first.sizes[0] // 2
-        gate, up = ((slice(0, None, 2), slice(1, None, 2)), (slice(0, half), slice(half, None)))[fusion - 1]
-        return first.columns(gate), second, first.columns(up)
+        half_width = first.sizes[0] // 2
+        gate, linear = ((slice(0, None, 2), slice(1, None, 2)), (slice(0, half_width), slice(half_width, None)))[
+            fusion - 1
+        ]
+        return first.columns(gate), second, first.columns(linear)
     if third is None:
         raise node.error("swiglu_fusion is 0, and fc3_experts_weights is missing.", "Add it, or fuse it in fc1.")
     return first, second, third
 
 
-def _check(node: Node, layers: _Layers, experts: int, width: int) -> None:
-    """Raise NodeError for weights and biases that do not fit together: only the second layer gives the output."""
+def _check_layers(node: Node, layers: _Layers, experts: int, width: int) -> None:
+    """Raise NodeError for weights and biases that do not fit together; the second layer computes the output."""
     inner = layers[1].sizes[1]
     for name, layer, expected in zip(_LAYERS, layers, ((inner, width), (width, inner), (inner, width))):
         if layer is None:
@@ -185,5 +191,5 @@ def _check(node: Node, layers: _Layers, experts: int, width: int) -> None:
             raise node.error(f"the bias of {name} is {shape}, not {[experts, expected[0]]}.", "Correct its shape.")
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)

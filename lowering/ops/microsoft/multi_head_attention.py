@@ -9,12 +9,12 @@ from ...importing.compute import agreed, number
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..asserted import asserted
-from ..attend import attend, concatenated, heads_first, mask_of
+from ..assertions import assert_shape
+from ..attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from . import DOMAIN
-from .masks import Padding, Scores, biased, filter_value, padding
-from .projections import bias_parts, check_floats, head_size, interleaved_part, part
-from .shared_buffer import SharedBuffer, lengths_of, seen, shared_buffer
+from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
+from .projections import check_floats, divide_heads, slice_interleaved, slice_projection, split_bias
+from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
 @op("MultiHeadAttention", since=1, domain=DOMAIN)
@@ -31,11 +31,12 @@ def multi_head_attention(
     past_sequence_length: Value | None = None,
     cache_indirection: Value | None = None,
 ) -> tuple[Value, Value | None, Value | None, Value | None]:
-    """Y [B, S, H * Dv], present_key, present_value [B, H, T, D], and the scaled and masked scores [B, H, S, T].
+    """Return Y [B, S, H * Dv], the caches, and the scaled and masked scores [B, H, S, T].
 
-    query is [B, S, H * D], or packed [B, S, H, 3, D] without key and value; key and value are [B, L, H * D], or packed
-    in key [B, L, H, 2, D] without value, or projected before [B, H, L, D]; past_key, past_value are [B, H, P, D].
-    With past_sequence_length they have room, and are present_key and present_value with the new rows in their places.
+    present_key and present_value are [B, H, T, D]. query is [B, S, H * D], or packed [B, S, H, 3, D] without key and
+    value. key and value are [B, L, H * D], or packed in key [B, L, H, 2, D] without value, or already projected [B, H,
+    L, D]. past_key and past_value are [B, H, P, D]. With past_sequence_length they have room, and the new rows are
+    written to copies of them, present_key and present_value.
     """
     if past_sequence_length is not None and past_key is None:
         raise node.error("past_sequence_length is given, and no past_key.", "Give the caches whose tokens it counts.")
@@ -48,107 +49,115 @@ def multi_head_attention(
         raise node.error("one of past_key and past_value is given.", "Give both or none.")
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value, bias=bias, past_key=past_key, past_value=past_value)
-    q, k, v = _projections(node, heads, query, key, value, bias)
-    q, k, v, past = _same_sizes(node, heads, q, k, v, past_key)
+    q, k, v = _split_projections(node, heads, query, key, value, bias)
+    q, k, v, past = _unify_sizes(node, heads, q, k, v, past_key)
     shared: SharedBuffer | None = None
     if past_key is not None and past_value is not None:
         if k.rank == 4:
             raise node.error("inputs past_key and a projected key [B, H, L, D] exclude each other.", "Remove one.")
         if past_sequence_length is not None:
             caches = past_key, past_value
-            shared = shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
+            shared = append_to_shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
             k, v, past = shared.k, shared.v, shared.past
         else:
-            past_key = asserted(node, past_key, (k.shape[0], heads, past, k.shape[2] // heads))
-            past_value = asserted(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
-            k = concatenated(node, past_key, heads_first(node, k, heads))
-            v = concatenated(node, past_value, heads_first(node, v, heads))
+            past_key = assert_shape(node, past_key, (k.shape[0], heads, past, k.shape[2] // heads))
+            past_value = assert_shape(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
+            k = concatenate_cache(node, past_key, move_heads_first(node, k, heads))
+            v = concatenate_cache(node, past_value, move_heads_first(node, v, heads))
     elif node.wants(1) or node.wants(2):
-        k, v = heads_first(node, k, heads), heads_first(node, v, heads)
+        k, v = move_heads_first(node, k, heads), move_heads_first(node, v, heads)
 
     keys = k.shape[2] if k.rank == 4 else k.shape[1]
     if shared is not None:
         keys = shared.total
-    scores = Scores(q.shape[0], heads, q.shape[1], keys, filter_value(node))
-    mask = Padding() if key_padding_mask is None else padding(node, "key_padding_mask", key_padding_mask, scores)
+    scores = ScoreMatrix(q.shape[0], heads, q.shape[1], keys, read_filter_value(node))
+    mask = (
+        PaddingMask() if key_padding_mask is None else read_padding(node, "key_padding_mask", key_padding_mask, scores)
+    )
     window = None
     if node.attr("unidirectional", 0):
         agreed(node, "the sequence length of a unidirectional attention", q.shape[1], node.simplify(keys - past))
         window = Window(right=0, offset="zero" if past_key is None else "past")
-    bias = biased(node, scores, attention_bias, mask.bias)
-    results = attend(
+    bias = add_biases(node, scores, attention_bias, mask.bias)
+    results = lower_attention(
         node,
-        {"q": q, "k": k, "v": v, "mask": bias, "past": past, **lengths_of(node, shared, mask)},
+        {"q": q, "k": k, "v": v, "mask": bias, "past": past, **combine_lengths(node, shared, mask)},
         heads=(heads, heads),
         beams=None if shared is None else shared.beams,
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(q.shape[2] // heads),
         window=window,
-        mask=mask_of(bias, pad=shared is not None),
+        mask=describe_mask(bias, pad=shared is not None),
         qk_mode=2 if node.wants(3) else None,
     )
     presents = k if node.wants(1) else None, v if node.wants(2) else None
     qk = results.get("qk")
-    return results["y"], *presents, seen(node, qk, keys) if shared is not None and qk is not None else qk
+    return results["y"], *presents, trim_scores(node, qk, keys) if shared is not None and qk is not None else qk
 
 
-def _projections(
+def _split_projections(
     node: Node, heads: int, query: Value, key: Value | None, value: Value | None, bias: Value | None
 ) -> tuple[Value, Value, Value]:
-    """Q [B, S, H * D], and K and V likewise or [B, H, L, D], with the bias added to what is no cache."""
+    """Return Q [B, S, H * D], and K and V in the same layout or [B, H, L, D].
+
+    The bias is added to projections, and not to caches.
+    """
     ranks = tuple(0 if x is None else x.rank for x in (query, key, value))
     if ranks == (5, 0, 0):
         _check_packed(node, "query", query, heads, 3)
         width = heads * query.shape[4]
-        biases = bias_parts(node, bias, (width,) * 3)
-        q, k, v = (interleaved_part(node, query, n, biases[n]) for n in range(3))
+        biases = split_bias(node, bias, (width,) * 3)
+        q, k, v = (slice_interleaved(node, query, n, biases[n]) for n in range(3))
         return q, k, v
     if query.rank != 3:
         raise node.error(f"inputs query, key and value have ranks {ranks}.", "See the schema for legal ones.")
-    width = heads * head_size(node, "query", query.shape[2], heads)
+    width = heads * divide_heads(node, "query", query.shape[2], heads)
     if ranks == (3, 5, 0):
         assert key is not None
         _check_packed(node, "key", key, heads, 2)
-        biases = bias_parts(node, bias, (width,) * 3)
-        k, v = (interleaved_part(node, key, n, biases[n + 1]) for n in range(2))
+        biases = split_bias(node, bias, (width,) * 3)
+        k, v = (slice_interleaved(node, key, n, biases[n + 1]) for n in range(2))
     elif ranks == (3, 3, 3):
         assert key is not None and value is not None
-        key = asserted(node, key, (*key.shape[:2], width))
+        key = assert_shape(node, key, (*key.shape[:2], width))
         v_width = number(node, "last dimension of value", value.shape[2])
-        biases = bias_parts(node, bias, (width, width, v_width))
-        k, v = part(node, key, 0, width, biases[1]), part(node, value, 0, v_width, biases[2])
+        biases = split_bias(node, bias, (width, width, v_width))
+        k, v = slice_projection(node, key, 0, width, biases[1]), slice_projection(node, value, 0, v_width, biases[2])
     elif ranks == (3, 4, 4):
         assert key is not None and value is not None
         k, v = key, value
-        biases = bias_parts(node, bias, (width, width, heads * number(node, "head size of value", value.shape[3])))
+        biases = split_bias(node, bias, (width, width, heads * number(node, "head size of value", value.shape[3])))
     else:
         raise node.error(f"inputs query, key and value have ranks {ranks}.", "See the schema for legal ones.")
-    return part(node, query, 0, width, biases[0]), k, v
+    return slice_projection(node, query, 0, width, biases[0]), k, v
 
 
-def _check_packed(node: Node, name: str, packed: Value, heads: int, parts: int) -> None:
-    if packed.shape[2] != heads or packed.shape[3] != parts:
+def _check_packed(node: Node, name: str, packed: Value, heads: int, count: int) -> None:
+    if packed.shape[2] != heads or packed.shape[3] != count:
         raise node.error(
             f"packed {name} is {list(packed.shape)}, for attribute num_heads = {heads}.",
-            f"Make it [batch, sequence, {heads}, {parts}, head size].",
+            f"Make it [batch, sequence, {heads}, {count}, head size].",
         )
     number(node, f"head size of {name}", packed.shape[4])
 
 
-def _same_sizes(
+def _unify_sizes(
     node: Node, heads: int, q: Value, k: Value, v: Value, past_key: Value | None
 ) -> tuple[Value, Value, Value, int]:
-    """Q, K and V with equal sizes for equal meanings, and the length of the past."""
+    """Return Q, K and V with equal sizes for equal meanings, and the length of the past."""
     axis = 2 if k.rank == 4 else 1
     batch = agreed(node, "the batch size", q.shape[0], k.shape[0], v.shape[0])
     length = agreed(node, "the sequence length of key and value", k.shape[axis], v.shape[axis])
     width = q.shape[2]
-    size, v_size = width // heads, v.shape[3] if v.rank == 4 else head_size(node, "value", v.shape[2], heads)
+    size, v_size = width // heads, v.shape[3] if v.rank == 4 else divide_heads(node, "value", v.shape[2], heads)
     if k.rank == 4:
         agreed(node, "the number of heads", heads, k.shape[1], v.shape[1])
         agreed(node, "the head size of query and key", size, k.shape[3])
-        k, v = asserted(node, k, (batch, heads, length, size)), asserted(node, v, (batch, heads, length, v_size))
+        k, v = (
+            assert_shape(node, k, (batch, heads, length, size)),
+            assert_shape(node, v, (batch, heads, length, v_size)),
+        )
     else:
-        k, v = asserted(node, k, (batch, length, width)), asserted(node, v, (batch, length, heads * v_size))
+        k, v = assert_shape(node, k, (batch, length, width)), assert_shape(node, v, (batch, length, heads * v_size))
     past = 0 if past_key is None else past_key.shape[2]
-    return asserted(node, q, (batch, q.shape[1], width)), k, v, past
+    return assert_shape(node, q, (batch, q.shape[1], width)), k, v, past

@@ -1,4 +1,4 @@
-"""Normalization as onnxruntime's optimizers fuse it: with the residual sum, and in older opsets."""
+"""Normalization as fused by onnxruntime's optimizers: with the residual sum, and in older opsets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ...importing.compute import pointwise, widened
 from ...importing.node import Node
 from ...importing.values import Shape, Value
 from .. import op
-from ..asserted import asserted, broadcast_to
-from ..matmul import rounded
-from ..normalization import layer_normalization, over_last_axes
+from ..assertions import assert_broadcastable, assert_shape
+from ..matmul import round_to
+from ..normalization import layer_normalization, normalize_last_axes
 from . import DOMAIN
 
 FUSED_EPSILON = 1e-12  # the default of the fused operators
@@ -22,16 +22,16 @@ op("LayerNormalization", since=1)(layer_normalization)
 @op("SimplifiedLayerNormalization", since=1)
 @op("SimplifiedLayerNormalization", since=1, domain=DOMAIN)
 def simplified_layer_normalization(node: Node, x: Value, scale: Value) -> Value:
-    """RMSNormalization. onnxruntime has it in ai.onnx too, where the standard does not."""
-    _no_statistics(node, 1)
-    return over_last_axes(node, x, [scale], centered=False)
+    """Apply RMSNormalization. onnxruntime has it in ai.onnx, too, unlike the standard."""
+    _reject_statistics(node, 1)
+    return normalize_last_axes(node, x, [scale], centered=False)
 
 
 @op("SkipLayerNormalization", since=1, domain=DOMAIN)
 def skip_layer_normalization(
     node: Node, x: Value, skip: Value, gamma: Value, beta: Value | None = None, bias: Value | None = None
 ) -> tuple[Value, None, None, Value]:
-    """LayerNormalization of x + skip + bias, and that sum."""
+    """Return LayerNormalization of x + skip + bias, and that sum."""
     return _skip_normalization(node, [x, skip, bias], [gamma, beta], centered=True)
 
 
@@ -39,36 +39,36 @@ def skip_layer_normalization(
 def skip_simplified_layer_normalization(
     node: Node, x: Value, skip: Value, gamma: Value, bias: Value | None = None
 ) -> tuple[Value, None, None, Value]:
-    """RMSNormalization of x + skip + bias, and that sum."""
+    """Return RMSNormalization of x + skip + bias, and that sum."""
     return _skip_normalization(node, [x, skip, bias], [gamma], centered=False)
 
 
 def _skip_normalization(
     node: Node, terms: Sequence[Value | None], parameters: Sequence[Value | None], centered: bool
 ) -> tuple[Value, None, None, Value]:
-    """The sum is normalized before it is rounded to half precision."""
-    _no_statistics(node, 1, 2)
+    """Normalize the sum of the terms before it is rounded to half precision."""
+    _reject_statistics(node, 1, 2)
     x, skip, bias = terms
     assert x is not None and skip is not None
     width = x.shape[-1:]
-    if skip.rank > 1:  # batches may share one, rows may not
-        skip = asserted(node, skip, (*skip.shape[:-2], *x.shape[-2:]))
-    bias, *vectors = (None if v is None else _vector(node, v, width) for v in (bias, *parameters))
-    given = list(broadcast_to(node, *(term for term in (x, skip, bias) if term is not None)))
-    dtype = given[0].dtype
-    total = pointwise(node, lambda *x: sum(x[1:], x[0]), *given, dtype=widened(dtype), name="residual")
-    y = over_last_axes(node, total, [v for v in vectors if v is not None], centered, FUSED_EPSILON)
-    return y, None, None, rounded(node, total, dtype)
+    if skip.rank > 1:  # batches may share a row of skip, rows may not
+        skip = assert_shape(node, skip, (*skip.shape[:-2], *x.shape[-2:]))
+    bias, *vectors = (None if v is None else _check_vector(node, v, width) for v in (bias, *parameters))
+    summands = list(assert_broadcastable(node, *(term for term in (x, skip, bias) if term is not None)))
+    dtype = summands[0].dtype
+    total = pointwise(node, lambda *x: sum(x[1:], x[0]), *summands, dtype=widened(dtype), name="residual")
+    y = normalize_last_axes(node, total, [v for v in vectors if v is not None], centered, FUSED_EPSILON)
+    return y, None, None, round_to(node, total, dtype)
 
 
-def _vector(node: Node, vector: Value, width: Shape) -> Value:
-    """gamma, beta or a bias, with an element for each of the last axis."""
+def _check_vector(node: Node, vector: Value, width: Shape) -> Value:
+    """Return gamma, beta or a bias, checked to have an element for each of the last axis."""
     if vector.rank != 1:
         raise node.error(f"{node.name_of(vector, False)} has rank {vector.rank}.", "Make it a vector.")
-    return asserted(node, vector, width)
+    return assert_shape(node, vector, width)
 
 
-def _no_statistics(node: Node, *outputs: int) -> None:
+def _reject_statistics(node: Node, *outputs: int) -> None:
     for k in outputs:
         if node.wants(k):
             raise node.error(f"output {k} is a statistic that training keeps.", "Remove it: inference needs none.")

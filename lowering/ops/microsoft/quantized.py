@@ -1,6 +1,6 @@
-"""com.microsoft operators of bytes: sums and functions of dequantized numbers, and matmuls with their scales.
+"""Quantized com.microsoft operators: element-wise functions of dequantized values, and integer matmuls with scales.
 
-Each is what its ai.onnx parts are: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+Each is composed of ai.onnx operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from ...importing.compute import pointwise, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..activation import softmax_over
+from ..activation import emit_softmax
 from ..cast import cast_to
-from ..contents import static_axis
-from ..integer_matmul import along, integer_matmul, of_columns, of_rows
-from ..matmul import permuted
+from ..contents import normalize_axis
+from ..integer_matmul import broadcast_column_scale, broadcast_row_scale, broadcast_scale, integer_matmul
+from ..matmul import permute_axes
 from ..movement import concat, where
-from ..pooling import averaged, global_average_pool
-from ..quantization import dynamically_quantized, quantized
+from ..pooling import average_windows, global_average_pool
+from ..quantization import quantize_dynamically, quantize_values
 from . import DOMAIN
 
 
-def dequantized(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
-    """(x - zero) scale, float32."""
-    number, scale = cast_to(node, x, "float32"), along(node, scale)
+def dequantize(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
+    """Return (x - zero) scale, float32."""
+    number, scale = cast_to(node, x, "float32"), broadcast_scale(node, scale)
     if zero is not None:
-        zero = cast_to(node, along(node, zero), "float32")
+        zero = cast_to(node, broadcast_scale(node, zero), "float32")
         number = relax_call(node, relax.op.subtract, number, zero)
     return relax_call(node, relax.op.multiply, number, scale)
 
 
-def _bytes(node: Node, numbers: Value, scale: Value, zero: Value | None, dtype: str) -> Value:
-    """The numbers over the scale as integers of that type, which is that of the zero point if there is one."""
-    over = relax_call(node, relax.op.divide, numbers, along(node, scale))
-    return quantized(node, over, None if zero is None else along(node, zero), dtype)
+def _quantize(node: Node, numbers: Value, scale: Value, zero: Value | None, dtype: str) -> Value:
+    """Quantize numbers by the scale to integers of this type, which is that of the zero point if there is one."""
+    scaled_numbers = relax_call(node, relax.op.divide, numbers, broadcast_scale(node, scale))
+    return quantize_values(node, scaled_numbers, None if zero is None else broadcast_scale(node, zero), dtype)
 
 
 _BINARY = {"QLinearAdd": relax.op.add, "QLinearMul": relax.op.multiply}
@@ -45,7 +45,7 @@ _BINARY = {"QLinearAdd": relax.op.add, "QLinearMul": relax.op.multiply}
 
 @op("QLinearMul", since=1, domain=DOMAIN)
 @op("QLinearAdd", since=1, domain=DOMAIN)
-def binary(
+def qlinear_binary(
     node: Node,
     a: Value,
     a_scale: Value,
@@ -56,17 +56,17 @@ def binary(
     c_scale: Value,
     c_zero: Value | None = None,
 ) -> Value:
-    """Of the dequantized numbers, which broadcast; C is of the type of A, uint8 or int8."""
-    numbers = dequantized(node, a, a_scale, a_zero), dequantized(node, b, b_scale, b_zero)
-    return _bytes(node, relax_call(node, _BINARY[node.op_type], *numbers), c_scale, c_zero, a.dtype)
+    """Add or multiply the dequantized operands, which broadcast; C has the type of A, uint8 or int8."""
+    numbers = dequantize(node, a, a_scale, a_zero), dequantize(node, b, b_scale, b_zero)
+    return _quantize(node, relax_call(node, _BINARY[node.op_type], *numbers), c_scale, c_zero, a.dtype)
 
 
 @op("QLinearSigmoid", since=1, domain=DOMAIN)
 def qlinear_sigmoid(
     node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
 ) -> Value:
-    y = pointwise(node, tirx.sigmoid, dequantized(node, x, x_scale, x_zero), name="sigmoid")
-    return _bytes(node, y, y_scale, y_zero, x.dtype)
+    y = pointwise(node, tirx.sigmoid, dequantize(node, x, x_scale, x_zero), name="sigmoid")
+    return _quantize(node, y, y_scale, y_zero, x.dtype)
 
 
 @op("QLinearLeakyRelu", since=1, domain=DOMAIN)
@@ -78,29 +78,29 @@ def qlinear_leaky_relu(
     def leaky_relu(x: Any) -> Any:
         return tirx.Select(x >= tirx.const(0.0, "float32"), x, x * tirx.const(alpha, "float32"))
 
-    y = pointwise(node, leaky_relu, dequantized(node, x, x_scale, x_zero), name="leaky_relu")
-    return _bytes(node, y, y_scale, y_zero, x.dtype)
+    y = pointwise(node, leaky_relu, dequantize(node, x, x_scale, x_zero), name="leaky_relu")
+    return _quantize(node, y, y_scale, y_zero, x.dtype)
 
 
 @op("QLinearSoftmax", since=1, domain=DOMAIN)
 def qlinear_softmax(
     node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
 ) -> Value:
-    """Along an axis; of models below opset 13, along it and all behind it."""
-    axis = static_axis(node, node.attr("axis", -1), x.rank)
+    """Apply softmax along an axis; in models below opset 13, along it and all following axes."""
+    axis = normalize_axis(node, node.attr("axis", -1), x.rank)
     axes = [axis] if node.attr("opset", 13) >= 13 else list(range(axis, x.rank))
-    return _bytes(node, softmax_over(node, dequantized(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
+    return _quantize(node, emit_softmax(node, dequantize(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
 
 
 @op("QLinearConcat", since=1, domain=DOMAIN)
-def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *parts: Value) -> Value:
-    """Of parts that are three inputs each: bytes, scale and zero point."""
-    if len(parts) % 3:
+def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *triples: Value) -> Value:
+    """Concatenate parts that are three inputs each: quantized values, scale and zero point."""
+    if len(triples) % 3:
         raise node.error(
-            f"{len(parts)} inputs are behind Y_zero_point.", "Give each part with its scale and zero point."
+            f"{len(triples)} inputs are behind Y_zero_point.", "Give each part with its scale and zero point."
         )
-    numbers = [dequantized(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
-    return _bytes(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
+    numbers = [dequantize(node, *triples[n : n + 3]) for n in range(0, len(triples), 3)]
+    return _quantize(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
 
 
 @op("QLinearWhere", since=1, domain=DOMAIN)
@@ -116,8 +116,8 @@ def qlinear_where(
     z_scale: Value,
     z_zero: Value,
 ) -> Value:
-    numbers = dequantized(node, x, x_scale, x_zero), dequantized(node, y, y_scale, y_zero)
-    return _bytes(node, where(node, condition, *numbers), z_scale, z_zero, x.dtype)
+    numbers = dequantize(node, x, x_scale, x_zero), dequantize(node, y, y_scale, y_zero)
+    return _quantize(node, where(node, condition, *numbers), z_scale, z_zero, x.dtype)
 
 
 @op("QLinearAveragePool", since=1, domain=DOMAIN)
@@ -125,18 +125,20 @@ def qlinear_where(
 def qlinear_pool(
     node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
 ) -> Value:
-    """Of X [N, C, D1, ...], or [N, D1, ..., C] where channels_last is set. onnxruntime divides by all elements of a
-    window where count_include_pad is set."""
+    """Pool X [N, C, D1, ...], or [N, D1, ..., C] if channels_last is set.
+
+    If count_include_pad is set, onnxruntime divides by all elements of a window.
+    """
     if x.rank < 3:
         raise node.error(f"X has rank {x.rank}.", "X is [N, C, D1, ...].")
-    last = node.attr("channels_last", 0)
-    numbers = dequantized(node, x, x_scale, x_zero)
-    numbers = channels_second(node, numbers) if last else numbers
+    has_channels_last = node.attr("channels_last", 0)
+    numbers = dequantize(node, x, x_scale, x_zero)
+    numbers = channels_second(node, numbers) if has_channels_last else numbers
     if node.op_type == "QLinearGlobalAveragePool":
         y = global_average_pool(node, numbers)
     else:
-        y = averaged(node, numbers, by_all=bool(node.attr("count_include_pad", 0)))
-    return _bytes(node, channels_last(node, y) if last else y, y_scale, y_zero, x.dtype)
+        y = average_windows(node, numbers, by_all=bool(node.attr("count_include_pad", 0)))
+    return _quantize(node, channels_last(node, y) if has_channels_last else y, y_scale, y_zero, x.dtype)
 
 
 @op("MatMulIntegerToFloat", since=1, domain=DOMAIN)
@@ -150,17 +152,17 @@ def matmul_integer_to_float(
     b_zero: Value | None = None,
     bias: Value | None = None,
 ) -> Value:
-    """MatMulInteger times both scales, plus the bias."""
-    return scaled(node, integer_matmul(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
+    """Return MatMulInteger times both scales, plus the bias."""
+    return rescale(node, integer_matmul(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
 
 
 @op("DynamicQuantizeMatMul", since=1, domain=DOMAIN)
 def dynamic_quantize_matmul(
     node: Node, a: Value, b: Value, b_scale: Value, b_zero: Value | None = None, bias: Value | None = None
 ) -> Value:
-    """DynamicQuantizeLinear of A, and MatMulIntegerToFloat."""
-    codes, scale, zero = dynamically_quantized(node, a)
-    return scaled(node, integer_matmul(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
+    """Apply DynamicQuantizeLinear to A, then MatMulIntegerToFloat."""
+    quantized_a, scale, zero = quantize_dynamically(node, a)
+    return rescale(node, integer_matmul(node, quantized_a, b, zero, b_zero), a, b, (scale, b_scale), bias)
 
 
 @op("QGemm", since=1, domain=DOMAIN)
@@ -176,25 +178,33 @@ def qgemm(
     y_scale: Value | None = None,
     y_zero: Value | None = None,
 ) -> Value:
-    """alpha times the product of numbers, to which C is added in units of alpha a_scale b_scale; bytes where there is
-    y_scale, else float32."""
+    """Return alpha times the matmul of dequantized operands, plus C in units of alpha a_scale b_scale.
+
+    The result is quantized if y_scale is present, else float32.
+    """
     if a.rank != 2 or b.rank != 2:
         raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "QGemm takes matrices.")
-    a = permuted(node, a, [1, 0]) if node.attr("transA", 0) else a
+    a = permute_axes(node, a, [1, 0]) if node.attr("transA", 0) else a
     if node.attr("transB", 0):
-        b = permuted(node, b, [1, 0]) if b.constant is None else node.constant(b.constant.T)
-    sums = integer_matmul(node, a, b, a_zero, b_zero)
+        b = permute_axes(node, b, [1, 0]) if b.constant is None else node.constant(b.constant.T)
+    accumulators = integer_matmul(node, a, b, a_zero, b_zero)
     if c is not None:
-        sums = relax_call(node, relax.op.add, sums, c)
-    y = scaled(node, sums, a, b, (a_scale, b_scale), None, node.attr("alpha", 1.0))
-    return y if y_scale is None else _bytes(node, y, y_scale, y_zero, a.dtype)
+        accumulators = relax_call(node, relax.op.add, accumulators, c)
+    y = rescale(node, accumulators, a, b, (a_scale, b_scale), None, node.attr("alpha", 1.0))
+    return y if y_scale is None else _quantize(node, y, y_scale, y_zero, a.dtype)
 
 
-def scaled(
-    node: Node, sums: Value, a: Value, b: Value, scales: tuple[Value, Value], bias: Value | None, alpha: float = 1.0
+def rescale(
+    node: Node,
+    accumulators: Value,
+    a: Value,
+    b: Value,
+    scales: tuple[Value, Value],
+    bias: Value | None,
+    alpha: float = 1.0,
 ) -> Value:
-    """Sums of bytes as float32: times alpha and both scales, plus the bias."""
-    row, column = of_rows(node, scales[0], a, b), of_columns(node, scales[1], b)
+    """Return integer accumulators as float32: times alpha and both scales, plus the bias."""
+    row, column = broadcast_row_scale(node, scales[0], a, b), broadcast_column_scale(node, scales[1], b)
     factor = pointwise(node, lambda a, b: a * b * tirx.const(alpha, "float32"), row, column, name="scale")
-    y = relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), factor)
+    y = relax_call(node, relax.op.multiply, cast_to(node, accumulators, "float32"), factor)
     return y if bias is None else relax_call(node, relax.op.add, y, bias)

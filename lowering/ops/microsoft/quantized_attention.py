@@ -1,4 +1,4 @@
-"""com.microsoft QAttention: Attention whose input and weights are bytes, as the quantizer of onnxruntime writes it."""
+"""com.microsoft QAttention: Attention with quantized input and weights, as written by onnxruntime's quantizer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..cast import cast_to
-from ..integer_matmul import along, integer_matmul
-from ..matmul import rounded
+from ..integer_matmul import broadcast_scale, integer_matmul
+from ..matmul import round_to
 from . import DOMAIN
-from .attention import attended, projected_widths
-from .projections import check_floats, packed_bias
-from .quantized import scaled
+from .attention import emit_attention, read_widths
+from .projections import check_floats, check_packed_bias
+from .quantized import rescale
 
 
 @op("QAttention", since=1, domain=DOMAIN)
@@ -27,16 +27,16 @@ def q_attention(
     weight_zero: Value | None = None,
     past: Value | None = None,
 ) -> tuple[Value, Value | None]:
-    """Y [B, S, H * D], present [2, B, H, T, D], of x [B, S, E] and weights [E, 3 H * D], each uint8 or int8.
+    """Return Y [B, S, H * D] and present [2, B, H, T, D], for x [B, S, E] and weights [E, 3 H * D], uint8 or int8.
 
-    The scale and zero point of x are those of the tensor, of the weights there may be one for each column. The
-    projections are exact sums, times both scales, plus the bias; from there on all is in the type of the bias.
+    x has one scale and zero point for the tensor; weights may have one for each column. The projections are exact
+    integer accumulators, times both scales, plus the bias. All further computation is in the type of the bias.
     """
     check_floats(node, bias=bias, input_scale=x_scale, weight_scale=weight_scale, past=past)
-    widths = projected_widths(node, x, weights)
+    widths = read_widths(node, x, weights)
     x_scale, weight_scale, wide = (cast_to(node, v, "float32") for v in (x_scale, weight_scale, bias))
-    x_zero = None if x_zero is None else along(node, x_zero)
-    sums = integer_matmul(node, x, weights, x_zero, weight_zero)
-    wide = packed_bias(node, wide, sum(widths))
-    qkv = scaled(node, sums, x, weights, (along(node, x_scale), weight_scale), wide)
-    return attended(node, rounded(node, qkv, bias.dtype), widths, mask_index, past, None)
+    x_zero = None if x_zero is None else broadcast_scale(node, x_zero)
+    accumulators = integer_matmul(node, x, weights, x_zero, weight_zero)
+    wide = check_packed_bias(node, wide, sum(widths))
+    qkv = rescale(node, accumulators, x, weights, (broadcast_scale(node, x_scale), weight_scale), wide)
+    return emit_attention(node, round_to(node, qkv, bias.dtype), widths, mask_index, past, None)

@@ -1,4 +1,4 @@
-"""com.microsoft DynamicQuantizeLSTM: an LSTM with weights in 8 bits.
+"""com.microsoft DynamicQuantizeLSTM: an LSTM with 8-bit weights.
 
 Constant weights stay int8, and inputs and the states of each step are quantized, as in ONNX Runtime. Weights that are
 inputs of the model are dequantized to float32.
@@ -19,12 +19,12 @@ from ...tensorir.recurrence import BLOCK, Recurrence
 from .. import op
 from ..cast import cast_to
 from ..integer_matmul import integer_matmul
-from ..matmul import permuted
-from ..quantization import dynamically_quantized
-from ..recurrent import Place, recurrent
+from ..matmul import permute_axes
+from ..quantization import quantize_dynamically
+from ..recurrent import IndexMap, emit_recurrent
 from ..reshape import reshape_to
 from . import DOMAIN
-from .quantized import scaled
+from .quantized import rescale
 
 
 @op("DynamicQuantizeLSTM", since=1, domain=DOMAIN)
@@ -43,18 +43,21 @@ def dynamic_quantize_lstm(
     r_scale: Value,
     r_zero: Value,
 ) -> tuple[Value, ...]:
-    """w [directions, I, 4 H], r [directions, H, 4 H]; scales and zero points [directions] or [directions, 4 H]."""
-    parts = (w, w_scale, w_zero), (r, r_scale, r_zero)
-    w, r = (_floats(node, *part) for part in parts)
-    w_values, r_values = (_Int8.from_constant(*part) for part in parts)
+    """Compute the LSTM for w [directions, I, 4 H] and r [directions, H, 4 H].
+
+    Scales and zero points are [directions] or [directions, 4 H].
+    """
+    matrices = (w, w_scale, w_zero), (r, r_scale, r_zero)
+    w, r = (_dequantize_weights(node, *matrix) for matrix in matrices)
+    w_values, r_values = (_Int8Matrices.from_constant(*matrix) for matrix in matrices)
     quantized = None
     if x.dtype == "float32" and w_values is not None and r_values is not None:
         quantized = _Int8Weights(w_values, r_values)
-    return recurrent(node, "LSTM", x, w, r, bias, lengths, initial_h, initial_c, peepholes, quantized)
+    return emit_recurrent(node, "LSTM", x, w, r, bias, lengths, initial_h, initial_c, peepholes, quantized)
 
 
 @dataclass(frozen=True)
-class _Int8:
+class _Int8Matrices:
     """Constant weights [directions, 4 H, inputs] as int8; scales and zero points [directions, 4 H]."""
 
     values: np.ndarray
@@ -62,47 +65,51 @@ class _Int8:
     zero: np.ndarray
 
     @staticmethod
-    def from_constant(values: Value, scale: Value, zero: Value) -> _Int8 | None:
+    def from_constant(values: Value, scale: Value, zero: Value) -> _Int8Matrices | None:
         if values.constant is None or scale.constant is None or zero.constant is None:
             return None
-        middle = 128 if values.dtype == "uint8" else 0
+        offset = 128 if values.dtype == "uint8" else 0
         shape = values.constant.shape[0], values.constant.shape[2]
         spread = [
-            np.broadcast_to(part.reshape(part.shape[0], -1), shape)
-            for part in (scale.constant.astype(np.float32), zero.constant.astype(np.int32) - middle)
+            np.broadcast_to(array.reshape(array.shape[0], -1), shape)
+            for array in (scale.constant.astype(np.float32), zero.constant.astype(np.int32) - offset)
         ]
-        wide = values.constant.astype(np.int32) - middle
-        return _Int8(wide.astype(np.int8).transpose(0, 2, 1), *spread)
+        wide = values.constant.astype(np.int32) - offset
+        return _Int8Matrices(wide.astype(np.int8).transpose(0, 2, 1), *spread)
 
 
 @dataclass(frozen=True)
 class _Int8Weights:
-    w: _Int8
-    r: _Int8
+    w: _Int8Matrices
+    r: _Int8Matrices
 
     @property
     def holds_lowest(self) -> bool:
         return bool((self.r.values == -128).any())
 
-    def multiply_inputs(self, node: Node, x: Value, columns: int, place: Place) -> Value:
+    def multiply_inputs(self, node: Node, x: Value, columns: int, place: IndexMap) -> Value:
         """Return x [L, B, I], quantized, times W."""
-        there, at = place(*np.indices((self.w.values.shape[2], columns)))
-        at = tuple(np.where(there, i, 0) for i in at)
-        values = np.where(there, self.w.values[at], 0).astype(np.int8)
-        scale, zero = (np.where(there[0], part[at[0][0], at[1][0]], 0) for part in (self.w.scale, self.w.zero))
-        quantized, x_scale, x_zero = dynamically_quantized(node, x)
+        is_inside, index = place(*np.indices((self.w.values.shape[2], columns)))
+        index = tuple(np.where(is_inside, i, 0) for i in index)
+        values = np.where(is_inside, self.w.values[index], 0).astype(np.int8)
+        scale, zero = (
+            np.where(is_inside[0], table[index[0][0], index[1][0]], 0) for table in (self.w.scale, self.w.zero)
+        )
+        quantized, x_scale, x_zero = quantize_dynamically(node, x)
         b = node.constant(values)
-        sums = integer_matmul(node, quantized, b, x_zero, node.constant(zero.astype(np.int8)))
-        return scaled(node, sums, x, b, (x_scale, node.constant(scale)), None)
+        accumulators = integer_matmul(node, quantized, b, x_zero, node.constant(zero.astype(np.int8)))
+        return rescale(node, accumulators, x, b, (x_scale, node.constant(scale)), None)
 
-    def pack_recurrent(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:
+    def pack_recurrent(self, node: Node, record: Recurrence, place: IndexMap) -> dict[str, Value]:
         """Return r, r_scale, r_zero and r_sum of the record."""
         shape = record.blocks, record.packed_units * PACKED, record.gates, BLOCK
-        there, at = place(*np.indices(shape))
-        there &= np.arange(shape[1])[:, None, None] < record.units
-        at = tuple(np.where(there, i, 0) for i in at)
-        values = np.where(there, self.r.values[at], 0).astype(np.int8)
-        scale, zero = (np.where(there[:, 0], part[at[0][:, 0], at[1][:, 0]], 0) for part in (self.r.scale, self.r.zero))
+        is_inside, index = place(*np.indices(shape))
+        is_inside &= np.arange(shape[1])[:, None, None] < record.units
+        index = tuple(np.where(is_inside, i, 0) for i in index)
+        values = np.where(is_inside, self.r.values[index], 0).astype(np.int8)
+        scale, zero = (
+            np.where(is_inside[:, 0], table[index[0][:, 0], index[1][:, 0]], 0) for table in (self.r.scale, self.r.zero)
+        )
         packed = values.reshape(shape[0], record.packed_units, PACKED, *shape[2:]).transpose(0, 1, 3, 4, 2)
         return {
             "r": node.constant(np.ascontiguousarray(packed).view("<i4")[..., 0]),
@@ -112,21 +119,21 @@ class _Int8Weights:
         }
 
 
-def _floats(node: Node, codes: Value, scale: Value, zero: Value) -> Value:
-    """(codes - zero) scale as [directions, 4 H, inputs]."""
-    if codes.rank != 3 or scale.rank not in (1, 2) or zero.rank != scale.rank:
+def _dequantize_weights(node: Node, values: Value, scale: Value, zero: Value) -> Value:
+    """Return (values - zero) scale as [directions, 4 H, inputs]."""
+    if values.rank != 3 or scale.rank not in (1, 2) or zero.rank != scale.rank:
         raise node.error(
-            f"weights of rank {codes.rank} have scales and zero points of rank {scale.rank} and {zero.rank}.",
+            f"weights of rank {values.rank} have scales and zero points of rank {scale.rank} and {zero.rank}.",
             "Weights are [directions, inputs, 4 H], and scales [directions] or [directions, 4 H].",
         )
-    if codes.constant is not None and scale.constant is not None and zero.constant is not None:
+    if values.constant is not None and scale.constant is not None and zero.constant is not None:
         axes = (slice(None), None, slice(None)) if scale.rank == 2 else (slice(None), None, None)
-        wide = codes.constant.astype("float32") - zero.constant.astype("float32")[axes]
+        wide = values.constant.astype("float32") - zero.constant.astype("float32")[axes]
         return node.constant((wide * scale.constant[axes]).transpose(0, 2, 1))
     shape = (scale.shape[0], 1, scale.shape[1] if scale.rank == 2 else 1)
     number = relax_call(
-        node, relax.op.subtract, cast_to(node, codes, "float32"),
+        node, relax.op.subtract, cast_to(node, values, "float32"),
         cast_to(node, reshape_to(node, zero, shape), "float32"),
     )  # fmt: skip
     number = relax_call(node, relax.op.multiply, number, reshape_to(node, scale, shape))
-    return permuted(node, number, [0, 2, 1])
+    return permute_axes(node, number, [0, 2, 1])

@@ -1,4 +1,4 @@
-"""com.microsoft RotaryEmbedding: the arithmetic of ai.onnx; positions come second, and may be one offset."""
+"""com.microsoft RotaryEmbedding: the arithmetic of ai.onnx; positions are the second input, and may be one offset."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
 from ..kernels import compute
-from ..rotary_embedding import Head, rotate
+from ..rotary_embedding import RotatedHead, rotate_heads
 from . import DOMAIN
 
 
 @op("RotaryEmbedding", since=1, domain=DOMAIN)
 def rotary_embedding(node: Node, x: Value, positions: Value, cos: Value, sin: Value) -> Value:
-    """X [B, S, H * D] or [B, H, S, D], position_ids [B, S] or the offset [1] of 0 1 2 ..., caches [P, R / 2]."""
+    """Rotate X [B, S, H * D] or [B, H, S, D], for caches [P, R / 2].
+
+    position_ids is [B, S], or the offset [1] of 0 1 2 ....
+    """
     require_numbers(node, x, cos, sin)
     if x.rank not in (3, 4):
         raise node.error(f"input has rank {x.rank}.", "Make it [batch, sequence, hidden] or [batch, heads, ...].")
@@ -22,18 +25,18 @@ def rotary_embedding(node: Node, x: Value, positions: Value, cos: Value, sin: Va
     if node.attr("scale", 1.0) != 1.0:
         raise node.error(f"attribute scale is {node.attr('scale')}.", "Remove it: onnxruntime does not apply it.")
     if positions.rank == 1:
-        positions = from_offset(node, positions, x.shape[1 if x.rank == 3 else 2])
+        positions = expand_offset(node, positions, x.shape[1 if x.rank == 3 else 2])
     elif positions.rank != 2:
         raise node.error(f"position_ids has rank {positions.rank}.", "Make it [batch, sequence], or an offset [1].")
-    return rotate(node, _head(node, x, cos), x, cos, sin, positions)
+    return rotate_heads(node, _read_head(node, x, cos), x, cos, sin, positions)
 
 
-def from_offset(node: Node, offset: Value, length: Size) -> Value:
-    """The positions offset[0] + 0, 1, 2, ... as [1, length]."""
+def expand_offset(node: Node, offset: Value, length: Size) -> Value:
+    """Return the positions offset[0] + 0, 1, 2, ... as [1, length]."""
     return compute(node, "positions", lambda i, at: at(0).astype("int64") + i[1], [offset], (1, length), dtype="int64")
 
 
-def _head(node: Node, x: Value, cos: Value) -> Head:
+def _read_head(node: Node, x: Value, cos: Value) -> RotatedHead:
     heads, rotated, width, angles = (
         node.attr("num_heads", 0),
         node.attr("rotary_embedding_dim", 0),
@@ -52,4 +55,4 @@ def _head(node: Node, x: Value, cos: Value) -> Head:
     rotated = rotated or size
     if rotated % 2 or not 0 < rotated <= size:
         raise node.error(f"{rotated} of {size} dimensions of a head cannot be rotated.", "Rotate an even number.")
-    return Head(size, rotated, bool(node.attr("interleaved", 0)))
+    return RotatedHead(size, rotated, bool(node.attr("interleaved", 0)))

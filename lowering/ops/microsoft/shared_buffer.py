@@ -1,7 +1,7 @@
-"""Caches with room: new rows go behind the past_sequence_length tokens that the cache holds, and the rest is not read.
+"""Caches with room: new rows are written after past_sequence_length cached tokens, and later slots are not read.
 
-Under beam search batch b is beam b % beams of a request, and token t < past_sequence_length of it is that of beam
-cache_indirection[request, beam, t]; new rows are each beam's own.
+Under beam search, batch b is beam b % beams of a request. Its token t < past_sequence_length is that of beam
+cache_indirection[request, beam, t]; new rows belong to the beam itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from ...tensorir.scatter import CacheUpdate, copy_and_update
-from ..asserted import asserted, required
-from ..attend import heads_first
-from ..contents import sizes
-from ..kernels import Read, compute
-from ..run_time import bind
-from .masks import Padding
+from ..assertions import assert_shape, require
+from ..attend import move_heads_first
+from ..contents import read_sizes
+from ..kernels import ElementReader, compute
+from ..run_time import bind_sizes
+from .masks import PaddingMask
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """The caches [B, H, M, D] behind the call, past tokens and total ones, which lengths [B] say too; tables holds
-    further parameters of the attention."""
+    """The caches [B, H, M, D] after the call, with the numbers of past tokens and of all tokens.
+
+    tables has further arguments of the attention: lengths [B], all tokens, and those of beams.
+    """
 
     k: Value
     v: Value
@@ -38,7 +40,7 @@ class SharedBuffer:
     tables: dict[str, Value]
 
 
-def shared_buffer(
+def append_to_shared_buffer(
     node: Node,
     heads: int,
     new: tuple[Value, Value],
@@ -46,58 +48,65 @@ def shared_buffer(
     past_sequence_length: Value,
     cache_indirection: Value | None,
 ) -> SharedBuffer:
-    """new is K and V [B, L, H * D], of which the caches [B, H, M, D] get copies."""
-    (batch, rows, _), most = new[0].shape, caches[0].shape[2]
-    agreed(node, "the length of past_key and past_value", most, caches[1].shape[2])
-    past = _past(node, past_sequence_length)
+    """Return copies of the caches [B, H, M, D] with the new K and V [B, L, H * D] written to them."""
+    (batch, rows, _), capacity = new[0].shape, caches[0].shape[2]
+    agreed(node, "the length of past_key and past_value", capacity, caches[1].shape[2])
+    past = _read_past(node, past_sequence_length)
     total = node.simplify(past + rows)
     text = "past_sequence_length and the new tokens are {} tokens, and past_key has room for {}."
-    first = required(node, caches[0], symbolic.less_or_equal(total, most), text, total, most)
+    first = require(node, caches[0], symbolic.less_or_equal(total, capacity), text, total, capacity)
     starts = compute(node, "starts", lambda _, past: int64(past), [], (batch,), [past], dtype="int64")
     updated: list[Value] = []
     for cache, x in zip((first, caches[1]), new):
         size = x.shape[2] // heads
-        cache = asserted(node, cache, (batch, heads, most, size))
+        cache = assert_shape(node, cache, (batch, heads, capacity, size))
         update = copy_and_update(CacheUpdate(cache.dtype, tuple(map(static, cache.shape)), static(rows), axis=2))
-        arguments = [node.tensor(t) for t in (cache, heads_first(node, x, heads), starts)]
+        arguments = [node.tensor(t) for t in (cache, move_heads_first(node, x, heads), starts)]
         updated += node.call_tir(update, arguments, [(cache.shape, cache.dtype)], "update_cache")
     lengths = compute(node, "lengths", lambda _, total: int64(total), [], (batch,), [total], dtype="int64")
     beams, tables = None, {"lengths": lengths}
     if cache_indirection is not None:
-        beams, found = _beams(node, batch, past, total, cache_indirection)
-        tables |= found
+        beams, beam_tables = _read_beams(node, batch, past, total, cache_indirection)
+        tables |= beam_tables
     return SharedBuffer(updated[0], updated[1], past, total, beams, tables)
 
 
-def lengths_of(node: Node, shared: SharedBuffer | None, mask: Padding) -> dict[str, Value | None]:
-    """The parameters of the attention that say how many keys count, and whose they are."""
+def combine_lengths(node: Node, shared: SharedBuffer | None, mask: PaddingMask) -> dict[str, Value | None]:
+    """Return the arguments of the attention that give the number of visible keys, and their beams."""
     if shared is None or mask.lengths is None:
         return {"lengths": mask.lengths} if shared is None else dict(shared.tables)
-    given, own = mask.lengths, shared.tables["lengths"]
-    both = compute(node, "lengths", lambda i, a, b: tirx.min(a(*i), b(*i)), [given, own], own.shape, dtype="int64")
-    return {**shared.tables, "lengths": both}
+    mask_lengths, cache_lengths = mask.lengths, shared.tables["lengths"]
+    lengths = compute(
+        node,
+        "lengths",
+        lambda i, a, b: tirx.min(a(*i), b(*i)),
+        [mask_lengths, cache_lengths],
+        cache_lengths.shape,
+        dtype="int64",
+    )
+    return {**shared.tables, "lengths": lengths}
 
 
-def seen(node: Node, qk: Value, total: Size) -> Value:
-    """Scores [B, H, S, M] without the room behind the keys."""
+def trim_scores(node: Node, qk: Value, total: Size) -> Value:
+    """Return scores [B, H, S, M] without the slots after the keys."""
     return compute(node, "qk", lambda i, x: x(*i), [qk], (*qk.shape[:3], total))
 
 
-def _past(node: Node, value: Value) -> Size:
+def _read_past(node: Node, value: Value) -> Size:
     if value.dtype not in ("int32", "int64") or value.rank > 1:
         raise node.error(f"past_sequence_length is {value.dtype} of rank {value.rank}.", "Make it int32 [1].")
     if value.rank == 1:
-        value = asserted(node, value, (1,))
-    known = sizes(value)
-    if known is not None:
-        if isinstance(known[0], int) and known[0] < 0:
-            raise node.error(f"past_sequence_length is {known[0]}.", "It counts tokens.")
-        return known[0]
+        value = assert_shape(node, value, (1,))
+    static_sizes = read_sizes(value)
+    if static_sizes is not None:
+        if isinstance(static_sizes[0], int) and static_sizes[0] < 0:
+            raise node.error(f"past_sequence_length is {static_sizes[0]}.", "It counts tokens.")
+        return static_sizes[0]
     flat = node.emit(relax.op.reshape(node.tensor(value), (1,)))
-    return bind(node, flat, of=value)[0]
+    return bind_sizes(node, flat, source=value)[0]
 
 
-def _beams(node: Node, batch: Size, past: Size, total: Size, indirection: Value) -> tuple[Beams, dict[str, Value]]:
+def _read_beams(node: Node, batch: Size, past: Size, total: Size, indirection: Value) -> tuple[Beams, dict[str, Value]]:
     if indirection.rank != 3 or indirection.dtype not in ("int32", "int64"):
         raise node.error(
             f"cache_indirection is {indirection.dtype} of rank {indirection.rank}.",
@@ -109,12 +118,12 @@ def _beams(node: Node, batch: Size, past: Size, total: Size, indirection: Value)
     requests, length = indirection.shape[0], indirection.shape[2]
     text = "cache_indirection is for {} requests of {} beams, and the batch size is {}."
     fits = symbolic.equal(node.simplify(requests * count), batch)
-    indirection = required(node, indirection, fits, text, requests, count, batch)
+    indirection = require(node, indirection, fits, text, requests, count, batch)
     text = "cache_indirection has {} tokens for each beam, and the cache {}."
-    indirection = required(node, indirection, symbolic.less_or_equal(past, length), text, length, past)
+    indirection = require(node, indirection, symbolic.less_or_equal(past, length), text, length, past)
 
-    def source(index: tuple[Element, ...], table: Read, past: Element) -> Element:
-        """The beam whose token it is: of new tokens the own one."""
+    def source(index: tuple[Element, ...], table: ElementReader, past: Element) -> Element:
+        """Return the beam whose token is read: for new tokens, the beam itself."""
         return tirx.if_then_else(index[2] < int64(past), table(*index).astype("int64"), index[1])
 
     beam_of = compute(node, "beam_of", source, [indirection], (requests, count, total), [past], dtype="int64")

@@ -1,4 +1,4 @@
-"""com.microsoft operators that are those of ai.onnx, for more types or as older models have them."""
+"""com.microsoft operators equal to those of ai.onnx, for more types or as in older models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of the domain ai.onnx.ml. One file per operator."""
+"""Operators of the domain ai.onnx.ml. There is one file per operator."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""LabelEncoder (https://onnx.ai/onnx/operators/onnx_aionnxml_LabelEncoder.html): a table from keys to values.
+"""LabelEncoder (https://onnx.ai/onnx/operators/onnx_aionnxml_LabelEncoder.html): a lookup table from keys to values.
 
-Keys are sorted when the model is compiled, and each element is looked for by halves. Strings are codes, which are equal
-where the strings are, so that a table of strings is one of numbers.
+Keys are sorted at compile time, and each element is found by binary search. Strings are numbers that are equal exactly
+if the strings are, so that a table of strings is a table of numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from ...importing.node import Node
 from ...importing.values import Value, storage_dtype
 from ...tensorir.independent import independent
 from .. import op
-from ..kernels import let, loops, serial
+from ..kernels import emit_loops, let, serial
 from ..reshape import reshape_to
 from . import DOMAIN
 
 _DEFAULTS = {"string": "_Unused", "int64": -1, "float32": -0.0, "int32": -1, "int16": -1, "float64": -0.0}
-"""What becomes of elements that are no key, by the type of the values, and at once the types of keys and values."""
+"""The default values of elements that are not keys, by type of the values.
+
+Its keys are also the supported types of keys and values.
+"""
 
 _LISTS = {"int64s": "int64", "floats": "float32", "strings": "string"}
 _DEFAULT_NAMES = {"int64": "default_int64", "float32": "default_float", "string": "default_string"}
@@ -30,23 +33,23 @@ _DEFAULT_NAMES = {"int64": "default_int64", "float32": "default_float", "string"
 
 @op("LabelEncoder", since=1, domain=DOMAIN)
 def label_encoder_1(node: Node, x: Value) -> Value:
-    """Strings to their places in classes_strings, or the other way."""
+    """Map strings to their indices in classes_strings, or indices to strings."""
     classes = np.array(node.attr("classes_strings", []), object)
-    places = np.arange(len(classes), dtype=np.int64)
-    keys, values = (classes, places) if x.dtype == "string" else (places, classes)
-    return _look_up(node, x, keys, values, _default(node, _dtype(values)))
+    indices = np.arange(len(classes), dtype=np.int64)
+    keys, values = (classes, indices) if x.dtype == "string" else (indices, classes)
+    return _look_up(node, x, keys, values, _read_default(node, _dtype_of(values)))
 
 
 @op("LabelEncoder", since=2, domain=DOMAIN)
 def label_encoder(node: Node, x: Value) -> Value:
-    keys, values = _array(node, "keys"), _array(node, "values")
+    keys, values = _read_array(node, "keys"), _read_array(node, "values")
     if len(keys) != len(values):
         raise node.error(f"it has {len(keys)} keys and {len(values)} values.", "Give one value for each key.")
-    return _look_up(node, x, keys, values, _default(node, _dtype(values)))
+    return _look_up(node, x, keys, values, _read_default(node, _dtype_of(values)))
 
 
-def _array(node: Node, name: str) -> np.ndarray:
-    """Return the keys or values [n], strings as objects."""
+def _read_array(node: Node, name: str) -> np.ndarray:
+    """Return the keys or values [n]; strings are objects."""
     names = [*(f"{name}_{kind}" for kind in _LISTS), f"{name}_tensor"]
     present = [attribute for attribute in names if node.attr(attribute, None) is not None]
     if len(present) != 1:
@@ -56,17 +59,17 @@ def _array(node: Node, name: str) -> np.ndarray:
         )
     kind = _LISTS.get(present[0].removeprefix(f"{name}_"))
     array = np.asarray(node.attr(present[0]), object if kind == "string" else kind)
-    if _dtype(array) not in _DEFAULTS:
-        raise node.error(f"attribute {present[0]} is {_dtype(array)}.", f"Use one of {', '.join(_DEFAULTS)}.")
+    if _dtype_of(array) not in _DEFAULTS:
+        raise node.error(f"attribute {present[0]} is {_dtype_of(array)}.", f"Use one of {', '.join(_DEFAULTS)}.")
     return array.reshape(-1)
 
 
-def _dtype(array: np.ndarray) -> str:
+def _dtype_of(array: np.ndarray) -> str:
     return "string" if array.dtype == object else array.dtype.name
 
 
-def _default(node: Node, dtype: str) -> Any:
-    """Return the value of elements that are no key."""
+def _read_default(node: Node, dtype: str) -> Any:
+    """Return the value of elements that are not keys."""
     named = node.attr(_DEFAULT_NAMES.get(dtype, "default_tensor"), None)
     tensor = node.attr("default_tensor", None) if named is None else np.asarray(named)
     if tensor is None:
@@ -81,10 +84,13 @@ def _default(node: Node, dtype: str) -> Any:
 
 
 def _look_up(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, default: Any) -> Value:
-    """Return the value of each element, and the default of those that are no key. Of equal keys the last counts."""
-    if _dtype(keys) != x.dtype:
-        raise node.error(f"input X is {x.dtype}, and the keys are {_dtype(keys)}.", "Give both one type.")
-    dtype, nan = _dtype(values), default
+    """Return the value of each element, or the default if it is not a key.
+
+    Of equal keys the last one counts.
+    """
+    if _dtype_of(keys) != x.dtype:
+        raise node.error(f"input X is {x.dtype}, and the keys are {_dtype_of(keys)}.", "Give both one type.")
+    dtype, nan = _dtype_of(values), default
     table = {}
     for key, value in zip(keys.tolist(), values.tolist()):
         if key == key:
@@ -92,41 +98,41 @@ def _look_up(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, default
         else:
             nan = value
     if x.constant is not None:
-        made = [table.get(key, default) if key == key else nan for key in x.constant.reshape(-1).tolist()]
-        array = np.asarray(made, object if dtype == "string" else dtype)
+        looked_up = [table.get(key, default) if key == key else nan for key in x.constant.reshape(-1).tolist()]
+        array = np.asarray(looked_up, object if dtype == "string" else dtype)
         return node.constant(array.reshape(x.constant.shape))
     texts = np.array([*table.values(), default, nan], object if dtype == "string" else dtype)
-    return _searched(node, x, _as_numbers(node, np.array(list(table), keys.dtype)), _as_numbers(node, texts), dtype)
+    return _emit_search(node, x, _as_numbers(node, np.array(list(table), keys.dtype)), _as_numbers(node, texts), dtype)
 
 
 def _as_numbers(node: Node, array: np.ndarray) -> np.ndarray:
     return node.string_codes(array) if array.dtype == object else array
 
 
-def _searched(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, dtype: str) -> Value:
-    """Emit the search of keys [n] for values [n + 2], behind which are the default and the value of NaN."""
+def _emit_search(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, dtype: str) -> Value:
+    """Emit the search of keys [n] for values [n + 2], whose last two are the default and the value of NaN."""
     count = len(keys)
     order = np.argsort(keys, kind="stable")
     numbers = node.constant(np.append(keys[order], keys[:1]) if count else np.zeros(1, storage_dtype(x.dtype)))
     table = node.constant(np.concatenate([values[:count][order], values[count:]]))
-    halves = max(count - 1, 0).bit_length()
+    steps = max(count - 1, 0).bit_length()
 
     def statements(x: Any, keys: Any, values: Any, y: Any) -> None:
         with independent(*x.shape) as index:
             element = let(x[index])
-            place = T.alloc_buffer((1,), "int64")
-            T.buffer_store(place, tirx.const(0, "int64"), [0])
-            with serial(halves) as half:
-                ahead = place[0] + tirx.shift_right(tirx.const(1 << max(halves - 1, 0), "int64"), half)
-                is_below = keys[tirx.min(ahead, tirx.const(count, "int64"))] <= element
-                T.buffer_store(place, tirx.Select(tirx.all(ahead < count, is_below), ahead, place[0]), [0])
-            is_key = tirx.all(tirx.const(count > 0, "bool"), tirx.EQ(keys[place[0]], element))
+            low = T.alloc_buffer((1,), "int64")
+            T.buffer_store(low, tirx.const(0, "int64"), [0])
+            with serial(steps) as step:
+                candidate = low[0] + tirx.shift_right(tirx.const(1 << max(steps - 1, 0), "int64"), step)
+                is_below = keys[tirx.min(candidate, tirx.const(count, "int64"))] <= element
+                T.buffer_store(low, tirx.Select(tirx.all(candidate < count, is_below), candidate, low[0]), [0])
+            is_key = tirx.all(tirx.const(count > 0, "bool"), tirx.EQ(keys[low[0]], element))
             missing = tirx.const(count, "int64")
             if is_float(x.dtype):
                 missing = tirx.Select(tirx.isnan(element), missing + 1, missing)
-            at = let(tirx.Select(is_key, place[0], missing))
-            T.buffer_store(y, values[at], list(index))
+            index_of_value = let(tirx.Select(is_key, low[0], missing))
+            T.buffer_store(y, values[index_of_value], list(index))
 
     shape = x.shape or (1,)
-    (y,) = loops(node, "label_encoder", statements, [reshape_to(node, x, shape), numbers, table], [(shape, dtype)])
+    (y,) = emit_loops(node, "label_encoder", statements, [reshape_to(node, x, shape), numbers, table], [(shape, dtype)])
     return reshape_to(node, y, x.shape)

@@ -1,8 +1,8 @@
-"""Operators of OpenPPL for requests that are batched while they run, in the domains opmx.dynamic_batching and, as older
-exporters call it, pmx.dynamic_batching.
+"""Operators of OpenPPL for in-flight batching of requests.
 
-Their meaning is that of https://github.com/openppl-public/ppl.pmx (docs/operators/dynamic_batching, torch_function).
-Queries, keys and values of all requests are packed, one request behind the other. One file per operator.
+Their domain is opmx.dynamic_batching, or pmx.dynamic_batching in older exporters. Their semantics are those of
+https://github.com/openppl-public/ppl.pmx (docs/operators/dynamic_batching, torch_function). Queries, keys and values of
+all requests are packed, one request after the other. There is one file per operator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DOMAINS = ("opmx.dynamic_batching", "pmx.dynamic_batching")
 
 
 def ppl_op(name: str) -> Callable[[Lowering], Lowering]:
-    """Registers a lowering of that operator in both domains."""
+    """Register a lowering of the operator `name` in both domains."""
 
     def register(function: Lowering) -> Lowering:
         for domain in DOMAINS:

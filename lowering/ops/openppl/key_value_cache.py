@@ -1,4 +1,4 @@
-"""KeyValueCache: packed requests append to their caches, and get all that is there as packed rows of numbers."""
+"""KeyValueCache: append packed requests to their caches, and return all keys and values as packed dequantized rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from ...attention.gather import gather, inputs
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MOST_SIZE, Value
-from ..asserted import asserted
-from ..attend import packed
+from ..assertions import assert_shape
+from ..attend import make_ragged_problem
 from . import ppl_op
-from .cache import cache_of, updated
-from .legal import legal
-from .requests import present, requests
+from .ppl_cache import append_to_cache, read_cache
+from .ppl_requests import read_requests, require_present
+from .table_checks import check_tables
 
 
 @ppl_op("KeyValueCache")
@@ -28,11 +28,11 @@ def key_value_cache(
     cache: Value,
     scale: Value | None = None,
 ) -> tuple[Value, Value, Value, Value | None]:
-    """Keys and values [NK, Hkv * num_repeat, D], and cache and scale with the new rows."""
+    """Return keys and values [NK, Hkv * num_repeat, D], and cache and scale with the new rows."""
     repeat = node.attr("num_repeat", 1)
     if not 1 <= repeat <= MOST_SIZE:
         raise node.error(f"attribute num_repeat is {repeat}.", f"Use 1 to {MOST_SIZE}.")
-    present(node, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
+    require_present(node, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
     key, value = current_key, current_value
     if key.rank != 3 or value.rank != 3 or key.dtype != value.dtype:
         raise node.error(
@@ -40,16 +40,16 @@ def key_value_cache(
             "Make them [tokens, heads, head_dim] of one type.",
         )
     heads, size = (number(node, f"dimension {axis} of current_key", key.shape[axis]) for axis in (1, 2))
-    key, value = (asserted(node, x, (current_key.shape[0], heads, size)) for x in (key, value))
-    before = cache_of(node, heads, key, seqstarts, cachestarts, cache, scale)
-    seqstarts = legal(
-        node, key.shape[0], seqstarts, kvstarts, cachestarts=cachestarts, start_pos=start_pos, cache=before
+    key, value = (assert_shape(node, x, (current_key.shape[0], heads, size)) for x in (key, value))
+    cache_before = read_cache(node, heads, key, seqstarts, cachestarts, cache, scale)
+    seqstarts = check_tables(
+        node, key.shape[0], seqstarts, kvstarts, cachestarts=cachestarts, start_pos=start_pos, cache=cache_before
     )
-    batch = requests(node, key.shape[0], seqstarts, kvstarts, None, before.capacity)
-    after = updated(node, before, batch, start_pos, key, value)
-    problem = packed(batch.batch, (heads, heads), size, key.dtype, after.layout, scale=1.0)
-    given = {**after.tensors, "lengths": batch.lengths, "key_starts": batch.key_starts}
-    arguments = [node.tensor(given[name]) for name in inputs(problem)]
-    outputs = [((batch.all_keys, heads * repeat, size), key.dtype)] * 2
+    packed_requests = read_requests(node, key.shape[0], seqstarts, kvstarts, None, cache_before.capacity)
+    cache_after = append_to_cache(node, cache_before, packed_requests, start_pos, key, value)
+    problem = make_ragged_problem(packed_requests.batch, (heads, heads), size, key.dtype, cache_after.layout, scale=1.0)
+    bindings = {**cache_after.tensors, "lengths": packed_requests.lengths, "key_starts": packed_requests.key_starts}
+    arguments = [node.tensor(bindings[name]) for name in inputs(problem)]
+    outputs = [((packed_requests.all_keys, heads * repeat, size), key.dtype)] * 2
     keys, values = node.call_tir(gather(problem, repeat), arguments, outputs, "gather")
-    return keys, values, after.tensors["kv"], after.tensors.get("kv_scale", scale)
+    return keys, values, cache_after.tensors["kv"], cache_after.tensors.get("kv_scale", scale)

@@ -6,9 +6,9 @@ from ...attention.cache_layout import CacheLayout, Offset
 from ...importing.node import Node
 from ...importing.values import Value
 from . import ppl_op
-from .attended import attended, rows
-from .legal import legal
-from .requests import present, requests
+from .packed_attention import check_rows, emit_attention
+from .ppl_requests import read_requests, require_present
+from .table_checks import check_tables
 
 
 @ppl_op("MultiHeadAttention")
@@ -24,11 +24,11 @@ def multi_head_attention(
     max_kvlen: Value,
     attn_mask: Value | None = None,
 ) -> Value:
-    """Y [N, Hq, D], for keys and values [NK, Hkv, D]."""
-    present(node, decoding_batches=decoding_batches, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
+    """Return Y [N, Hq, D], for keys and values [NK, Hkv, D]."""
+    require_present(node, decoding_batches=decoding_batches, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
     heads = node.attr("num_heads"), node.attr("num_kv_heads", 0) or node.attr("num_heads")
-    query, key, value = rows(node, heads, node.attr("head_dim"), query, key, value, own=False)
-    seqstarts = legal(
+    query, key, value = check_rows(node, heads, node.attr("head_dim"), query, key, value, has_own_keys=False)
+    seqstarts = check_tables(
         node,
         query.shape[0],
         seqstarts,
@@ -37,6 +37,6 @@ def multi_head_attention(
         keys=key.shape[0],
         attn_mask=attn_mask,
     )
-    batch = requests(node, query.shape[0], seqstarts, kvstarts, decoding_batches, key.shape[0])
-    tensors = {"k": key, "v": value, "slot_starts": batch.key_starts}
-    return attended(node, heads, query, batch, CacheLayout("thd", Offset()), tensors, attn_mask)
+    packed_requests = read_requests(node, query.shape[0], seqstarts, kvstarts, decoding_batches, key.shape[0])
+    tensors = {"k": key, "v": value, "slot_starts": packed_requests.key_starts}
+    return emit_attention(node, heads, query, packed_requests, CacheLayout("thd", Offset()), tensors, attn_mask)

@@ -1,5 +1,7 @@
-"""Operators that the ONNX standard tries out, in the domain ai.onnx.preview. One file per operator, and what it is made
-of beside it."""
+"""Operators that the ONNX standard tries out, in the domain ai.onnx.preview.
+
+There is one file per operator, plus helper modules.
+"""
 
 from __future__ import annotations
 

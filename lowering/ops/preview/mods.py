@@ -1,4 +1,4 @@
-"""The graphs of FlexAttention: what they may be, and what they make of a tensor."""
+"""The graph attributes of FlexAttention: their checks, and their application to a tensor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 from ...importing.node import Node
 from ...importing.values import Shape, Value, as_text
-from ..asserted import asserted
+from ..assertions import assert_shape
 
 
 @dataclass(frozen=True)
-class Mod:
-    """The graph in an attribute of the node: a function from tensors of one type and shape to such tensors. It may use
-    values of the graph around the node."""
+class ModGraph:
+    """A graph attribute of the node: a function from one tensor to a tensor of the same type and shape.
+
+    It may use values of the graph that contains the node.
+    """
 
     node: Node
     name: str
@@ -22,39 +24,40 @@ class Mod:
     shape: Shape
 
     @staticmethod
-    def of(node: Node, name: str, dtype: str, shape: Shape) -> Mod | None:
-        """That of the attribute `name`, for tensors of that type and shape; None if the node does not have it.
+    def from_attribute(node: Node, name: str, dtype: str, shape: Shape) -> ModGraph | None:
+        """Return the graph of attribute `name` for tensors of this type and shape, or None without the attribute.
 
-        Raises NodeError for a graph that does not take one such tensor, or does not give one.
+        Raises:
+            NodeError: the graph does not take one such tensor, or does not return one.
         """
         graph = node.attr(name, None)
         if graph is None:
             return None
-        mod = Mod(node, name, dtype, shape)
+        mod = ModGraph(node, name, dtype, shape)
         for what, values in (("input", graph.inputs), ("output", graph.outputs)):
             if len(values) != 1:
                 raise node.error(
                     f"the graph {name} has {len(values)} {what}s.",
-                    f"Give it one, {mod._wanted}; what else it needs can be an initializer of it, or a value around "
+                    f"Give it one, {mod._type_text}; what else it needs can be an initializer of it, or a value around "
                     "the node, which it may name.",
                 )
-        given = graph.inputs[0]
-        if given.dtype is not None:
-            mod._check("takes", given.dtype.numpy().name, None if given.shape is None else list(given.shape))
+        tensor = graph.inputs[0]
+        if tensor.dtype is not None:
+            mod._check_tensor("takes", tensor.dtype.numpy().name, None if tensor.shape is None else list(tensor.shape))
         return mod
 
     def __call__(self, value: Value) -> Value:
-        """What the graph makes of the tensor, known or asserted at run time to have the same shape."""
+        """Apply the graph to the tensor; the result's shape is static or asserted at run time."""
         (result,) = self.node.subgraph(self.name, value, recipes=True)
-        self._check("gives", result.dtype, result.shape)
-        return asserted(self.node, result, self.shape, f"what the graph {self.name} gives")
+        self._check_tensor("gives", result.dtype, result.shape)
+        return assert_shape(self.node, result, self.shape, f"what the graph {self.name} gives")
 
     @property
-    def _wanted(self) -> str:
+    def _type_text(self) -> str:
         return f"{self.dtype}[{', '.join(map(as_text, self.shape))}]"
 
-    def _check(self, verb: str, dtype: str, shape: Sequence[Any] | None) -> None:
-        """Raises NodeError for another type, or for another shape as far as numbers tell."""
+    def _check_tensor(self, verb: str, dtype: str, shape: Sequence[Any] | None) -> None:
+        """Raise NodeError for another type, or for another shape as far as sizes are static."""
         if dtype != self.dtype:
             raise self.node.error(
                 f"the graph {self.name} {verb} {dtype}, and the softmax is in {self.dtype}.",
@@ -62,10 +65,10 @@ class Mod:
             )
         if shape is None:
             return
-        differs = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(shape, self.shape))
-        if differs or len(shape) != len(self.shape):
+        is_different = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(shape, self.shape))
+        if is_different or len(shape) != len(self.shape):
             text = ", ".join("?" if d is None else as_text(getattr(d, "value", d)) for d in shape)
             raise self.node.error(
                 f"the graph {self.name} {verb} a tensor of shape [{text}].",
-                f"It takes and gives {self._wanted}, one element for each query row and key.",
+                f"It takes and gives {self._type_text}, one element for each query row and key.",
             )

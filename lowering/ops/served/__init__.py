@@ -1,7 +1,8 @@
-"""Operators that `serve` puts into a decoder (lowering/graph/paged_decoder.py), in a domain of this compiler alone.
+"""Operators that `serve` inserts into a decoder (lowering/graph/paged_decoder.py).
 
-Tokens of all requests lie side by side: request r has rows row_starts[r] to row_starts[r + 1] - 1, which follow its
-past_lengths[r] tokens in the cache; tables are int64. One file per operator.
+They belong to the compiler's own domain. The tokens of all requests form a ragged batch: request r has rows
+row_starts[r] to row_starts[r + 1] - 1, which follow its past_lengths[r] tokens in the cache. Tables are int64. There is
+one file per operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a layer's states are in a pool [slots, layers, ...]: for each request one of slots * layers states."""
+"""Views of one layer's states in a pool [slots, layers, ...]: one of slots * layers states for each request."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ...attention.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
-from ..asserted import asserted
+from ..assertions import assert_shape
 from ..kernels import compute
 
 
-def layer_states(node: Node, state_slots: Value, states: Value, requests: Value) -> tuple[Value, Value]:
-    """The pool as [slots * layers, ...], so that all layers have the same kernels, and int64 [R, 1], which of these
-    states is that of each request in layer `layer`; negative where its slot is not in the pool. `requests` is any table
-    [R]."""
+def select_layer_states(node: Node, state_slots: Value, states: Value, requests: Value) -> tuple[Value, Value]:
+    """Return the pool as [slots * layers, ...], and the state of each request as int64 [R, 1].
+
+    All layers share their kernels on this view. The second result counts states of layer `layer` in the view; it is
+    negative if a request's slot is not in the pool. `requests` is any table [R].
+    """
     layers, layer = number(node, "dimension 1 of states", states.shape[1]), node.attr("layer")
-    state_slots = asserted(node, state_slots, requests.shape)
+    state_slots = assert_shape(node, state_slots, requests.shape)
 
     def page(index: tuple[Any, ...], table: Any, slots: Any) -> Any:
         slot = table(index[0])

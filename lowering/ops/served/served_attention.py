@@ -1,4 +1,4 @@
-"""ServedAttention: packed rows of requests attend to what one layer of a paged cache holds of each."""
+"""ServedAttention: packed rows of requests attend to their keys in one layer of a paged cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
-from ..asserted import asserted
-from ..attend import formula_of, packed, solved
-from ..run_time import bind
+from ..assertions import assert_shape
+from ..attend import call_attention_kernel, make_ragged_problem, trace_formula
+from ..run_time import bind_sizes
 from .layer_pages import LayerPages
 
 
@@ -27,27 +27,29 @@ def served_attention(
     row_starts: Value,
     past: Value,
     lengths: Value,
-    most: Value,
+    maxima: Value,
     entries: Value,
     kv_cache: Value,
     kv_cache_scale: Value | None = None,
     bias: Value | None = None,
     sink: Value | None = None,
 ) -> Value:
-    """Y like q, of layer `layer`.
+    """Return Y like q, for layer `layer`.
 
-    q [1, Hq, N, D]; the tables are those of PackedRequests, and of PackedSources for keys of sources. kv_cache [blocks,
-    layers, 2, Hkv, tokens, D], int8 with float32 kv_cache_scale [blocks, layers, 2, Hkv, tokens, groups]. If is_causal
-    is 1 a token sees its own key, the last of the keys for the last row, and left_window_size keys before, all if that
-    is -1; if it is 0, all keys of its request. bias, float32 [heads or 1, ...], is added to scores, bias_by "key",
-    "distance" or "pair" of positions below `context`. sink is [Hq].
+    q is [1, Hq, N, D]. The tables are those of PackedRequests, or of PackedSources for keys of sources. kv_cache is
+    [blocks, layers, 2, Hkv, tokens, D], int8 with float32 kv_cache_scale [blocks, layers, 2, Hkv, tokens, groups].
+
+    If is_causal is 1, a token sees its own key, which is the last key for the last row, and left_window_size keys
+    before it, or all of them if left_window_size is -1. If is_causal is 0, it sees all keys of its request. bias,
+    float32 [heads or 1, ...], is added to scores, indexed by the attribute bias_by: "key", "distance" or "pair" of
+    positions below `context`. sink is [Hq].
     """
     rows, q_heads = q.shape[2], number(node, "dimension 1 of q", q.shape[1])
     heads, size = (number(node, f"dimension {axis} of kv_cache", kv_cache.shape[axis]) for axis in (3, 5))
     left, pages = node.attr("left_window_size"), LayerPages(node, entries, kv_cache, kv_cache_scale)
-    most_rows, most_keys = bind(node, most)
-    change, read = _change(node, bias, past)
-    problem = packed(
+    max_rows, max_keys = bind_sizes(node, maxima)
+    score, bias_arguments = _read_bias(node, bias, past)
+    problem = make_ragged_problem(
         past.shape[0],
         (q_heads, heads),
         size,
@@ -57,27 +59,27 @@ def served_attention(
         scale=node.attr("scale"),
         softcap=node.attr("softcap"),
         window=Window(None if left < 0 else left, 0, "lengths") if node.attr("is_causal") else None,
-        score=change,
+        score=score,
         sink=sink is not None,
     )
-    given: dict[str, Value | Size] = {"q": node.reshaped(q, (q_heads, rows, size)), **pages.tensors}
+    arguments: dict[str, Value | Size] = {"q": node.reshaped(q, (q_heads, rows, size)), **pages.tensors}
     if sink is not None:
-        given["sink"] = asserted(node, sink, (q_heads,))
-    given |= {"row_starts": row_starts, "lengths": lengths, "most_rows": most_rows, "most_keys": most_keys}
-    y = solved(node, problem, {**given, **read}, most_keys)["y"]
+        arguments["sink"] = assert_shape(node, sink, (q_heads,))
+    arguments |= {"row_starts": row_starts, "lengths": lengths, "most_rows": max_rows, "most_keys": max_keys}
+    y = call_attention_kernel(node, problem, {**arguments, **bias_arguments}, max_keys)["y"]
     return node.reshaped(y, q.shape)
 
 
-def _change(node: Node, bias: Value | None, past: Value) -> tuple[Formula | None, dict[str, Any]]:
-    """What is added to scores."""
+def _read_bias(node: Node, bias: Value | None, past: Value) -> tuple[Formula | None, dict[str, Any]]:
+    """Return the bias that is added to scores as a formula, and the kernel's arguments for it."""
     if bias is None:
         return None, {}
-    by, last, one = node.attr("bias_by"), int64(node.attr("context") - 1), bias.shape[0] == 1
+    bias_by, last, is_shared = node.attr("bias_by"), int64(node.attr("context") - 1), bias.shape[0] == 1
 
     def element(b: Any, h: Any, i: Any, j: Any, s: Any, bias: Any, past: Any) -> Any:
         token, key = (tirx.max(tirx.min(x, last), int64(0)) for x in (past(b) + i, j))
         distance = tirx.max(tirx.min(past(b) + i - j, last), int64(0))
-        at = {"key": (key,), "distance": (distance,), "pair": (token, key)}[by]
-        return s + bias(int64(0) if one else h, *at)
+        bias_index = {"key": (key,), "distance": (distance,), "pair": (token, key)}[bias_by]
+        return s + bias(int64(0) if is_shared else h, *bias_index)
 
-    return formula_of(element, [bias, past], "float32")
+    return trace_formula(element, [bias, past], "float32")

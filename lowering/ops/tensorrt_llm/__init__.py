@@ -1,15 +1,15 @@
 """GptAttention of the domain tensorrt_llm: TensorRT-LLM's gpt_attention as an ONNX operator.
 
-Names, layouts and formulas are those of tensorrt_llm.functional.gpt_attention
-(https://github.com/NVIDIA/TensorRT-LLM); docs/serving.md says what each argument is. The way of the data:
+Names, layouts and formulas are those of tensorrt_llm.functional.gpt_attention (https://github.com/NVIDIA/TensorRT-LLM);
+docs/serving.md describes each argument. The data flows through:
 
-    settings.py    what the attributes say
-    requests.py    where the rows and keys of each request and beam are: a handful of int64 tables
+    settings.py    the attributes
+    requests.py    the rows and keys of each request and beam, as a few int64 tables
     rotary.py      cosine and sine by row
-    rows.py        queries, and keys and values of this call, as attention sees them
+    rows.py        queries, keys and values of this call, in the layout of the attention kernel
     cache.py       the cache as a CacheLayout, and its update
-    scores.py      what is added to scores, and which keys masks show
-    gpt_attention.py   the operator: which attentions over which keys, and how they become one
+    scores.py      biases that are added to scores, and masks
+    gpt_attention.py   the operator: its attentions over sets of keys, and their merge
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The cache as a CacheLayout: blocks of tokens of one kind (K or V) and one layer, which a table finds.
+"""The cache as a CacheLayout: blocks of tokens of one kind (K or V) and one layer, found by a block table.
 
-A paged cache is a pool of such blocks. A contiguous one, [rows, 2, heads, tokens, size], is a pool as well, in which
-each row has one long block of keys and one of values.
+A paged cache is a pool of such blocks. A contiguous one, [rows, 2, heads, tokens, size], is a pool, too: each row has
+one long block of keys and one of values.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, prod, static
-from ..asserted import asserted, required
+from ..assertions import assert_shape, require
 from ..kernels import compute
 from ..kv_write import kv_write
-from .requests import Requests, as_int64, at_least_one, check_ints
+from .requests import GptRequests, cast_to_int64, check_ints, require_nonempty
 from .rows import Projections
-from .settings import Settings
+from .settings import GptSettings
 
 Read = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Cache:
-    """The pool [blocks, heads, tokens, size] and its table, as the record and the kernels know them; shape is that of
-    the array which the pool is a view of. factors [2] are what numbers are multiplied by to be codes."""
+class GptCache:
+    """The pool [blocks, heads, tokens, size] and its table, as the attention record and the kernels use them.
+
+    shape is that of the array that the pool is a view of. factors [2] are the numbers by which K and V are multiplied
+    to be quantized.
+    """
 
     layout: CacheLayout
     tensors: dict[str, Value]
@@ -42,12 +45,12 @@ class Cache:
 
     @property
     def scales(self) -> Value | None:
-        """[2]: what codes mean."""
+        """Return the scales [2] of quantized values, or None."""
         return self.tensors.get("kv_scale")
 
 
-def tokens_per_block(node: Node, pool: Value, paged: bool) -> int:
-    """Of a paged cache; 0 of a contiguous one."""
+def read_tokens_per_block(node: Node, pool: Value, paged: bool) -> int:
+    """Return the number of tokens in a block of a paged cache; 0 for a contiguous one."""
     if not paged:
         if pool.rank != 5:
             raise node.error(f"past_key_value has rank {pool.rank}.", "Make it [rows, 2, heads, tokens, size].")
@@ -62,70 +65,85 @@ def tokens_per_block(node: Node, pool: Value, paged: bool) -> int:
     return tokens
 
 
-def slots_of(given: Mapping[str, Value], block: int) -> Size:
-    """How many tokens a sequence has room for."""
+def count_slots(inputs: Mapping[str, Value], block: int) -> Size:
+    """Return the number of tokens that a sequence has room for."""
     if not block:
-        return given["past_key_value"].shape[-2]
-    return given["kv_cache_block_offsets"].shape[-1] * block
+        return inputs["past_key_value"].shape[-2]
+    return inputs["kv_cache_block_offsets"].shape[-1] * block
 
 
-def cache_of(
-    node: Node, settings: Settings, given: Mapping[str, Value], requests: Requests, beams: int, ringed: bool, dtype: str
-) -> Cache:
-    pool, offsets = given["past_key_value"], given.get("kv_cache_block_offsets")
-    wanted = settings.codes or dtype
-    if pool.dtype != wanted:
+def read_cache(
+    node: Node,
+    settings: GptSettings,
+    inputs: Mapping[str, Value],
+    requests: GptRequests,
+    beams: int,
+    has_ring: bool,
+    dtype: str,
+) -> GptCache:
+    pool, offsets = inputs["past_key_value"], inputs.get("kv_cache_block_offsets")
+    expected = settings.quantized_dtype or dtype
+    if pool.dtype != expected:
         raise node.error(
-            f"past_key_value is {pool.dtype}; qkv is {dtype} and kv_cache_quant_mode asks for {wanted}.",
-            f"Make it {wanted}.",
+            f"past_key_value is {pool.dtype}; qkv is {dtype} and kv_cache_quant_mode asks for {expected}.",
+            f"Make it {expected}.",
         )
     heads, size = settings.kv_heads, settings.size
-    for axis, extent, what in ((-4, 2, "K and V"), (-3, heads, "num_kv_heads"), (-1, size, "hidden_size_per_head")):
+    for axis, extent, meaning in ((-4, 2, "K and V"), (-3, heads, "num_kv_heads"), (-1, size, "hidden_size_per_head")):
         if isinstance(pool.shape[axis], int) and pool.shape[axis] != extent:
             raise node.error(
-                f"dimension {axis} of past_key_value is {pool.shape[axis]}.", f"Make it {extent} ({what})."
+                f"dimension {axis} of past_key_value is {pool.shape[axis]}.", f"Make it {extent} ({meaning})."
             )
-    pool = asserted(node, pool, (*pool.shape[:-4], 2, heads, pool.shape[-2], size))
-    pool = at_least_one(node, "past_key_value", pool, *range(pool.rank - 4), pool.rank - 2)
+    pool = assert_shape(node, pool, (*pool.shape[:-4], 2, heads, pool.shape[-2], size))
+    pool = require_nonempty(node, "past_key_value", pool, *range(pool.rank - 4), pool.rank - 2)
     if offsets is None:
         rows, text = pool.shape[0], "past_key_value has {} rows, for {} requests and beams."
-        pool = required(node, pool, symbolic.less_or_equal(requests.sequences, rows), text, rows, requests.sequences)
-    block = tokens_per_block(node, pool, offsets is not None)
+        pool = require(node, pool, symbolic.less_or_equal(requests.sequences, rows), text, rows, requests.sequences)
+    block = read_tokens_per_block(node, pool, offsets is not None)
     count = node.simplify(prod(pool.shape[:-4]) * 2)
     view = node.reshaped(pool, (count, heads, pool.shape[-2], size))
-    table = _rows(node, requests, beams, settings) if offsets is None else None
+    table = _number_row_blocks(node, requests, beams, settings) if offsets is None else None
     if offsets is not None:
-        table = _blocks(node, settings, offsets, given.get("host_kv_cache_pool_mapping"), requests, beams, pool)
+        table = _number_pool_blocks(
+            node, settings, offsets, inputs.get("host_kv_cache_pool_mapping"), requests, beams, pool
+        )
     assert table is not None
-    codec = Codec(settings.codes, 0) if settings.codes else None
-    layout = CacheLayout("phtd", Pages(block or None, "page", apart=True), GivenRing() if ringed else None, None, codec)
-    tensors = {"kv": view, "pages": table, **({"ring": requests["ring"]} if ringed else {})}
-    if codec is None:
-        return Cache(layout, tensors, pool.shape, None)
-    scales = {name: _scales(node, name, given.get(name)) for name in ("kv_quant_orig_scale", "kv_orig_quant_scale")}
+    quantization = Codec(settings.quantized_dtype, 0) if settings.quantized_dtype else None
+    layout = CacheLayout(
+        "phtd", Pages(block or None, "page", apart=True), GivenRing() if has_ring else None, None, quantization
+    )
+    tensors = {"kv": view, "pages": table, **({"ring": requests["ring"]} if has_ring else {})}
+    if quantization is None:
+        return GptCache(layout, tensors, pool.shape, None)
+    scales = {
+        name: _read_scales(node, name, inputs.get(name)) for name in ("kv_quant_orig_scale", "kv_orig_quant_scale")
+    }
     tensors["kv_scale"] = scales["kv_quant_orig_scale"]
-    return Cache(layout, tensors, pool.shape, scales["kv_orig_quant_scale"])
+    return GptCache(layout, tensors, pool.shape, scales["kv_orig_quant_scale"])
 
 
-def read_by_beams(node: Node, cache: Cache, requests: Requests, indirection: Value, beams: int) -> Cache:
-    """The cache, in which keys behind a prompt are those of the beams that cache_indirection names."""
-    given = {"prompts": requests["prompts"], "beam_of": as_int64(node, indirection)}
-    return replace(cache, layout=replace(cache.layout, beams=Beams(beams)), tensors={**cache.tensors, **given})
+def redirect_to_beams(node: Node, cache: GptCache, requests: GptRequests, indirection: Value, beams: int) -> GptCache:
+    """Return the cache with keys after a prompt read from the beams that cache_indirection names."""
+    beam_tensors = {"prompts": requests["prompts"], "beam_of": cast_to_int64(node, indirection)}
+    return replace(cache, layout=replace(cache.layout, beams=Beams(beams)), tensors={**cache.tensors, **beam_tensors})
 
 
-def appended(
+def append_rows(
     node: Node,
-    cache: Cache,
+    cache: GptCache,
     rows: Value,
     columns: Columns,
     heads: int,
-    given: Mapping[str, Value | None],
+    inputs: Mapping[str, Value | None],
     rotary: Rotary | None,
     batch: Size,
-) -> Cache:
-    """The cache with new rows. given has row_starts, row_counts and starts, and bias and angles or None for these."""
+) -> GptCache:
+    """Return the cache with new rows.
+
+    inputs has row_starts, row_counts and starts, and bias and angles, which may be None.
+    """
     size = cache.tensors["kv"].shape[-1]
-    present = {name: value for name, value in given.items() if value is not None}
+    arguments = {name: value for name, value in inputs.items() if value is not None}
     record = KvWrite(
         static(batch),
         heads,
@@ -134,93 +152,95 @@ def appended(
         rows.dtype,
         cache.layout,
         columns,
-        bias="bias" in present,
-        rotary=rotary if "angles" in present else None,
+        bias="bias" in arguments,
+        rotary=rotary if "angles" in arguments else None,
     )
-    present |= {"new": rows, **cache.tensors}
+    arguments |= {"new": rows, **cache.tensors}
     if cache.factors is not None:
-        present["factor"] = cache.factors
-    return replace(cache, tensors={**cache.tensors, **kv_write(node, record, present)})
+        arguments["factor"] = cache.factors
+    return replace(cache, tensors={**cache.tensors, **kv_write(node, record, arguments)})
 
 
-def projected(node: Node, cache: Cache, rows: Projections, requests: Requests) -> Cache:
-    """The cache with the keys and values of this call; StreamingLLM's keys before rotation."""
+def append_projections(node: Node, cache: GptCache, rows: Projections, requests: GptRequests) -> GptCache:
+    """Return the cache with the keys and values of this call; StreamingLLM caches keys before rotation."""
     settings = rows.settings
     first, rotary = settings.heads * settings.size, settings.rotary
     columns = Columns(first, first + settings.kv_heads * settings.size, settings.width)
-    turn = None if rotary is None else Rotary(rotary.dim, rotary.interleaved)
-    given = {
+    rotation = None if rotary is None else Rotary(rotary.dim, rotary.is_interleaved)
+    inputs = {
         "row_starts": requests["firsts"],
         "row_counts": requests["counts"],
         "starts": requests["past"],
         "bias": rows.bias,
-        "angles": None if settings.streaming else rows.angles,
+        "angles": None if settings.is_streaming else rows.angles,
     }
-    return appended(node, cache, rows.qkv, columns, settings.kv_heads, given, turn, requests.sequences)
+    return append_rows(node, cache, rows.qkv, columns, settings.kv_heads, inputs, rotation, requests.sequences)
 
 
-def present(node: Node, cache: Cache) -> Value:
-    """The array after the call."""
+def restore_shape(node: Node, cache: GptCache) -> Value:
+    """Return the cache array after the call, in its original shape."""
     return node.reshaped(cache.tensors["kv"], cache.shape)
 
 
-def _rows(node: Node, requests: Requests, beams: int, settings: Settings) -> Value:
-    """The blocks of a contiguous cache: row s has 2 s for keys and 2 s + 1 for values."""
+def _number_row_blocks(node: Node, requests: GptRequests, beams: int, settings: GptSettings) -> Value:
+    """Return the blocks of a contiguous cache: row s has block 2 s for keys and 2 s + 1 for values."""
 
     def entry(index: tuple[Expr, ...]) -> Expr:
         row = index[0]
-        if settings.cross:  # the cache is that of beam 0
+        if settings.is_cross:  # all beams share the cache of beam 0
             row = tirx.floordiv(row, int64(beams)) * beams
         return row * 2 + index[1]
 
     return compute(node, "blocks", entry, [], (requests.sequences, 2, 1), dtype="int64")
 
 
-def _blocks(
+def _number_pool_blocks(
     node: Node,
-    settings: Settings,
+    settings: GptSettings,
     offsets: Value,
     mapping: Value | None,
-    requests: Requests,
+    requests: GptRequests,
     beams: int,
     pool: Value,
 ) -> Value:
-    """int64 [sequences, 2, columns]: kv_cache_block_offsets [(pools,) requests, beams, 2, columns] for this layer. What
-    is negative stays so."""
+    """Return kv_cache_block_offsets [(pools,) requests, beams, 2, columns] for this layer.
+
+    The result is int64 [sequences, 2, columns]. Negative entries stay negative.
+    """
     check_ints(node, "kv_cache_block_offsets", offsets, 4, 5)
-    front = offsets.shape[:-4]
-    offsets = asserted(node, offsets, (*front, requests.requests, offsets.shape[-3], 2, offsets.shape[-1]))
-    offsets = at_least_one(node, "kv_cache_block_offsets", offsets, *range(len(front)), offsets.rank - 3)
+    pool_axes = offsets.shape[:-4]
+    offsets = assert_shape(node, offsets, (*pool_axes, requests.requests, offsets.shape[-3], 2, offsets.shape[-1]))
+    offsets = require_nonempty(node, "kv_cache_block_offsets", offsets, *range(len(pool_axes)), offsets.rank - 3)
     arrays, layers, text = [offsets], pool.rank == 6, "{} has {{}} layers, and attribute layer_idx is {}."
     if mapping is not None:
         mapping = check_ints(node, "host_kv_cache_pool_mapping", mapping, 2)
-        mapping = asserted(node, mapping, (mapping.shape[0], 2))
-        beyond = text.format("host_kv_cache_pool_mapping", settings.layer)
-        there = symbolic.less_or_equal(settings.layer + 1, mapping.shape[0])
-        arrays.append(required(node, mapping, there, beyond, mapping.shape[0]))
+        mapping = assert_shape(node, mapping, (mapping.shape[0], 2))
+        message = text.format("host_kv_cache_pool_mapping", settings.layer)
+        has_layer = symbolic.less_or_equal(settings.layer + 1, mapping.shape[0])
+        arrays.append(require(node, mapping, has_layer, message, mapping.shape[0]))
     elif layers:
-        beyond = text.format("past_key_value", settings.layer)
-        there = symbolic.less_or_equal(settings.layer + 1, pool.shape[1])
-        arrays[0] = required(node, offsets, there, beyond, pool.shape[1])
-    sizes = [offsets.shape[-3], *front]
+        message = text.format("past_key_value", settings.layer)
+        has_layer = symbolic.less_or_equal(settings.layer + 1, pool.shape[1])
+        arrays[0] = require(node, offsets, has_layer, message, pool.shape[1])
+    sizes = [offsets.shape[-3], *pool_axes]
 
-    def entry(index: tuple[Expr, ...], offset: Read, *given: Any) -> Expr:
-        mapped, extents = given[: len(arrays) - 1], [size - int64(1) for size in given[len(arrays) - 1 :]]
-        sequence, part, column = index
+    def entry(index: tuple[Expr, ...], offset: Read, *operands: Any) -> Expr:
+        mappings, extents = operands[: len(arrays) - 1], [size - int64(1) for size in operands[len(arrays) - 1 :]]
+        sequence, kind, column = index
         request, beam = tirx.floordiv(sequence, int64(beams)), tirx.floormod(sequence, int64(beams))
-        beam = int64(0) if settings.cross else tirx.min(beam, extents[0])
-        which, layer = int64(0), int64(settings.layer if layers else 0)
-        if mapped:
-            which, layer = (mapped[0](int64(settings.layer), int64(k)).astype("int64") for k in range(2))
-        place = [tirx.max(tirx.min(which, extents[-1]), int64(0)) for _ in front]
-        found = offset(*place, request, beam, part, column).astype("int64")
-        return tirx.Select(found < 0, int64(-1), found + layer * 2)
+        beam = int64(0) if settings.is_cross else tirx.min(beam, extents[0])
+        pool_id, layer = int64(0), int64(settings.layer if layers else 0)
+        if mappings:
+            pool_id, layer = (mappings[0](int64(settings.layer), int64(k)).astype("int64") for k in range(2))
+        pool_index = [tirx.max(tirx.min(pool_id, extents[-1]), int64(0)) for _ in pool_axes]
+        block = offset(*pool_index, request, beam, kind, column).astype("int64")
+        return tirx.Select(block < 0, int64(-1), block + layer * 2)
 
     return compute(node, "blocks", entry, arrays, (requests.sequences, 2, offsets.shape[-1]), sizes, dtype="int64")
 
 
-def _scales(node: Node, name: str, value: Value | None) -> Value:
-    """[2]: one number for keys and values, or one for each."""
+def _read_scales(node: Node, name: str, value: Value | None) -> Value:
+    """Return the scales [2], from one number for keys and values or one for each."""
     if value is None:
         raise node.error(f"{name} is missing, and kv_cache_quant_mode asks for codes.", "Give it.")
     if value.dtype != "float32" or value.rank != 1:

@@ -1,7 +1,7 @@
-"""Rows as attention sees them: queries, and the keys and values of this call, [rows, heads, size] without gaps.
+"""Queries, and keys and values of this call, in the layout of the attention kernel: [rows, heads, size] without gaps.
 
-Bias and rotation are computed in float32 and rounded once to the type of qkv. Where the cache holds codes, and in
-phases that ask for it, keys and values take the way through a code and back.
+Bias and rotation are computed in float32 and rounded once to the type of qkv. If the cache is quantized, keys and
+values are quantized and dequantized in the phases that require it.
 """
 
 from __future__ import annotations
@@ -19,71 +19,82 @@ from ...attention.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Value
 from ..kernels import compute
-from .requests import Requests
-from .settings import RotarySettings, Settings
+from .requests import GptRequests
+from .settings import GptSettings, RotarySettings
 
 Read = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Projections:
-    """qkv [rows, width] of type dtype, bias [width], and angles by source row; those that there are."""
+    """qkv [rows, width], its bias [width], and angles by source row; bias, angles and logn may be None."""
 
-    settings: Settings
-    requests: Requests
+    settings: GptSettings
+    requests: GptRequests
     qkv: Value
     bias: Value | None
     angles: Value | None
     logn: Value | None
 
-    def queries(self, node: Node, dtype: str) -> Value:
-        """[rows, Hq, D] in that type, which holds what the type of qkv does."""
-        rows = self._projected(node, "queries", 0, self.settings.heads, dtype, self.angles, self.logn)
-        if not self.settings.fp8_context:
+    def emit_queries(self, node: Node, dtype: str) -> Value:
+        """Return queries [rows, Hq, D] in this type, which represents all values of the type of qkv."""
+        rows = self._project(node, "queries", 0, self.settings.heads, dtype, self.angles, self.logn)
+        if not self.settings.has_fp8_context:
             return rows
-        coded = self._each(node, "queries", rows, lambda x: decoded(encoded_e4m3(x), "float32"))
-        return self._in_context(node, "queries", coded, rows)
+        quantized = self._map_elements(node, "queries", rows, lambda x: decoded(encoded_e4m3(x), "float32"))
+        return self._select_by_phase(node, "queries", quantized, rows)
 
-    def keys(self, node: Node, dtype: str, factors: Value | None, scales: Value | None) -> Value:
-        """[rows, Hkv, D] likewise; factors and scales [2] are those of codes, None if there are none."""
+    def emit_keys(self, node: Node, dtype: str, factors: Value | None, scales: Value | None) -> Value:
+        """Return keys [rows, Hkv, D] in this type; factors and scales [2] are those of the quantization, or None."""
         first = self.settings.heads * self.settings.size
-        return self._new(node, "keys", 0, first, dtype, self.angles, factors, scales)
+        return self._emit_new(node, "keys", 0, first, dtype, self.angles, factors, scales)
 
-    def values(self, node: Node, dtype: str, factors: Value | None, scales: Value | None) -> Value:
-        """[rows, Hkv, D] likewise."""
+    def emit_values(self, node: Node, dtype: str, factors: Value | None, scales: Value | None) -> Value:
+        """Return values [rows, Hkv, D] in this type."""
         first = (self.settings.heads + self.settings.kv_heads) * self.settings.size
-        return self._new(node, "values", 1, first, dtype, None, factors, scales)
+        return self._emit_new(node, "values", 1, first, dtype, None, factors, scales)
 
-    def _new(
+    def _emit_new(
         self,
         node: Node,
         name: str,
-        part: int,
+        kind: int,
         first: int,
         dtype: str,
         angles: Value | None,
         factors: Value | None,
         scales: Value | None,
     ) -> Value:
-        settings, codes, heads = self.settings, self.settings.codes, self.settings.kv_heads
-        rows = self._projected(node, name, first, heads, dtype, angles)
-        if factors is None or scales is None or codes is None or (settings.unquantized and not settings.fp8_context):
+        settings, quantized_dtype, heads = self.settings, self.settings.quantized_dtype, self.settings.kv_heads
+        rows = self._project(node, name, first, heads, dtype, angles)
+        if (
+            factors is None
+            or scales is None
+            or quantized_dtype is None
+            or (settings.attends_unquantized and not settings.has_fp8_context)
+        ):
             return rows
-        late = settings.streaming and angles is not None  # what is cached has not turned yet
-        known = self._projected(node, name, first, heads, dtype, None) if late else rows
+        is_late = settings.is_streaming and angles is not None  # keys are cached before rotation
+        dequantized_rows = self._project(node, name, first, heads, dtype, None) if is_late else rows
 
-        def through(x: Expr, factors: Read, scales: Read) -> Expr:
-            return decoded(code(x * factors(int64(part)), codes), "float32") * scales(int64(part))
+        def quantize_and_dequantize(x: Expr, factors: Read, scales: Read) -> Expr:
+            return decoded(code(x * factors(int64(kind)), quantized_dtype), "float32") * scales(int64(kind))
 
-        known = self._each(node, name, known, through, (factors, scales), "float32" if late else dtype)
-        if late:
-            known = self._turned(node, name, known, angles, dtype)
-        return self._in_context(node, name, known, rows) if settings.unquantized else known
+        dequantized_rows = self._map_elements(
+            node, name, dequantized_rows, quantize_and_dequantize, (factors, scales), "float32" if is_late else dtype
+        )
+        if is_late:
+            dequantized_rows = self._rotate(node, name, dequantized_rows, angles, dtype)
+        return (
+            self._select_by_phase(node, name, dequantized_rows, rows)
+            if settings.attends_unquantized
+            else dequantized_rows
+        )
 
-    # Steps are kernels of their own where an element of the one before is read more than once: written out in place
-    # of it, codes of turned rows are expressions of thousands of operations.
+    # A step is a kernel of its own if the next step reads its elements more than once. Inlined, the quantization of
+    # rotated rows would be expressions of thousands of operations.
 
-    def _projected(
+    def _project(
         self,
         node: Node,
         name: str,
@@ -93,17 +104,20 @@ class Projections:
         angles: Value | None,
         logn: Value | None = None,
     ) -> Value:
-        """Heads of qkv from column `first` on, with bias, turned, times logn, and rounded to the type of qkv."""
+        """Return heads of qkv from column `first` on, rounded to the type of qkv and cast to dtype.
+
+        Bias is added, the heads are rotated, and they are multiplied by logn.
+        """
         requests, rotary, size = self.requests, self.settings.rotary, int64(self.settings.size)
-        optional = {"source": requests["source"] if requests.padded else None, "bias": self.bias, "angles": angles}
+        optional = {"source": requests["source"] if requests.is_padded else None, "bias": self.bias, "angles": angles}
         optional |= {"position": requests["position"] if logn is not None else None, "logn": logn}
         arrays = {"qkv": self.qkv} | {key: value for key, value in optional.items() if value is not None}
         sizes = [] if logn is None else [logn.shape[0]]
 
-        def element(index: tuple[Expr, ...], *given: Any) -> Expr:
+        def element(index: tuple[Expr, ...], *operands: Any) -> Expr:
             n, h, d = index
-            reads = dict(zip(arrays, given))
-            source = reads["source"](n) if requests.padded else n
+            reads = dict(zip(arrays, operands))
+            source = reads["source"](n) if requests.is_padded else n
 
             def x(e: Expr) -> Expr:
                 column = int64(first) + h * size + e
@@ -112,15 +126,15 @@ class Projections:
 
             value = x(d)
             if angles is not None and rotary is not None:
-                value = turned(rotary, x, lambda k, side: reads["angles"](source, k, side), d)
+                value = rotate_element(rotary, x, lambda k, side: reads["angles"](source, k, side), d)
             if logn is not None:
-                value = value * reads["logn"](_nearest(reads["position"](source), given[-1]))
+                value = value * reads["logn"](_clamp(reads["position"](source), operands[-1]))
             return rounded(value, self.qkv.dtype).astype(dtype)
 
         shape = (requests.rows, heads, self.settings.size)
         return compute(node, name, element, list(arrays.values()), shape, sizes, dtype=dtype)
 
-    def _each(
+    def _map_elements(
         self,
         node: Node,
         name: str,
@@ -129,7 +143,7 @@ class Projections:
         arrays: tuple[Value, ...] = (),
         dtype: str | None = None,
     ) -> Value:
-        """function(element as float32, *reads of the arrays) of each."""
+        """Return function(element as float32, *reads of the arrays) of each element."""
         dtype = dtype or rows.dtype
 
         def element(index: tuple[Expr, ...], rows: Read, *reads: Read) -> Expr:
@@ -137,47 +151,54 @@ class Projections:
 
         return compute(node, f"{name}_coded", element, [rows, *arrays], rows.shape, dtype=dtype)
 
-    def _turned(self, node: Node, name: str, rows: Value, angles: Value | None, dtype: str) -> Value:
+    def _rotate(self, node: Node, name: str, rows: Value, angles: Value | None, dtype: str) -> Value:
         requests, rotary = self.requests, self.settings.rotary
         assert rotary is not None and angles is not None
-        sources = [requests["source"]] if requests.padded else []
+        sources = [requests["source"]] if requests.is_padded else []
 
         def element(index: tuple[Expr, ...], rows: Read, angles: Read, *source: Read) -> Expr:
             n, h, d = index
-            at = source[0](n) if source else n
-            return turned(rotary, lambda e: rows(n, h, e), lambda k, side: angles(at, k, side), d).astype(dtype)
+            row = source[0](n) if source else n
+            return rotate_element(rotary, lambda e: rows(n, h, e), lambda k, side: angles(row, k, side), d).astype(
+                dtype
+            )
 
         return compute(node, f"{name}_turned", element, [rows, angles, *sources], rows.shape, dtype=dtype)
 
-    def _in_context(self, node: Node, name: str, rows: Value, others: Value) -> Value:
-        """Those of context requests, and others of generation requests."""
+    def _select_by_phase(self, node: Node, name: str, rows: Value, generation_rows: Value) -> Value:
+        """Return `rows` for context requests, and `generation_rows` for generation requests."""
         requests = self.requests
-        tables = [requests[key] for key in ("sequence", "context", *(("source",) if requests.padded else ()))]
+        tables = [requests[key] for key in ("sequence", "context", *(("source",) if requests.is_padded else ()))]
 
         def element(
-            index: tuple[Expr, ...], rows: Read, others: Read, sequence: Read, context: Read, *source: Read
+            index: tuple[Expr, ...], rows: Read, generation_rows: Read, sequence: Read, context: Read, *source: Read
         ) -> Expr:
-            at = source[0](index[0]) if source else index[0]
-            return tirx.Select(context(sequence(at)) > int64(0), rows(*index), others(*index))
+            row = source[0](index[0]) if source else index[0]
+            return tirx.Select(context(sequence(row)) > int64(0), rows(*index), generation_rows(*index))
 
-        return compute(node, f"{name}_of_phase", element, [rows, others, *tables], rows.shape)
+        return compute(node, f"{name}_of_phase", element, [rows, generation_rows, *tables], rows.shape)
 
 
-def turned(rotary: RotarySettings, x: Callable[[Expr], Expr], angle: Callable[[Expr, Expr], Expr], d: Expr) -> Expr:
-    """Element d of a head with elements x(d), float32, turned by cosine angle(k, 0) and sine angle(k, 1) of pair k."""
+def rotate_element(
+    rotary: RotarySettings, x: Callable[[Expr], Expr], angle: Callable[[Expr, Expr], Expr], d: Expr
+) -> Expr:
+    """Return element d of a head x, rotated by cosine angle(k, 0) and sine angle(k, 1) of pair k.
+
+    x(d) is element d of the head, float32.
+    """
     half = int64(rotary.dim // 2)
-    if rotary.interleaved:
+    if rotary.is_interleaved:
         pair, is_first = tirx.floordiv(d, int64(2)), tirx.EQ(tirx.floormod(d, int64(2)), int64(0))
         partner = tirx.Select(is_first, d + 1, d - 1)
     else:
         pair, is_first = tirx.floormod(d, half), d < half
         partner = tirx.Select(is_first, d + half, d - half)
-    turns = d < int64(rotary.dim)
-    pair, partner = (tirx.Select(turns, e, int64(0)) for e in (pair, partner))
+    is_rotated = d < int64(rotary.dim)
+    pair, partner = (tirx.Select(is_rotated, e, int64(0)) for e in (pair, partner))
     cos, sin = (angle(pair, int64(side)) for side in (0, 1))
     sign = tirx.Select(is_first, tirx.const(-1.0, "float32"), tirx.const(1.0, "float32"))
-    return tirx.Select(turns, x(d) * cos + sign * x(partner) * sin, x(d))
+    return tirx.Select(is_rotated, x(d) * cos + sign * x(partner) * sin, x(d))
 
 
-def _nearest(index: Expr, size: Any) -> Expr:
+def _clamp(index: Expr, size: Any) -> Expr:
     return tirx.max(tirx.min(index, size - int64(1)), int64(0))

@@ -1,7 +1,7 @@
-"""StreamingLLM (arXiv:2309.17453): keys are cached before rotation, and turned where they stand among those that count.
+"""StreamingLLM (arXiv:2309.17453): keys are cached before rotation, and rotated to their positions among visible keys.
 
-In a generation phase the n keys before the new token that its window has, sinks first, take the positions 0 to n - 1,
-and the token itself takes n. They are gathered from the cache and turned, in a buffer of their own.
+In a generation phase, the n keys of the window before the new token, sinks first, have positions 0 to n - 1, and the
+token itself has position n. The keys are gathered from the cache and rotated in a separate buffer.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from ...attention.gather import gather, inputs
 from ...attention.problem import AttentionProblem
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..kernels import compute, loops, serial
-from ..run_time import bind
-from .cache import Cache
-from .requests import Requests
-from .rotary import angles_at
-from .rows import turned
-from .settings import Settings
+from ..kernels import compute, emit_loops, serial
+from ..run_time import bind_sizes
+from .cache import GptCache
+from .requests import GptRequests
+from .rotary import compute_angles_at
+from .rows import rotate_element
+from .settings import GptSettings
 
 Read = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Tensors by sequence: counts (n), firsts (the row of the first gathered key) and skips (keys that are left out
-    behind the sinks); by gathered row [rows]: sequence and position. `requests` counts positions as this does. most:
-    gathered keys of any sequence, at least 1."""
+class StreamedKeys:
+    """Tables that locate the visible cached keys.
+
+    By sequence: counts (n), firsts (the row of the first gathered key) and skips (keys that are left out after the
+    sinks). By gathered row [rows]: sequence and position. `requests` has positions as defined here. max_keys is the
+    largest number of gathered keys of a sequence, at least 1.
+    """
 
     counts: Value
     firsts: Value
@@ -41,64 +44,64 @@ class Stream:
     sequence: Value
     position: Value
     rows: Size
-    most: Size
-    requests: Requests
+    max_keys: Size
+    requests: GptRequests
 
 
-def stream_of(node: Node, settings: Settings, requests: Requests, windowed: bool) -> Stream:
+def locate_streamed_keys(node: Node, settings: GptSettings, requests: GptRequests, has_window: bool) -> StreamedKeys:
     sequences = requests.sequences
-    given = [requests[name] for name in ("past", "context", "lefts", "sinks", "lengths")]
+    request_tables = [requests[name] for name in ("past", "context", "lefts", "sinks", "lengths")]
 
-    def sizes(past: Any, context: Any, lefts: Any, sinks: Any, lengths: Any, *made: Any) -> None:
-        counts, firsts, skips, ends, numbers = made
-        zero, one = (tirx.const(x, "int64") for x in (0, 1))
-        for k, value in enumerate((zero, one)):
+    def sizes(past: Any, context: Any, lefts: Any, sinks: Any, lengths: Any, *buffers: Any) -> None:
+        counts, firsts, skips, ends, numbers = buffers
+        zero, unit = (tirx.const(x, "int64") for x in (0, 1))
+        for k, value in enumerate((zero, unit)):
             T.buffer_store(numbers, value, [k])
         with serial(sequences) as s:
             n = past[s]
-            if windowed:  # the window without the row's own key; lefts says it without the sinks
+            if has_window:  # the window without the row's own key; lefts does not include the sinks
                 n = tirx.min(n, tirx.max(lefts[s] + sinks[s], zero))
             n = T.bind(tirx.Select(context[s] > 0, zero, n))
             for buffer, value in (
                 (counts, n), (firsts, numbers[0]), (skips, past[s] - n),
-                (ends, tirx.Select(context[s] > 0, lengths[s], n + one)),
+                (ends, tirx.Select(context[s] > 0, lengths[s], n + unit)),
             ):  # fmt: skip
                 T.buffer_store(buffer, value, [s])
             T.buffer_store(numbers, numbers[0] + n, [0])
             T.buffer_store(numbers, tirx.max(numbers[1], n), [1])
 
     outputs = [((sequences,), "int64")] * 4 + [((2,), "int64")]
-    counts, firsts, skips, ends, numbers = loops(node, "stream", sizes, given, outputs, [sequences])
-    beside = (settings.kv_heads, settings.size)
-    rows, most = bind(node, numbers, (beside, "float32"))
+    counts, firsts, skips, ends, numbers = emit_loops(node, "stream", sizes, request_tables, outputs, [sequences])
+    row_shape = (settings.kv_heads, settings.size)
+    rows, max_keys = bind_sizes(node, numbers, (row_shape, "float32"))
 
-    def places(counts: Any, firsts: Any, sequence: Any, position: Any) -> None:
+    def emit_rows(counts: Any, firsts: Any, sequence: Any, position: Any) -> None:
         with serial(sequences) as s, T.serial(counts[s]) as j:
             for buffer, value in ((sequence, s), (position, j)):
                 T.buffer_store(buffer, value, [firsts[s] + j])
 
     by_row = [((rows,), "int64")] * 2
-    sequence, position = loops(node, "stream_rows", places, [counts, firsts], by_row, [sequences])
+    sequence, position = emit_loops(node, "stream_rows", emit_rows, [counts, firsts], by_row, [sequences])
 
-    def moved(index: tuple[Expr, ...], position: Read, skips: Read, of: Read) -> Expr:
-        return position(*index) - skips(of(*index))
+    def shift(index: tuple[Expr, ...], position: Read, skips: Read, sequence_of: Read) -> Expr:
+        return position(*index) - skips(sequence_of(*index))
 
     arrays = [requests["position"], skips, requests["sequence"]]
-    shifted = compute(node, "positions", moved, arrays, (requests.rows,), dtype="int64")
+    shifted = compute(node, "positions", shift, arrays, (requests.rows,), dtype="int64")
     tables = {**requests.tables, "past": counts, "lengths": ends, "position": shifted}
-    return Stream(counts, firsts, skips, sequence, position, rows, most, replace(requests, tables=tables))
+    return StreamedKeys(counts, firsts, skips, sequence, position, rows, max_keys, replace(requests, tables=tables))
 
 
-def turned_keys(
+def gather_rotated_keys(
     node: Node,
-    settings: Settings,
-    given: Mapping[str, Value],
-    cache: Cache,
-    stream: Stream,
+    settings: GptSettings,
+    node_inputs: Mapping[str, Value],
+    cache: GptCache,
+    stream: StreamedKeys,
     problem: AttentionProblem,
     sinks: Value,
 ) -> dict[str, Value]:
-    """Keys and values [rows, Hkv, D] out of the cache, as the kernel for packed keys has its parameters."""
+    """Return keys and values [rows, Hkv, D] from the cache, by the parameter names of the kernel for packed keys."""
     arrays = {**cache.tensors, "lengths": stream.counts, "key_starts": stream.firsts}
     arrays |= {"sink_keys": sinks, "skips": stream.skips}
     shape = (stream.rows, settings.kv_heads, settings.size)
@@ -110,11 +113,13 @@ def turned_keys(
     rotary = settings.rotary
     if rotary is not None:
         lengths = stream.requests["lengths"]
-        angles = angles_at(node, settings, given, stream.position, stream.sequence, lengths, stream.rows)
+        angles = compute_angles_at(node, settings, node_inputs, stream.position, stream.sequence, lengths, stream.rows)
 
         def element(index: tuple[Expr, ...], key: Read, angle: Read) -> Expr:
             n, h, d = index
-            value = turned(rotary, lambda e: key(n, h, e).astype("float32"), lambda k, side: angle(n, k, side), d)
+            value = rotate_element(
+                rotary, lambda e: key(n, h, e).astype("float32"), lambda k, side: angle(n, k, side), d
+            )
             return value.astype(problem.dtype)
 
         keys = compute(node, "turned_keys", element, [keys, angles], shape, dtype=problem.dtype)

@@ -1,6 +1,6 @@
-"""Caches of codes: int8, float8_e4m3fn, or int4 in twos, with one scale, or one for each channel of a head.
+"""Quantized caches: int8, float8_e4m3fn, or packed int4, with one scale or one scale for each channel of a head.
 
-A code is the element times the inverse of its scale, in float32, rounded to even and saturated.
+A quantized value is the element times the inverse of its scale, in float32, rounded to even and saturated.
 """
 
 from __future__ import annotations
@@ -15,37 +15,47 @@ from ...importing import symbolic
 from ...importing.compute import Element
 from ...importing.node import Node
 from ...importing.values import Value, prod
-from ..asserted import required
-from ..kernels import Read, compute
+from ..assertions import require
+from ..kernels import ElementReader, compute
 
 _TYPES: dict[str, CodeType] = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
-"""Of codes, by the type of the cache."""
+"""The type of quantized values, by the type of the cache."""
 
-_KINDS = ("NONE", "PER_TENSOR", "PER_CHANNEL")
+_QUANTIZATION_KINDS = ("NONE", "PER_TENSOR", "PER_CHANNEL")
 
 
 @dataclass(frozen=True)
-class Codes:
-    """What the record says of codes, None where caches hold numbers; scales are parameters of the attention, factors
-    those of the kernel that makes codes."""
+class CacheQuantization:
+    """The quantization of caches, with format None if caches are not quantized.
 
-    codec: Codec | None
+    scales are arguments of the attention, factors those of the kernel that quantizes.
+    """
+
+    format: Codec | None
     scales: dict[str, Value]
     factors: dict[str, Value]
 
 
-def cache_codes(
+def read_cache_quantization(
     node: Node, heads: tuple[int, int], dtype: str, caches: Sequence[tuple[str, Value | None, Value | None]]
-) -> Codes:
-    """The codes of caches, which are "k" or "v" with the tensor and its scale; heads is how many there are, and their
-    size. dtype is that of the rows. A cache that is not there is as the first one is."""
+) -> CacheQuantization:
+    """Read the quantization of caches.
+
+    Each cache is "k" or "v", with its tensor and its scale. heads is the number of heads, and their size. dtype is the
+    type of the rows. A missing cache is treated as the first one.
+
+    Raises:
+        NodeError: the attributes, types and scales do not fit each other.
+    """
     (_, first, first_scale), *_ = caches
     assert first is not None
     kinds: dict[str, str] = {}
     for name, cache, scale in caches:
         kind = node.attr(f"{name}_quant_type", "NONE")
-        if kind not in _KINDS:
-            raise node.error(f"attribute {name}_quant_type is '{kind}'.", f"Use one of {', '.join(_KINDS)}.")
+        if kind not in _QUANTIZATION_KINDS:
+            raise node.error(
+                f"attribute {name}_quant_type is '{kind}'.", f"Use one of {', '.join(_QUANTIZATION_KINDS)}."
+            )
         if cache is None:
             if kind != "NONE" or scale is not None:
                 raise node.error(f"{name}_quant_type or {name}_scale is given, and no cache for it.", "Leave it out.")
@@ -65,42 +75,44 @@ def cache_codes(
             )
         kinds[name] = kind
     if first.dtype == dtype:
-        return Codes(None, {}, {})
+        return CacheQuantization(None, {}, {})
     if first.dtype not in _TYPES:
         raise node.error(f"the caches are {first.dtype}.", "Use int8, float8e4m3fn or, of 4 bits, uint8.")
-    codes = _TYPES[first.dtype]
-    if codes == "int4" and heads[1] % 2:
+    quantized_dtype = _TYPES[first.dtype]
+    if quantized_dtype == "int4" and heads[1] % 2:
         raise node.error(f"a head has {heads[1]} elements, for codes of 4 bits in twos.", "Use an even number.")
-    channels = "PER_CHANNEL" in kinds.values()
+    is_per_channel = "PER_CHANNEL" in kinds.values()
     scales: dict[str, Value] = {}
     for name, cache, scale in caches:
-        given = first_scale if cache is None else scale
-        assert given is not None
-        scales[f"{name}_scale"] = _scale(node, f"{name}_scale", given, kinds[name], heads if channels else None)
-    both = [node.emit(relax.op.expand_dims(node.tensor(scale), 0)) for scale in scales.values()]
-    stacked = node.emit(relax.op.concat([x.expr for x in both], axis=0))
-    shape = (2, *heads) if channels else (2,)
+        scale_input = first_scale if cache is None else scale
+        assert scale_input is not None
+        scales[f"{name}_scale"] = _read_scale(
+            node, f"{name}_scale", scale_input, kinds[name], heads if is_per_channel else None
+        )
+    expanded = [node.emit(relax.op.expand_dims(node.tensor(scale), 0)) for scale in scales.values()]
+    stacked = node.emit(relax.op.concat([x.expr for x in expanded], axis=0))
+    shape = (2, *heads) if is_per_channel else (2,)
 
-    def inverse(index: tuple[Element, ...], scale: Read) -> Element:
-        value, zero = scale(*index, *(() if channels else (tirx.const(0, "int64"),))), tirx.const(0.0, "float32")
+    def inverse(index: tuple[Element, ...], scale: ElementReader) -> Element:
+        value, zero = scale(*index, *(() if is_per_channel else (tirx.const(0, "int64"),))), tirx.const(0.0, "float32")
         return tirx.Select(tirx.EQ(value, zero), zero, tirx.const(1.0, "float32") / value)
 
     factor = compute(node, "factor", inverse, [stacked], shape)
-    return Codes(Codec(codes, 0, channels=channels), scales, {"factor": factor})
+    return CacheQuantization(Codec(quantized_dtype, 0, channels=is_per_channel), scales, {"factor": factor})
 
 
-def _scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:
-    """[1], or for channels [heads, size]."""
+def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:
+    """Return the scale as [1], or for scales per channel as [heads, size]."""
     if scale.dtype != "float32":
         raise node.error(f"{name} is {scale.dtype}.", "Use float32.")
-    wanted = 1
+    expected = 1
     if kind == "PER_CHANNEL":
         assert heads is not None
-        wanted = heads[0] * heads[1]
+        expected = heads[0] * heads[1]
     count = node.simplify(prod(scale.shape))
-    text = f"{name} has {{}} elements, and quantization {kind} takes {wanted}."
-    scale = required(node, scale, symbolic.equal(count, wanted), text, count)
-    flat = node.reshaped(scale, (wanted,))
+    text = f"{name} has {{}} elements, and quantization {kind} takes {expected}."
+    scale = require(node, scale, symbolic.equal(count, expected), text, count)
+    flat = node.reshaped(scale, (expected,))
     if heads is None:
         return flat
     if kind == "PER_CHANNEL":

@@ -1,4 +1,4 @@
-"""Caches of keys and values: their four layouts, two ways to find a token's slot, and codes of 8 bits."""
+"""KV caches: their four layouts, two ways to find a token's slot, and 8-bit quantization."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from ...attention.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MOST_SIZE, Size, Value, static
-from ..asserted import asserted
+from ..assertions import assert_shape
 from ..kv_write import kv_write
-from .requests import Requests, check_integers
+from .ppl_requests import PplRequests, check_integers
 
 LAYOUTS = ("tlchd", "ltchd", "lcthd", "lchtd")
-"""Axes of a cache by attribute cache_layout, as in lowering/attention/cache_layout.py."""
+"""The axes of a cache by attribute cache_layout, as in lowering/attention/cache_layout.py."""
 
 _BITS = {8: "int8"}
 
 
 @dataclass(frozen=True)
-class Cache:
-    """A cache and its scales, as the record and the kernels know them: tensors by their parameter names; capacity is
-    the most keys of a request."""
+class PplCache:
+    """A cache and its scales, with tensors by kernel parameter name; capacity is the largest number of keys of a
+    request.
+    """
 
     layout: CacheLayout
     tensors: dict[str, Value]
     capacity: Size
 
 
-def cache_of(
+def read_cache(
     node: Node, heads: int, key: Value, seqstarts: Value, cachestarts: Value, cache: Value, scale: Value | None
-) -> Cache:
-    """The cache of so many key/value heads, for rows [N, heads, size] of keys."""
+) -> PplCache:
+    """Return the cache of this many key/value heads, for rows [N, heads, size] of keys."""
     check_integers(node, "seqstarts", seqstarts, 1)
     batch, size, dtype = node.simplify(seqstarts.shape[0] - 1), key.shape[2], key.dtype
     mode, layout, layer = node.attr("cache_mode", 0), node.attr("cache_layout", 0), node.attr("layer_idx", 0)
@@ -49,60 +50,62 @@ def cache_of(
     if bits not in (0, *_BITS):
         raise node.error(f"attribute quant_bit is {bits}.", "Use 8, or 0 for a cache without codes.")
     check_integers(node, "cachestarts", cachestarts, 1 + mode)
-    cachestarts = asserted(node, cachestarts, (batch, *cachestarts.shape[1:]))
+    cachestarts = assert_shape(node, cachestarts, (batch, *cachestarts.shape[1:]))
     axes = LAYOUTS[layout]
-    layout = CacheLayout(axes, _slots(node) if mode else Offset(), layer=layer)
-    cache = _shaped(node, "cache", cache, axes, layers, heads, size)
+    layout = CacheLayout(axes, _read_pages(node) if mode else Offset(), layer=layer)
+    cache = _assert_shape(node, "cache", cache, axes, layers, heads, size)
     if cache.dtype != (_BITS[bits] if bits else dtype):
-        wanted = f"quant_bit is {bits}" if bits else f"query is {dtype}"
-        raise node.error(f"cache is {cache.dtype}, and {wanted}.", f"Make it {_BITS[bits] if bits else dtype}.")
+        source = f"quant_bit is {bits}" if bits else f"query is {dtype}"
+        raise node.error(f"cache is {cache.dtype}, and {source}.", f"Make it {_BITS[bits] if bits else dtype}.")
     tensors = {"kv": cache, "pages" if mode else "slot_starts": cachestarts}
     slots = cache.shape[axes.index("t")]
-    # No request has more keys than its pages hold, or than the cache has slots, whatever its lengths say.
-    paged = tirx.min(int64(cachestarts.shape[1] * node.attr("page_size", 128)), int64(slots)) if mode else slots
-    capacity = node.simplify(paged)
+    # A request has at most as many keys as its pages store and as the cache has slots, whatever its lengths say.
+    max_keys = tirx.min(int64(cachestarts.shape[1] * node.attr("page_size", 128)), int64(slots)) if mode else slots
+    capacity = node.simplify(max_keys)
     if not bits:
-        return Cache(layout, tensors, capacity)
+        return PplCache(layout, tensors, capacity)
     if group < 1 or size % group:
         raise node.error(f"attribute quant_group is {group}, for heads of {size}.", "Make it divide head_dim.")
     if scale is None or scale.rank != cache.rank:
         raise node.error("scale is missing, and quant_bit is 8.", "Give the scales of the cache, which have its rank.")
     if scale.dtype not in ("float32", "float16"):
         raise node.error(f"scale is {scale.dtype}.", "Use float32 or float16.")
-    scale = _shaped(node, "scale", scale, axes, layers, heads, size // group)
-    scale = asserted(node, scale, (*cache.shape[:-1], size // group))
+    scale = _assert_shape(node, "scale", scale, axes, layers, heads, size // group)
+    scale = assert_shape(node, scale, (*cache.shape[:-1], size // group))
     layout = replace(layout, codec=Codec("int8", group, scale.dtype))
-    return Cache(layout, {**tensors, "kv_scale": scale}, capacity)
+    return PplCache(layout, {**tensors, "kv_scale": scale}, capacity)
 
 
-def updated(node: Node, cache: Cache, requests: Requests, start_pos: Value, key: Value, value: Value) -> Cache:
-    """The cache with new rows [N, heads, size]."""
+def append_to_cache(
+    node: Node, cache: PplCache, requests: PplRequests, start_pos: Value, key: Value, value: Value
+) -> PplCache:
+    """Return the cache with new rows [N, heads, size]."""
     check_integers(node, "start_pos", start_pos, 1)
-    start_pos = asserted(node, start_pos, (requests.batch,))
+    start_pos = assert_shape(node, start_pos, (requests.batch,))
     _, heads, size = key.shape
     record = KvWrite(static(requests.batch), heads, size, size, key.dtype, cache.layout)
-    given = {"new_k": key, "new_v": value, "starts": start_pos}
-    given |= {"row_starts": requests.firsts, "row_counts": requests.counts, **cache.tensors}
-    return replace(cache, tensors={**cache.tensors, **kv_write(node, record, given)})
+    arguments = {"new_k": key, "new_v": value, "starts": start_pos}
+    arguments |= {"row_starts": requests.firsts, "row_counts": requests.counts, **cache.tensors}
+    return replace(cache, tensors={**cache.tensors, **kv_write(node, record, arguments)})
 
 
-def _slots(node: Node) -> Pages:
+def _read_pages(node: Node) -> Pages:
     page = node.attr("page_size", 128)
     if not 1 <= page <= MOST_SIZE:
         raise node.error(f"attribute page_size is {page}.", f"Use 1 to {MOST_SIZE} tokens.")
     return Pages(page, "slot")
 
 
-def _shaped(node: Node, name: str, value: Value, axes: str, layers: int, heads: int, size: int) -> Value:
-    """The cache, or its scales, with so many elements in a row of a head."""
+def _assert_shape(node: Node, name: str, value: Value, axes: str, layers: int, heads: int, size: int) -> Value:
+    """Return the cache, or its scales, checked to have this many elements in a row of a head."""
     if value.rank != len(axes):
         raise node.error(f"{name} has rank {value.rank}.", f"Make it {len(axes)}, by attribute cache_layout.")
-    known = {"l": layers, "c": 2, "h": heads, "d": size}
+    static_sizes = {"l": layers, "c": 2, "h": heads, "d": size}
     for axis, extent in zip(axes, value.shape):
-        if axis in known and isinstance(extent, int) and extent != known[axis]:
+        if axis in static_sizes and isinstance(extent, int) and extent != static_sizes[axis]:
             raise node.error(
                 f"{name} is {[number(node, name, d) if isinstance(d, int) else '?' for d in value.shape]}, and "
-                f"dimension {axes.index(axis)} must be {known[axis]}.",
+                f"dimension {axes.index(axis)} must be {static_sizes[axis]}.",
                 "Correct its shape, or attributes cache_layout, num_layer, head_dim and quant_group.",
             )
-    return asserted(node, value, tuple(known.get(axis, extent) for axis, extent in zip(axes, value.shape)))
+    return assert_shape(node, value, tuple(static_sizes.get(axis, extent) for axis, extent in zip(axes, value.shape)))
