@@ -10,10 +10,10 @@ from . import units
 from .manifest import SIGNATURE, KernelSpec, Manifest
 
 if TYPE_CHECKING:
-    from .runtime.files import Files
+    from .runtime.files import ArtifactFiles
 
 
-def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def about(files: ArtifactFiles, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Facts, each behind what it is about."""
     needed = f", which needs {', '.join(manifest.cpu_features)}" if manifest.cpu_features else ""
     built = f", built for {', '.join(manifest.architectures)}" if manifest.architectures else ""

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import lowering
-from lowering.tuning.session import Outcome
+from lowering.tuning.session import TuningOutcome
 
 ODD = "x<b>&\"'"
 
@@ -81,8 +81,8 @@ def test_a_report() -> None:
 
 def test_a_tuning() -> None:
     outcomes = (
-        Outcome("exp", "tiles", (ODD,), 0.5, 2e-3, 1e-3, 16, {"wrong": 2}, "{}", in_model=0.625),
-        Outcome("relu", "", ("r",), 0.1, 1.0, 1.0, 0, {}, "", why="it <is> nothing"),
+        TuningOutcome("exp", "tiles", (ODD,), 0.5, 2e-3, 1e-3, 16, {"wrong": 2}, "{}", in_model=0.625),
+        TuningOutcome("relu", "", ("r",), 0.1, 1.0, 1.0, 0, {}, "", why="it <is> nothing"),
     )
     tuning = lowering.Tuning(Path("tuned/here"), outcomes, 61.0, 61.5, "time", 1.25)
     text, rows = shown(tuning)

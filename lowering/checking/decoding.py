@@ -14,8 +14,8 @@ from ..errors import InputError
 from ..fusion.matching import numbers
 from ..graph.joint_caches import joint_caches
 from ..manifest import SlotCaches, TensorSpec
-from ..runtime.checks import check_fixed
-from ..runtime.decoder_sources import fixed_inputs
+from ..runtime.checks import check_fixed_dimensions
+from ..runtime.decoder_sources import list_fixed_inputs
 from ..runtime.model import Model
 from .chosen_tokens import Tokens, as_argument, given_tokens, part_of, random_tokens, shape_of
 from .references import Evaluate
@@ -153,8 +153,8 @@ def session(
         if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
     per_token = [specs[name] for name in (ids, *spec.per_token)]
-    others = fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
-    check_fixed(sizes, compiled.manifest.ranges)
+    others = list_fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
+    check_fixed_dimensions(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
     known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
     for name in sizes:

@@ -14,8 +14,8 @@ import onnx_ir as ir
 from ..graph.model import dtype_name
 from ..manifest import TensorSpec
 from ..profiling.inputs import add_derived, is_integer, random_input
-from ..runtime.checks import check_fixed
-from ..runtime.elements import STORAGE
+from ..runtime.checks import check_fixed_dimensions
+from ..runtime.elements import STORAGE_TYPES
 from .references import Feeds
 
 _SIZE = 4  # of symbolic dimensions of which nothing is said
@@ -35,7 +35,7 @@ def specs_of(model: ir.Model) -> list[TensorSpec]:
     for value in taken(model):
         dtype = dtype_name(value.dtype)
         dims = tuple(d if isinstance(d, int) else str(d.value) for d in value.shape or ())
-        found.append(TensorSpec(value.name or "", dtype, STORAGE[dtype], dims))
+        found.append(TensorSpec(value.name or "", dtype, STORAGE_TYPES[dtype], dims))
     return found
 
 
@@ -53,7 +53,7 @@ def feeds_of(
     others are 4, or as near to it as their range allows. Raises InputError for a size that the artifact has fixed
     otherwise.
     """
-    check_fixed(sizes, ranges)
+    check_fixed_dimensions(sizes, ranges)
     known = {str(dim): min(max(_SIZE, low), high) for dim, (low, high) in ranges.items() if dim not in (derived or {})}
     for spec in specs:
         if spec.name in given:

@@ -23,7 +23,7 @@ from ..graph.serve import Serve
 from ..manifest import Argument, Manifest, arguments
 from ..runtime import Model
 from ..runtime.elements import ElementType
-from ..runtime.lists import take_apart
+from ..runtime.lists import flatten_lists
 from . import reproducer
 from .compare import Allowed, Comparison, compare, with_float64_errors
 from .decoding import Session, session
@@ -99,7 +99,7 @@ class Trial:
         feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng, manifest.derived)
         narrow, declared = _halved(model, manifest)
         results = compiled.run({name: np.array(array, subok=True) for name, array in _retyped(feeds, narrow).items()})
-        results = dict(take_apart(results, [t.name for t in manifest.outputs], manifest.output_lists, "output"))
+        results = dict(flatten_lists(results, [t.name for t in manifest.outputs], manifest.output_lists, "output"))
         feeds, results = _retyped(feeds, declared), _retyped(results, declared)
         outputs = arguments(manifest.outputs, manifest.output_lists)
         names = [tensor.name for output in outputs for tensor in output.tensors]

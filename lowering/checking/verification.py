@@ -22,7 +22,7 @@ from ..graph.random_seed import draws_random
 from ..graph.serve import Serve
 from ..notebook import table
 from ..runtime import Model, load
-from ..runtime.lists import take_apart
+from ..runtime.lists import flatten_lists
 from . import reproducer
 from .check import check
 from .compare import Comparison
@@ -152,7 +152,7 @@ def _of_tensors(
             held = len(given) if isinstance(given, (list, tuple)) else int(given is not None)
             counts[name] = sizes.get(name, held)
     split = split_list_inputs(model, counts)
-    given = take_apart(inputs, [spec.name for spec in specs_of(split.model)], split.lists, "input")
+    given = flatten_lists(inputs, [spec.name for spec in specs_of(split.model)], split.lists, "input")
     return split.model, dict(given), {name: size for name, size in sizes.items() if name not in counts}
 
 

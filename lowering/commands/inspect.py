@@ -15,7 +15,7 @@ from .written import written
 
 if TYPE_CHECKING:
     from ..manifest import Manifest
-    from ..runtime.files import Files
+    from ..runtime.files import ArtifactFiles
 
 _NODES = 60  # characters of the nodes of a kernel
 
@@ -41,9 +41,9 @@ def add(add_parser: Callable[..., Any]) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from ..runtime.checks import read_manifest
-    from ..runtime.files import Files
+    from ..runtime.files import ArtifactFiles
 
-    files = Files(arguments.artifact)
+    files = ArtifactFiles(arguments.artifact)
     manifest = read_manifest(files)
     if arguments.html is not None:
         return _html(arguments, files, manifest)
@@ -58,7 +58,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _html(arguments: argparse.Namespace, files: Files, manifest: Manifest) -> int:
+def _html(arguments: argparse.Namespace, files: ArtifactFiles, manifest: Manifest) -> int:
     from ..reporting.page import page
 
     text = page(files, manifest, arguments.dump, arguments.bench, sizes(arguments.dim))
@@ -68,7 +68,7 @@ def _html(arguments: argparse.Namespace, files: Files, manifest: Manifest) -> in
     return 0
 
 
-def _about(files: Files, manifest: Manifest) -> Iterator[str]:
+def _about(files: ArtifactFiles, manifest: Manifest) -> Iterator[str]:
     from ..about import about
 
     yield from (f"{title}: {text}" for title, text in about(files, manifest))

@@ -43,13 +43,13 @@ def _run(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from ..runtime import load
-    from ..runtime.lists import take_apart
+    from ..runtime.lists import flatten_lists
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
     outputs = model.run(arrays(arguments.input))
     found = []
     names = [tensor.name for tensor in model.outputs]
-    for name, array in take_apart(outputs, names, model.manifest.output_lists, "output").items():
+    for name, array in flatten_lists(outputs, names, model.manifest.output_lists, "output").items():
         place = None
         if arguments.output_dir is not None:
             place = arguments.output_dir / f"{quote(name, safe='')}.npy"

@@ -125,9 +125,9 @@ def _tune(arguments: argparse.Namespace) -> int:
             outcomes = [{**vars(o), "failures": dict(o.failures), "gain": o.gain} for o in tuning.outcomes]
             said |= {**vars(tuning), "outcomes": outcomes, "gain": tuning.gain, "interrupted": tuning.interrupted}
         else:
-            from ..tuning.table import show
+            from ..tuning.table import print_tuning
 
-            show(tuning)
+            print_tuning(tuning)
     if arguments.json:
         print_json(said)
     return 130 if tuning is not None and tuning.interrupted else 0
@@ -141,10 +141,10 @@ def _exported(arguments: argparse.Namespace, tuning: Tuning, said: dict[str, Any
 
 
 def _tuned(arguments: argparse.Namespace) -> Tuning:
-    from ..tuning.table import Watch
+    from ..tuning.table import ProgressDisplay
     from ..tuning.tune import tune
 
-    with Watch() as watch:
+    with ProgressDisplay() as watch:
         return tune(
             arguments.model,
             arguments.database,
@@ -203,9 +203,9 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _db(arguments: argparse.Namespace) -> int:
-    from ..tuning.db import act
+    from ..tuning.db import run_action
 
-    done = act(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
+    done = run_action(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
     if arguments.json:
         print_json(with_old_fields(done.document))
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..manifest import BLOCK, FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, block_digests, digest
-from ..runtime.folders import replaced_folder
+from ..runtime.folders import replace_folder
 from ..runtime.signature import SigningKey, sign
 from .cpp_header import model_header
 
@@ -39,7 +39,7 @@ def write(folder: Path, parts: Sequence[Part], sign_key: SigningKey | None = Non
     artifact that is there is replaced in one step. sign_key is as for `Model.save`. Raises ArtifactError where `folder`
     holds something else, or cannot be written.
     """
-    with replaced_folder(Path(folder)) as new:
+    with replace_folder(Path(folder)) as new:
         hashes: dict[str, str] = {}
         manifests = [part.manifest for part in parts]
         if any(part.weights for part in parts):

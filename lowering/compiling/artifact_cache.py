@@ -29,8 +29,8 @@ from ..manifest import FILE, SIGNATURE, Manifest
 from ..measuring.machine import caches
 from ..runtime.checks import read_manifest
 from ..runtime.copies import copy_artifact
-from ..runtime.files import Files
-from ..runtime.folders import replaced_folder
+from ..runtime.files import ArtifactFiles
+from ..runtime.folders import replace_folder
 from ..runtime.signature import SigningKey, sign
 from . import fingerprints
 from .options import Options
@@ -90,7 +90,7 @@ def get(key: Key, target: Path, sign_key: SigningKey | None = None) -> Manifest 
     if kept is None or not (place := kept / key.name).is_dir():
         return None
     try:
-        files = Files(place)
+        files = ArtifactFiles(place)
         manifest = read_manifest(files)
         if any(_digest(place / name).hex() != manifest.hashes[name] for name in manifest.hashes if name != FILE):
             raise ArtifactError(f"'{place}' is damaged.")
@@ -98,7 +98,7 @@ def get(key: Key, target: Path, sign_key: SigningKey | None = None) -> Manifest 
         shutil.rmtree(place, ignore_errors=True)
         return None
     signature = None if sign_key is None else sign(files.read(FILE), sign_key)
-    with replaced_folder(target) as new:
+    with replace_folder(target) as new:
         copy_artifact(files, manifest, new, signature)
     with suppress(OSError):
         os.utime(place / FILE)
@@ -115,7 +115,7 @@ def put(key: Key, artifact: Path) -> None:
         if sum(path.stat().st_size for path in parts) > MOST // 2 or not key.unchanged():
             return
         cache_folder.make(place)
-        with replaced_folder(place / key.name) as new:
+        with replace_folder(place / key.name) as new:
             for path in parts:
                 shutil.copyfile(path, new / path.name)
         trim()

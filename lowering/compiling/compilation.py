@@ -25,7 +25,7 @@ from ..importing.values import storage_dtype
 from ..manifest import SETUP, Manifest, TensorSpec
 from ..profiling.expected import warnings
 from ..target import Target, resolve
-from ..tuning.lookup import Records
+from ..tuning.lookup import TunedRecords
 from ..version import VERSION
 from . import progress
 from .artifact import Part
@@ -112,7 +112,7 @@ class _PartCompiler:
         notes += imported.warnings
         libraries, unscheduled = [], []
         for each in self.targets:
-            choose = Records(None if options.database is None else Path(options.database), each).choose
+            choose = TunedRecords(None if options.database is None else Path(options.database), each).choose
             runs_on = self.stand_in or each
             kernels = Kernels(runs_on)
             known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled

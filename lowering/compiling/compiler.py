@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..graph.model_file import check_model_file
 from ..manifest import Manifest
 from ..runtime.folders import check_replaceable
-from ..runtime.signature import SigningKey, private_key
+from ..runtime.signature import SigningKey, read_private_key
 from . import artifact_cache, progress
 from .options import Options
 
@@ -143,7 +143,7 @@ def compile_to(
     """
     check_replaceable(Path(os.path.realpath(folder)))
     if sign_key is not None:
-        sign_key = private_key(sign_key)
+        sign_key = read_private_key(sign_key)
     options = Options(
         target,
         donate,

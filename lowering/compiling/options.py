@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..choices import PRECISIONS, SCHEMES, Precision, Scheme
 from ..errors import InputError
-from ..runtime.checks import checked_threads, whole_number
+from ..runtime.checks import check_integer, check_threads
 
 if TYPE_CHECKING:
     from ..graph.declared_sizes import Dims
@@ -38,11 +38,11 @@ class Options:
 
     def __post_init__(self) -> None:
         # Python's own numbers in place of NumPy's.
-        object.__setattr__(self, "threads", checked_threads(self.threads))
+        object.__setattr__(self, "threads", check_threads(self.threads))
         if not isinstance(self.seed, str):
-            object.__setattr__(self, "seed", whole_number(self.seed, "seed", 0, 2**63 - 1))
+            object.__setattr__(self, "seed", check_integer(self.seed, "seed", 0, 2**63 - 1))
         if self.static_cache is not None:
-            slots = whole_number(self.static_cache, "static_cache", 1, 2**31 - 1)
+            slots = check_integer(self.static_cache, "static_cache", 1, 2**31 - 1)
             object.__setattr__(self, "static_cache", slots)
         if self.static_cache is not None and self.serve is not None:
             raise InputError("static_cache and serve are two ways to keep caches: choose one.")

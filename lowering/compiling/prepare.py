@@ -32,7 +32,7 @@ from ..graph.setup_part import Setup, split_setup
 from ..graph.source_pasts import drop_source_pasts
 from ..graph.written_inputs import name_written_inputs
 from ..manifest import ListSpec, ServedCache
-from ..runtime.lists import take_apart
+from ..runtime.lists import flatten_lists
 from ..target import Target
 from . import progress
 from .compiler import compile
@@ -73,7 +73,7 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
         drop_source_pasts(fused)
         unify_caches(fused)
     names = [value.name or "" for value in loaded.graph.inputs if value.name not in loaded.graph.initializers]
-    calls = [take_apart(call, names, split.lists, "input") for call in options.calls]
+    calls = [flatten_lists(call, names, split.lists, "input") for call in options.calls]
     notes = _narrow(fused, options, targets, calls)
     served = setup = None
     if options.serve is not None:

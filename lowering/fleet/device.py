@@ -21,7 +21,7 @@ from ..measuring.isolated import Failed, Helper
 from ..measuring.machine import machine
 from ..measuring.measure import Job
 from ..measuring.trial import compared, runner, tried
-from ..runtime.gpu import architecture_here
+from ..runtime.gpu import read_gpu_architecture
 
 MACHINE, MEASURE = "lowering.fleet.machine", "lowering.fleet.measure"
 
@@ -51,7 +51,7 @@ def described(gpu: bool) -> str:
     none."""
     try:
         found = dataclasses.asdict(machine(bool(gpu)))
-        own = architecture_here(0) if gpu else ""
+        own = read_gpu_architecture(0) if gpu else ""
         return json.dumps(found | {"cpu_flags": sorted(cpu_flags()), "gpu_architecture": own})
     except ArtifactError as error:
         return json.dumps({"missing": str(error)})

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from ..errors import InputError
-from ..runtime.checks import check_dimensions, whole_number
+from ..runtime.checks import check_dimensions, check_integer
 from .legality import graphs
 
 Dims: TypeAlias = Mapping[str, int | tuple[int, int]]
@@ -89,7 +89,7 @@ def _bounds(dims: Dims) -> dict[str, tuple[int, int]]:
                 "instance x_0."
             )
         bounds = said if isinstance(said, tuple) else (said, said)
-        low, high = (whole_number(size, f"the size of dimension '{name}'", 0, 2**63 - 1) for size in bounds)
+        low, high = (check_integer(size, f"the size of dimension '{name}'", 0, 2**63 - 1) for size in bounds)
         if low > high:
             raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
         found[name] = (low, high)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from ..errors import InputError, ModelError
 from ..manifest import ListSpec
-from ..runtime.checks import whole_number
+from ..runtime.checks import check_integer
 from .declared_sizes import Dims, forget_unknown_sizes, symbolic_dimensions, with_sizes
 from .legality import MOST_ELEMENTS, graphs
 
@@ -125,7 +125,7 @@ def _count(value: ir.Value, dims: Dims) -> int:
     low, high = said if isinstance(said, tuple) else (said, said)
     if low != high:
         raise InputError(f"dims: input '{name}' has one number of elements, not {low} to {high}. Give that number.")
-    count = whole_number(low, f"dims: the number of elements of input '{name}'", 0, most)
+    count = check_integer(low, f"dims: the number of elements of input '{name}'", 0, most)
     if count and value.shape is None:
         raise ModelError(
             f"Input '{name}' is {kind} of no declared shape. Declare it in the model, in the tensor_type of "

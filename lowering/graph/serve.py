@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import InputError
-from ..runtime.checks import whole_number
+from ..runtime.checks import check_integer
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Serve:
     positions: str = ""
 
     def __post_init__(self) -> None:
-        whole_number(self.context, "serve: context", 1, 2**24)
-        size: Any = whole_number(self.tokens_per_block, "serve: tokens_per_block", 1, 2**16)
+        check_integer(self.context, "serve: context", 1, 2**24)
+        size: Any = check_integer(self.tokens_per_block, "serve: tokens_per_block", 1, 2**16)
         if size & (size - 1):
             raise InputError(f"serve: tokens_per_block must be a power of two, not {size}.")
         if self.cache not in ("model", "int8"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import ArtifactError, InputError
 from ..records import decode
 from ..runtime.checks import check_machine
-from ..runtime.gpu import architecture_here, runs_on
+from ..runtime.gpu import read_gpu_architecture, runs_on
 from .isolated import Failed, Helper
 from .lines import append_line, repair_lines
 from .machine import Machine, machine
@@ -111,10 +111,10 @@ def measure(folder: Path, report: Callable[[BatchTask, Result], None] = lambda t
         code = (folder / task.name / DEFAULT).read_bytes()[:_HEADER]
         check_machine(code, batch.cpu_features, batch.target, f"'{folder}'", "measure it on the machine it is for.")
     here, known = machine(bool(batch.architecture)), results(folder)
-    if batch.architecture and not runs_on(batch.architecture, architecture_here(0)):
+    if batch.architecture and not runs_on(batch.architecture, read_gpu_architecture(0)):
         raise ArtifactError(
             f"'{folder}' holds candidates for GPUs of architecture {batch.architecture} and the one here is "
-            f"{architecture_here(0)}: measure it on one that it is for."
+            f"{read_gpu_architecture(0)}: measure it on one that it is for."
         )
     if known is None:
         (folder / MACHINE).write_text(json.dumps(asdict(here)))

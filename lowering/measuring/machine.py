@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runtime.gpu import card_here, load_device_runtime
+from ..runtime.gpu import load_device_runtime, read_gpu_card
 from ..runtime.library import load_runtime
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -33,7 +33,7 @@ def machine(gpu: bool) -> Machine:
         return Machine(caches())
     load_runtime()
     load_device_runtime()
-    name, cache = card_here(0)
+    name, cache = read_gpu_card(0)
     return Machine((cache,), name)
 
 

@@ -12,8 +12,8 @@ from ..errors import ArtifactError
 from ..manifest import Manifest
 from ..runtime.checks import check_version, read_manifest
 from ..runtime.copies import copy_artifact
-from ..runtime.files import Files
-from ..runtime.folders import replaced_folder
+from ..runtime.files import ArtifactFiles
+from ..runtime.folders import replace_folder
 from .libraries import Libraries, find_libraries, machine_of, our_license
 from .texts import cmake, library_names, notice, readme
 
@@ -28,7 +28,7 @@ def package(artifact: str | Path, to: str | Path, runtime: str | Path | None = N
     place of those that are installed. All is written or nothing. Raises ArtifactError for an artifact that is damaged
     or for another version, for libraries of another machine, and for places that cannot be written.
     """
-    files, to = Files(Path(artifact)), Path(to)
+    files, to = ArtifactFiles(Path(artifact)), Path(to)
     manifest = read_manifest(files)
     machine = machine_of(files.read(next(iter(manifest.code().values())), 0, 20))
     libraries = find_libraries(None if runtime is None else Path(runtime), machine)
@@ -39,12 +39,12 @@ def package(artifact: str | Path, to: str | Path, runtime: str | Path | None = N
         return manifest
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ArtifactError(f"'{to}' is there and not empty: name a new folder, or remove it.")
-    with replaced_folder(to) as new:
+    with replace_folder(to) as new:
         _fill(new, files, manifest, libraries)
     return manifest
 
 
-def _write_tarball(files: Files, manifest: Manifest, libraries: Libraries, to: Path) -> None:
+def _write_tarball(files: ArtifactFiles, manifest: Manifest, libraries: Libraries, to: Path) -> None:
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as work:
@@ -65,7 +65,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _fill(folder: Path, files: Files, manifest: Manifest, libraries: Libraries) -> None:
+def _fill(folder: Path, files: ArtifactFiles, manifest: Manifest, libraries: Libraries) -> None:
     (folder / "model").mkdir()
     copy_artifact(files, manifest, folder / "model")
     (folder / "lib").mkdir()

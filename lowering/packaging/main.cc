@@ -1,6 +1,6 @@
 // Loads the model and runs it once:  ./host model [NAME=SIZE ...] [NAME=FILE ...]
-// NAME=SIZE is the size of a symbolic dimension (its smallest legal one, or 1, else); NAME=FILE the elements of an input
-// in a file of nothing else (zeros else). What outputs hold is printed: float32 as numbers, others as bytes.
+// NAME=SIZE is the size of a symbolic dimension (its smallest legal one, or 1, else); NAME=FILE the elements of an
+// input in a file of nothing else (zeros else). What outputs hold is printed: float32 as numbers, others as bytes.
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
@@ -69,11 +69,11 @@ int main(int argc, char** argv) try {
       }
     }
     const lowering::Tensor view = lowering::view(memory.back().data(), spec.dtype, shape);
-    inputs.emplace(spec.name, on_gpu ? lowering::details::copy_of(view, lowering::gpu(0)) : view);
+    inputs.emplace(spec.name, on_gpu ? lowering::details::copy_tensor(view, lowering::gpu(0)) : view);
   }
 
   for (const auto& [name, result] : loaded.run(inputs)) {
-    const lowering::Tensor output = on_gpu ? lowering::details::copy_of(result, lowering::cpu()) : result;
+    const lowering::Tensor output = on_gpu ? lowering::details::copy_tensor(result, lowering::cpu()) : result;
     const bool floats = lowering::details::name_of(output.dtype()) == "float32";
     std::printf("%s: %s [", name.c_str(), lowering::details::name_of(output.dtype()).c_str());
     for (int axis = 0; axis < output.ndim(); ++axis) std::printf(" %lld", static_cast<long long>(output.size(axis)));

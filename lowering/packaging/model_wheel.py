@@ -12,7 +12,7 @@ from ..errors import ArtifactError, InputError
 from ..manifest import Manifest, arguments
 from ..runtime.checks import read_manifest
 from ..runtime.copies import copy_artifact
-from ..runtime.files import Files
+from ..runtime.files import ArtifactFiles
 from ..version import VERSION
 from .libraries import machine_of
 from .module import ARTIFACT, source
@@ -42,7 +42,7 @@ def write_model_wheel(artifact: str | Path, to: str | Path, name: str | None = N
     package = _package(name)
     if not _VERSION.fullmatch(version):
         raise InputError(f"{version!r} is no version: write numbers with dots between, such as 1.2.0 or 1.2.0rc1.")
-    files = Files(Path(artifact))
+    files = ArtifactFiles(Path(artifact))
     manifest = read_manifest(files)
     machine = machine_of(files.read(next(iter(manifest.code().values())), 0, 20))
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as work:

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import MOST_THREADS
 from ..runtime import Model, load
-from ..runtime.checks import whole_number
+from ..runtime.checks import check_integer
 from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
 from .inputs import run_sizes, synthetic_inputs
@@ -167,7 +167,7 @@ def bench(
     given = dict(inputs or {})
     sizes = run_sizes(model.manifest, sizes or {}, given)
     arrays = synthetic_inputs(model, sizes, given)
-    threads = whole_number(threads, "threads", 1, MOST_THREADS)
+    threads = check_integer(threads, "threads", 1, MOST_THREADS)
     peer = None
     if against is not None:
         if model.gpu is not None:

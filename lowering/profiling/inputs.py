@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import Manifest, TensorSpec
 from ..runtime import Model
-from ..runtime.checks import check_dimensions, check_fixed, whole_number
+from ..runtime.checks import check_dimensions, check_fixed_dimensions, check_integer
 from ..runtime.elements import ElementType
 
 
@@ -73,7 +73,7 @@ def run_sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, A
 
     Raises InputError where sizes are missing or not the model's.
     """
-    sizes = {name: whole_number(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in said.items()}
+    sizes = {name: check_integer(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in said.items()}
     for spec in manifest.inputs:
         for dim, size in zip(spec.dims, getattr(given.get(spec.name), "shape", ())):
             if isinstance(dim, str):
@@ -86,7 +86,7 @@ def run_sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, A
         known.add(manifest.slots.length)
         needed |= {t.name for t in free if t.name == manifest.slots.length}
     check_dimensions(sizes, known | manifest.ranges.keys())
-    check_fixed(sizes, manifest.ranges)
+    check_fixed_dimensions(sizes, manifest.ranges)
     follow = dict(sizes)
     add_derived(follow, manifest.derived, default=0)
     missing = sorted(needed - follow.keys())

@@ -14,7 +14,7 @@ from typing import Any
 from .. import units
 from ..manifest import MOST_THREADS
 from ..runtime import Model, load
-from ..runtime.checks import whole_number
+from ..runtime.checks import check_integer
 from .benchmark import WARM_UP, warm_up_by
 from .inputs import run_sizes, synthetic_inputs
 from .percentiles import Percentiles
@@ -82,8 +82,8 @@ def throughput(
         model = load(Path(model))
     given = dict(inputs or {})
     sizes = run_sizes(model.manifest, sizes or {}, given)
-    callers = whole_number(callers, "callers", 1, MOST_THREADS)
-    threads = whole_number(threads, "threads", 1, MOST_THREADS)
+    callers = check_integer(callers, "callers", 1, MOST_THREADS)
+    threads = check_integer(threads, "threads", 1, MOST_THREADS)
     calls = []
     for _ in range(callers):
         own = {name: array.copy() if hasattr(array, "copy") else array for name, array in given.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..errors import InputError
 from ..manifest import KernelSpec, Manifest
-from ..runtime.files import Files
+from ..runtime.files import ArtifactFiles
 from .attention import choice_of, tiles_table
 from .disassembly import device_code, host_code
 from .dump import Dump
@@ -16,7 +16,7 @@ from .script import Script
 _MOST = 1500  # lines of a listing
 
 
-def kernel_code(files: Files, manifest: Manifest, dump: Dump | None) -> Iterator[Node]:
+def kernel_code(files: ArtifactFiles, manifest: Manifest, dump: Dump | None) -> Iterator[Node]:
     before, after = (None, None) if dump is None else (dump.script("donate"), dump.script("fuse_launches"))
     name = list(manifest.code().values())[-1]
     host: dict[str, str] = {}

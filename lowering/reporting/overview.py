@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from ..about import about, most_called
 from ..manifest import Manifest, TensorSpec
-from ..runtime.files import Files
+from ..runtime.files import ArtifactFiles
 from .elements import Child, E, Node, facts, folded, note, table
 from .sizes import ChosenSizes
 
 _NODES = 6  # of a kernel that are shown at once
 
 
-def overview(files: Files, manifest: Manifest, sizes: ChosenSizes) -> Iterator[Node]:
+def overview(files: ArtifactFiles, manifest: Manifest, sizes: ChosenSizes) -> Iterator[Node]:
     yield facts(about(files, manifest))
     for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
         yield E("h3", title)

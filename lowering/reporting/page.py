@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..manifest import Manifest
-from ..runtime.files import Files
+from ..runtime.files import ArtifactFiles
 from .attention import attentions
 from .code import kernel_code
 from .dump import Dump
@@ -31,7 +31,7 @@ _NO_BENCH = (
 
 
 def page(
-    files: Files,
+    files: ArtifactFiles,
     manifest: Manifest,
     dump: Path | None = None,
     bench: Path | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 from ..manifest import Manifest
-from ..runtime.checks import check_dimensions, check_fixed
+from ..runtime.checks import check_dimensions, check_fixed_dimensions
 from .script import Main
 
 _TYPICAL = 256
@@ -40,7 +40,7 @@ def chosen(manifest: Manifest, said: Mapping[str, int], measured: Mapping[str, i
     legal sizes. Raises InputError for a name that no input has, and for an illegal size."""
     known = {dim: axis for spec in manifest.inputs for axis, dim in enumerate(spec.dims) if isinstance(dim, str)}
     check_dimensions(said, known.keys() | manifest.ranges.keys())
-    check_fixed(said, manifest.ranges)
+    check_fixed_dimensions(said, manifest.ranges)
     values, picked = {}, set()
     for name, axis in known.items():
         low, high = manifest.ranges.get(name, (0, LARGEST_SIZE))

@@ -1,4 +1,4 @@
-"""Dynamic batching: calls of several threads, of a few rows each, become one call of many."""
+"""Dynamic batching: merge concurrent calls of a few rows each into one call of many rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import Manifest
-from .background import Answer, Background, Task, Worker
-from .checks import checked_threads, whole_number
+from .background import BackgroundThread, Task, Worker, WorkerFuture
+from .checks import check_integer, check_threads
 
 if TYPE_CHECKING:
     from .model import Model
@@ -25,56 +25,74 @@ Arrays = Mapping[str, Any]
 
 
 @dataclass
-class _Request:
-    """key is equal for requests that can be one call; None for one that cannot be part of any."""
+class _BatchRequest:
+    """A submitted call. Requests with equal keys can be merged into one call; None cannot be merged with any."""
 
     inputs: dict[str, Any]
     key: Any
     rows: int
-    future: Answer
+    future: WorkerFuture
     since: float = field(default_factory=time.monotonic)
 
 
 class Batching:
-    """A model whose concurrent calls are put together.
+    """A model whose concurrent calls are merged into batches.
 
-    A request waits until `most` rows are there, or the oldest has waited `wait` seconds; then all that wait, and agree
-    in all sizes but the first, are one call, in the order in which they came. Every input and output must have the same
-    symbolic dimension first, the batch, and nowhere else, and no input may be donated. That a row of the results
-    depends on that row of the inputs alone is what you say by using this class: nothing here can know it.
+    A request waits until `most` rows are pending, or the oldest request has waited `wait` seconds. Then all pending
+    requests that agree in every size except the first become one call, in submission order. Every input and output must
+    have the same symbolic dimension first, the batch, and nowhere else, and no input may be donated. By using this
+    class you assert that a row of the results depends only on the same row of the inputs: this cannot be checked.
 
-    Results of one call are parts of one array. A request that makes its call fail fails alone. Use it in a `with`
-    statement, or call `close`, which waits for what was submitted.
+    The results of one call are slices of one array. A request that makes its call fail fails alone: the others run
+    again one by one. Use the object in a `with` statement, or call `close`, which waits for all submitted requests.
     """
 
     def __init__(self, model: Model, most: int = 32, wait: float = 0.002, threads: int | None = None) -> None:
-        """threads is as for `Model.run`. Raises InputError for a model without such a dimension, and for other numbers
-        than most >= 1 and 0 <= wait."""
-        self.batch = _batch_dimension(model.manifest)
-        most = whole_number(most, "most", 1, 2**31)
+        """Start batching calls of a model.
+
+        Args:
+            model: The model to call.
+            most: Largest number of rows in a call, at least 1.
+            wait: Longest time in seconds that a request waits for others, at least 0.
+            threads: Number of threads of a call, as for `Model.run`.
+
+        Raises:
+            InputError: The model lacks a batch dimension, or an argument is out of range.
+        """
+        self.batch = _find_batch_dimension(model.manifest)
+        max_rows = check_integer(most, "most", 1, 2**31)
         if not 0 <= wait < float("inf"):
             raise InputError(f"wait must be a number of seconds from 0 on, not {wait!r}.")
-        most = min(most, model.manifest.ranges.get(self.batch, (1, most))[1])
+        max_rows = min(max_rows, model.manifest.ranges.get(self.batch, (1, max_rows))[1])
         self._names = [spec.name for spec in model.inputs]
-        self._background = Background("Batching", _Groups(model, most, wait, checked_threads(threads)).tasks)
+        self._background = BackgroundThread(
+            "Batching", _RequestGrouper(model, max_rows, wait, check_threads(threads)).tasks
+        )
 
     def submit(self, inputs: Arrays) -> Future[dict[str, Any]]:
-        """A future of the outputs by name, for NumPy's arrays by input name; what `Model.run` raises, it raises.
+        """Queue a call, and return a future of its outputs by name.
 
-        The arrays must stay as they are until then. Raises InputError for other arrays, and once closed.
+        Args:
+            inputs: NumPy arrays by input name. They must not be modified before the future is done.
+
+        Returns:
+            A future of the outputs by name. It raises whatever `Model.run` raises.
+
+        Raises:
+            InputError: An array is not a NumPy array, or this object is closed.
         """
         for name, array in inputs.items():
             if not isinstance(array, np.ndarray):
                 raise InputError(f"input '{name}' is a {type(array).__name__}: batching takes NumPy's arrays.")
-        arrays, kind = dict(inputs), self._kind(inputs)
-        return self._background.submit(lambda answer: _Request(arrays, *kind, answer))
+        arrays, key = dict(inputs), self._read_key(inputs)
+        return self._background.submit(lambda answer: _BatchRequest(arrays, *key, answer))
 
     def run(self, inputs: Arrays) -> dict[str, Any]:
-        """The outputs by name, waited for."""
+        """Return the outputs by name, after waiting for them."""
         return self.submit(inputs).result()
 
     def close(self) -> None:
-        """Waits for all that was submitted."""
+        """Wait for all submitted requests."""
         self._background.close()
 
     def __enter__(self) -> Batching:
@@ -85,48 +103,48 @@ class Batching:
     ) -> None:
         self.close()
 
-    def _kind(self, inputs: Arrays) -> tuple[Any, int]:
-        """What a request must share with others to be one call, and its rows."""
+    def _read_key(self, inputs: Arrays) -> tuple[Any, int]:
+        """Return the key that requests of one call must share, and the number of rows."""
         arrays = [inputs[name] for name in self._names if name in inputs]
         rows = {int(array.shape[0]) if array.ndim else -1 for array in arrays}
         if len(inputs) != len(self._names) or len(arrays) != len(inputs) or len(rows) > 1 or -1 in rows:
-            return None, 1  # the model says what is wrong
+            return None, 1  # the model's own error is precise
         return tuple((array.dtype, array.shape[1:]) for array in arrays), rows.pop()
 
 
-class _Groups:
-    """Requests that wait become one call, and that tasks: an answer each."""
+class _RequestGrouper:
+    """Merges pending requests into calls, and calls into tasks that each set one future."""
 
-    def __init__(self, model: Model, most: int, wait: float, threads: int | None) -> None:
-        self._model, self._most, self._wait, self._threads = model, most, wait, threads
+    def __init__(self, model: Model, max_rows: int, max_wait: float, threads: int | None) -> None:
+        self._model, self._max_rows, self._max_wait, self._threads = model, max_rows, max_wait, threads
 
-    def tasks(self, first: _Request, worker: Worker) -> list[Task]:
-        group = [r for r in self._group(first, worker) if r.future.set_running_or_notify_cancel()]
+    def tasks(self, first: _BatchRequest, worker: Worker) -> list[Task]:
+        group = [r for r in self._collect_group(first, worker) if r.future.set_running_or_notify_cancel()]
         if len(group) > 1:
             try:
-                outputs = self._together(group)
-            except BaseException:  # one of them is to blame: each for itself
+                outputs = self._run_batch(group)
+            except BaseException:  # one of them is the cause: run each alone
                 pass
             else:
                 return [partial(r.future.set_result, answer) for r, answer in zip(group, outputs)]
         return [partial(r.future.compute, self._model.run, r.inputs, self._threads) for r in group]
 
-    def _group(self, first: _Request, worker: Worker) -> list[_Request]:
-        """The requests that are one call with the first."""
+    def _collect_group(self, first: _BatchRequest, worker: Worker) -> list[_BatchRequest]:
+        """Return the requests to merge with the first one, which is included."""
         group, rows = [first], first.rows
-        while first.key is not None and rows < self._most:
+        while first.key is not None and rows < self._max_rows:
             try:
-                found = worker.take(first.since + self._wait - time.monotonic())
+                candidate = worker.take(first.since + self._max_wait - time.monotonic())
             except queue.Empty:
                 break
-            if found is None or found.key != first.key or rows + found.rows > self._most:
-                worker.put_back(found)
+            if candidate is None or candidate.key != first.key or rows + candidate.rows > self._max_rows:
+                worker.put_back(candidate)
                 break
-            group.append(found)
-            rows += found.rows
+            group.append(candidate)
+            rows += candidate.rows
         return group
 
-    def _together(self, group: list[_Request]) -> list[dict[str, Any]]:
+    def _run_batch(self, group: list[_BatchRequest]) -> list[dict[str, Any]]:
         inputs = {name: np.concatenate([request.inputs[name] for request in group]) for name in group[0].inputs}
         outputs = self._model.run(inputs, self._threads)
         ends = np.cumsum([request.rows for request in group])
@@ -134,19 +152,22 @@ class _Groups:
         return [{name: array[a:b] for name, array in outputs.items()} for a, b in zip(begins, ends)]
 
 
-def _batch_dimension(manifest: Manifest) -> str:
-    """The dimension that all inputs and outputs have first, and nowhere else. Raises InputError where there is none."""
+def _find_batch_dimension(manifest: Manifest) -> str:
+    """Return the dimension that every input and output has first, and nowhere else.
+
+    Raises InputError if there is none.
+    """
     lists = (*manifest.input_lists, *manifest.output_lists)
     if lists:
         raise InputError(
             f"'{lists[0].name}' is a list of arrays or None, and calls are joined along one axis of arrays."
         )
     tensors = (*manifest.inputs, *manifest.outputs)
-    firsts = {tensor.dims[0] if tensor.dims else None for tensor in tensors}
-    batch = firsts.pop() if len(firsts) == 1 else None
+    leading_dims = {tensor.dims[0] if tensor.dims else None for tensor in tensors}
+    batch = leading_dims.pop() if len(leading_dims) == 1 else None
     if not isinstance(batch, str) or any(batch in map(str, tensor.dims[1:]) for tensor in tensors):
-        said = "; ".join(map(str, tensors))
-        raise InputError(f"no symbolic dimension comes first, and only there, in every input and output: {said}.")
+        specs_text = "; ".join(map(str, tensors))
+        raise InputError(f"no symbolic dimension comes first, and only there, in every input and output: {specs_text}.")
     if manifest.donated:
         raise InputError(f"inputs are donated ({', '.join(manifest.donated)}), and a call of several has none of them.")
     return batch

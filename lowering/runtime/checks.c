@@ -1,15 +1,15 @@
-/* What a model asserts of data and sizes while it runs: packed functions that generated code calls, linked into every
- * model.so. Each returns its first argument, so that what needs the check is what reads its result, or raises an error
- * whose text names the ONNX node. None allocates unless it fails.
- */
+/* Runtime checks of data and sizes: packed functions that generated code calls, linked into every model.so. Each check
+ * returns its first argument, so that the consumer of the checked value depends on it, or raises an error that names
+ * the ONNX node. A check allocates only if it fails. */
 #define _GNU_SOURCE
 #pragma GCC optimize("O3") /* vectorizes loops of unknown length */
 #include "checks.h"
 
 /* -- indices ------------------------------------------------------------------------------------------------------ */
 
-/* Whether an element is below `low` or not below `high`: then the sign bit of one of the differences is set, and loops
- * over them need no branch. Differences wrap: what is so far outside that one does has the other's sign bit set. */
+/* Return whether an element is less than `low` or greater than `last`: then one of the differences has its sign bit
+ * set, and the loop needs no branch. Differences wrap around: if an element is so far outside that one difference does,
+ * the other one has its sign bit set. */
 #define SCAN(type)                                                                                   \
     static int outside_##type(const type* data, int64_t count, uint64_t low, uint64_t last) {         \
         uint64_t signs = 0;                                                                            \
@@ -39,7 +39,7 @@ static int any_outside(const DLTensor* tensor, int64_t count, int64_t low, int64
     }
 }
 
-/* Line k of a text. */
+/* Return line k of a text. */
 static TVMFFIByteArray line(TVMFFIByteArray text, size_t k) {
     for (;; --k) {
         const char* end = memchr(text.data, '\n', text.size);
@@ -50,18 +50,18 @@ static TVMFFIByteArray line(TVMFFIByteArray text, size_t k) {
     }
 }
 
-static int refuse_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t at, size_t k, int64_t low,
+static int reject_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t at, size_t k, int64_t low,
                         int64_t last) {
-    int64_t place[64], rest = at;
+    int64_t position[64], rest = at;
     for (int axis = tensor->ndim - 1; axis >= 0 && axis < 64; --axis) {
-        place[axis] = rest % tensor->shape[axis];
+        position[axis] = rest % tensor->shape[axis];
         rest /= tensor->shape[axis];
     }
     Message message = {.length = 0};
     say_text(&message, text_of(&args[3]));
     say(&message, " holds %" PRId64, element(tensor, at));
     if (tensor->ndim > 0) say(&message, " at ");
-    if (tensor->ndim > 0) say_sizes(&message, place, tensor->ndim);
+    if (tensor->ndim > 0) say_sizes(&message, position, tensor->ndim);
     say(&message, ", and ");
     say_text(&message, line(text_of(&args[4]), k));
     if (last < low) {
@@ -73,8 +73,8 @@ static int refuse_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t a
 }
 
 /* lowering_check_indices(indices, bounds, from_the_back, name, bounded) -> indices
- * Element i must be less than bounds[i mod count], and not negative or, if from_the_back, at least minus that. name
- * says whose indices they are, line k of `bounded` what bounds[k] is the size of. */
+ * Element i must be less than bounds[i mod count], and at least 0 or, with from_the_back, at least minus that bound.
+ * name describes the indices, and line k of `bounded` describes the dimension of size bounds[k]. */
 CHECK(check_indices) {
     (void)self, (void)count;
     const DLTensor* tensor = tensor_of(&args[0]);
@@ -89,7 +89,7 @@ CHECK(check_indices) {
     for (int64_t i = 0, k = 0; i < volume; ++i) {
         const int64_t index = element(tensor, i), last = bounds->data[k] - 1;
         const int64_t low = from_the_back ? -bounds->data[k] : 0;
-        if (index < low || index > last) return refuse_index(args, tensor, i, (size_t)k, low, last);
+        if (index < low || index > last) return reject_index(args, tensor, i, (size_t)k, low, last);
         k = k + 1 == (int64_t)bounds->size ? 0 : k + 1;
     }
     return pass(&args[0], result);
@@ -97,12 +97,12 @@ CHECK(check_indices) {
 
 /* -- sizes -------------------------------------------------------------------------------------------------------- */
 
-/* No dimension is larger; the compiler counts on it. */
+/* The largest dimension, which the compiler relies on. */
 static const int64_t LARGEST = INT64_C(1) << 40;
 
 /* lowering_check_sizes(sizes, others, itemsize, name) -> sizes
- * Sizes that come from data: none is negative, and a tensor that has these dimensions and the others fits in the memory
- * of the machine. itemsize 0: they are no dimensions of one tensor. name says whose sizes they are. */
+ * Check sizes computed from data: none is negative, and a tensor with these and the other dimensions fits into the
+ * memory of the machine. With itemsize 0 they are not dimensions of a single tensor. name describes the sizes. */
 CHECK(check_sizes) {
     (void)self, (void)count;
     const TVMFFIShapeCell *sizes = shape_of(&args[0]), *others = shape_of(&args[1]);
@@ -130,7 +130,7 @@ CHECK(check_sizes) {
 }
 
 /* lowering_check(value, numbers, text) -> value
- * Raises the text if numbers[0] is 0; each {} in it stands for one of the further numbers. */
+ * Raise an error with the text if numbers[0] is 0. Each {} in the text is replaced by one of the further numbers. */
 CHECK(check) {
     (void)self, (void)count;
     const TVMFFIShapeCell* numbers = shape_of(&args[1]);
@@ -138,9 +138,9 @@ CHECK(check) {
     Message message = {.length = 0};
     TVMFFIByteArray text = text_of(&args[2]);
     for (size_t k = 1; k < numbers->size; ++k) {
-        const char* place = memmem(text.data, text.size, "{}", 2);
-        if (place == NULL) break;
-        const size_t before = (size_t)(place - text.data);
+        const char* position = memmem(text.data, text.size, "{}", 2);
+        if (position == NULL) break;
+        const size_t before = (size_t)(position - text.data);
         say_text(&message, (TVMFFIByteArray){text.data, before});
         say(&message, "%" PRId64, numbers->data[k]);
         text.data += before + 2;
@@ -151,8 +151,8 @@ CHECK(check) {
 }
 
 /* lowering_match_shape(value, heap, rank, code 0, operand 0, code 1, ..., name)
- * vm.builtin.match_shape of TVM, whose errors name no node: dimension k must equal a number (code 0) or an entry of the
- * heap of sizes (code 3), or becomes one (code 1), or is not looked at (code 2). */
+ * Replacement of TVM's vm.builtin.match_shape, whose errors do not name the node. Dimension k must equal a number (code
+ * 0) or an entry of the heap of sizes (code 3), is stored in the heap (code 1), or is ignored (code 2). */
 CHECK(match_shape) {
     (void)self;
     enum { EQUALS_NUMBER = 0, STORE = 1, EQUALS_ENTRY = 3 };
@@ -160,7 +160,7 @@ CHECK(match_shape) {
     const int64_t* shape = is_shape ? shape_of(&args[0])->data : tensor_of(&args[0])->shape;
     const int64_t rank = is_shape ? (int64_t)shape_of(&args[0])->size : tensor_of(&args[0])->ndim;
     int64_t* heap = args[1].type_index == kTVMFFINone ? NULL : tensor_of(&args[1])->data;
-    const TVMFFIAny* codes = args + 3;
+    const TVMFFIAny* pairs = args + 3;
     result->type_index = kTVMFFINone;
     result->v_int64 = 0;
     if (rank != args[2].v_int64) {
@@ -170,14 +170,14 @@ CHECK(match_shape) {
         return fail(&message);
     }
     for (int64_t k = 0; k < rank; ++k) {
-        const int64_t code = codes[2 * k].v_int64, operand = codes[2 * k + 1].v_int64;
+        const int64_t code = pairs[2 * k].v_int64, operand = pairs[2 * k + 1].v_int64;
         if (code == STORE) heap[operand] = shape[k];
         if (code != EQUALS_NUMBER && code != EQUALS_ENTRY) continue;
-        const int64_t wanted = code == EQUALS_NUMBER ? operand : heap[operand];
-        if (shape[k] == wanted) continue;
+        const int64_t expected = code == EQUALS_NUMBER ? operand : heap[operand];
+        if (shape[k] == expected) continue;
         Message message = {.length = 0};
         say_text(&message, text_of(&args[count - 1]));
-        say(&message, "; its size along axis %" PRId64 " is %" PRId64 ", not %" PRId64 ".", k, shape[k], wanted);
+        say(&message, "; its size along axis %" PRId64 " is %" PRId64 ", not %" PRId64 ".", k, shape[k], expected);
         return fail(&message);
     }
     return 0;

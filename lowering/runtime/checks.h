@@ -1,4 +1,4 @@
-/* What all checks share: their arguments and results, integers of tensors, and errors. */
+/* Arguments, results, integers of tensors, and errors of all checks. */
 #ifndef LOWERING_CHECKS_H
 #define LOWERING_CHECKS_H
 
@@ -16,7 +16,7 @@
 
 /* -- arguments and results ---------------------------------------------------------------------------------------- */
 
-/* What stands behind the header of an object. */
+/* Return the data after the header of an object. */
 static inline const void* content(const TVMFFIAny* value) { return (const char*)value->v_ptr + sizeof(TVMFFIObject); }
 
 static inline const DLTensor* tensor_of(const TVMFFIAny* value) {

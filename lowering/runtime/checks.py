@@ -1,4 +1,4 @@
-"""What must hold before an artifact is loaded; each refusal is one plain sentence."""
+"""Checks that must pass before an artifact is loaded. Each rejection is one plain sentence."""
 
 from __future__ import annotations
 
@@ -25,59 +25,62 @@ from ..manifest import (
     block_digests,
     digest,
 )
-from .files import Files
-from .rules import contradictions
+from .files import ArtifactFiles
+from .manifest_rules import find_contradictions
 from .signature import VerifyingKey, verify
 
 # e_machine of the ELF header, by platform.machine().
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
-_SIGNATURE = 64  # bytes of one
+_SIGNATURE_BYTES = 64
 
 SMALL = 2**30
-"""Bytes of weights of which every load looks at all."""
-_SAMPLED = 2**8  # blocks of more
+"""Weights of at most so many bytes are checked completely at every load."""
+_SAMPLED = 2**8  # blocks that are checked of larger weights
 
 
-def whole_number(value: Any, name: str, least: int, most: int) -> int:
-    """The Python int equal to `value`, which may be NumPy's. Raises InputError for other types and out of bounds."""
+def check_integer(value: Any, name: str, minimum: int, maximum: int) -> int:
+    """Return the Python int equal to `value`, which may be a NumPy integer.
+
+    Raises InputError for other types and for values out of bounds.
+    """
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or not least <= number <= most:
-        raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}.")
+    if number is None or not minimum <= number <= maximum:
+        raise InputError(f"{name} must be a whole number from {minimum} to {maximum}, not {value!r}.")
     return number
 
 
-def check_dimensions(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises InputError for a name that is none of the symbolic dimensions of the inputs."""
-    names = sorted(known)
-    for name in given:
+def check_dimensions(requested: Iterable[str], symbolic: Iterable[str]) -> None:
+    """Raise InputError for a name that is not a symbolic dimension of the inputs."""
+    names = sorted(symbolic)
+    for name in requested:
         if name not in names:
             raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.")
 
 
-def check_fixed(given: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Raises InputError for another size of a dimension than the one that `compile` fixed it to."""
+def check_fixed_dimensions(sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> None:
+    """Raise InputError if a size differs from the one that `compile` fixed the dimension to."""
     for name, (low, high) in ranges.items():
-        if low == high and (size := given.get(name, low)) != low:
+        if low == high and (size := sizes.get(name, low)) != low:
             raise InputError(
                 f"dimension '{name}' was fixed to {low} when the model was compiled, and is not {size}: leave it out, "
                 f"or compile the model again with --dim {shlex.quote(f'{name}={size}')}."
             )
 
 
-def checked_threads(threads: Any) -> int | None:
-    """The number of threads of a call, None for the CPUs that its thread may use. Raises InputError."""
-    return None if threads is None else whole_number(threads, "threads", 1, MOST_THREADS)
+def check_threads(threads: Any) -> int | None:
+    """Return the number of threads of a call; None means all CPUs available to its thread. Raises InputError."""
+    return None if threads is None else check_integer(threads, "threads", 1, MOST_THREADS)
 
 
-def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
-    """The manifest of an artifact of this format, unchanged since it was written.
+def read_manifest(files: ArtifactFiles, key: VerifyingKey | None = None) -> Manifest:
+    """Return the manifest of an artifact of this format, unchanged since it was written.
 
-    With a key its signature is verified before anything else is believed.
+    With a key, the signature is verified before anything else is trusted. Raises ArtifactError.
     """
     path = files.folder / FILE
     if FILE not in files:
@@ -86,16 +89,16 @@ def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
     if key is not None:
         if SIGNATURE not in files:
             raise ArtifactError(f"'{files.folder}' is not signed: it has no {SIGNATURE}.")
-        verify(text, files.read(SIGNATURE, count=_SIGNATURE + 1), key, files.folder)
+        verify(text, files.read(SIGNATURE, count=_SIGNATURE_BYTES + 1), key, files.folder)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"'{path}' cannot be read: {error}.") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT:
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
         raise ArtifactError(
-            f"'{files.folder}' has artifact format {str(found)[:20]}{_age(found)}, and this version of onnx-lowering "
-            f"reads format {FORMAT}: {_remedy(found)}compile the model again."
+            f"'{files.folder}' has artifact format {str(version)[:20]}{_compare_format(version)}, and this version of "
+            f"onnx-lowering reads format {FORMAT}: {_explain_upgrade(version)}compile the model again."
         )
     try:
         manifest = Manifest.from_dict(data)
@@ -103,27 +106,28 @@ def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
         raise ArtifactError(f"'{path}' is damaged: {error}. Compile the model again.") from error
     if manifest.hashes.get(FILE) != manifest.digest():
         raise ArtifactError(f"'{path}' has been changed since it was written: compile the model again.")
-    wrong = next(contradictions(manifest), None)
-    if wrong is not None:
-        raise ArtifactError(f"'{path}' is damaged: it says that {wrong}. Compile the model again.")
+    contradiction = next(find_contradictions(manifest), None)
+    if contradiction is not None:
+        raise ArtifactError(f"'{path}' is damaged: it says that {contradiction}. Compile the model again.")
     return manifest
 
 
-def _age(found: Any) -> str:
-    """How the format of an artifact compares with the one that is read."""
-    if type(found) is not int:
+def _compare_format(version: Any) -> str:
+    """Return whether an artifact's format is older or newer than the one that is read."""
+    if type(version) is not int:
         return ""
-    return ", which is older" if found < FORMAT else ", which is newer"
+    return ", which is older" if version < FORMAT else ", which is newer"
 
 
-def _remedy(found: Any) -> str:
-    return "install a newer one, or " if type(found) is int and found > FORMAT else ""
+def _explain_upgrade(version: Any) -> str:
+    return "install a newer one, or " if type(version) is int and version > FORMAT else ""
 
 
-def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:
-    """The contents of all files but the weights and the manifest, which are there and as it was written with them.
+def check_files(files: ArtifactFiles, manifest: Manifest) -> dict[str, bytes]:
+    """Return the contents of all files except weights and manifest, which must match their digests.
 
-    Of weights, that they are there: `check_weights` is for what has been read of them. Raises ArtifactError.
+    Of the weights only the file size is checked here: `check_weights` checks the bytes that were read. Raises
+    ArtifactError.
     """
     for name in manifest.hashes:
         if name not in files:
@@ -132,9 +136,9 @@ def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:
     contents = {name: files.read(name) for name in manifest.hashes if name not in (FILE, WEIGHTS)}
     for name, content in contents.items():
         if digest(content) != manifest.hashes[name]:
-            raise _changed(files, name)
+            raise _create_changed_error(files, name)
     if WEIGHTS in manifest.hashes:
-        weights = [weight for part in manifest.parts() for weight in part.weights]
+        weights = [weight for model in manifest.parts() for weight in model.weights]
         size, needed = files.size(WEIGHTS), max((w.offset + w.nbytes for w in weights), default=0)
         if size < needed:
             raise ArtifactError(
@@ -145,24 +149,28 @@ def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:
 
 
 def check_weights(
-    files: Files, manifest: Manifest, size: int, read: Callable[[int, int], bytes | memoryview], whole: bool
+    files: ArtifactFiles,
+    manifest: Manifest,
+    size: int,
+    read: Callable[[int, int], bytes | memoryview],
+    is_full_check: bool,
 ) -> None:
-    """Raises ArtifactError unless weights of `size` bytes are those that the manifest was written with.
+    """Raise ArtifactError unless weights of `size` bytes match the digests in the manifest.
 
-    read(position, count) gives bytes. Unless `whole`, of more than SMALL bytes only some blocks are looked at, the
-    first and the last among them.
+    read(position, count) returns bytes. Without `is_full_check`, only a sample of blocks is checked of weights larger
+    than SMALL bytes. The sample includes the first and the last block.
     """
     count = -(-size // BLOCK)
     if count != len(manifest.weights_blocks):
-        raise _changed(files, WEIGHTS, f"it has {size} bytes")
-    step = 1 if whole or size <= SMALL else -(-count // _SAMPLED)
+        raise _create_changed_error(files, WEIGHTS, f"it has {size} bytes")
+    step = 1 if is_full_check or size <= SMALL else -(-count // _SAMPLED)
     blocks = sorted({*range(0, count, step), *range(count)[-1:]})
-    for block, found in zip(blocks, block_digests(size, read, blocks)):
-        if found != manifest.weights_blocks[block]:
-            raise _changed(files, WEIGHTS, f"something from byte {block * BLOCK} on differs")
+    for block, digest_of_block in zip(blocks, block_digests(size, read, blocks)):
+        if digest_of_block != manifest.weights_blocks[block]:
+            raise _create_changed_error(files, WEIGHTS, f"something from byte {block * BLOCK} on differs")
 
 
-def _changed(files: Files, name: str, what: str = "") -> ArtifactError:
+def _create_changed_error(files: ArtifactFiles, name: str, what: str = "") -> ArtifactError:
     return ArtifactError(
         f"'{files.folder / name}' is not the file that {FILE} was written with{what and f' ({what})'}: "
         "copy the whole folder, or compile the model again."
@@ -170,7 +178,7 @@ def _changed(files: Files, name: str, what: str = "") -> ArtifactError:
 
 
 def check_versions(manifest: Manifest) -> None:
-    """Raises ArtifactError if the installed runtime speaks another binary interface than the artifact was built for.
+    """Raise ArtifactError if the installed runtime has another binary interface than the artifact's.
 
     Both packages change it with the minor version (tvm-ffi: "0.X.Y where X breaks the C ABI").
     """
@@ -185,31 +193,37 @@ def check_versions(manifest: Manifest) -> None:
 
 
 def check_version(manifest: Manifest, package: str, installed: str) -> None:
-    """Raises ArtifactError unless the artifact accepts that version of a package: it does where the first two numbers
-    are those of the version that it was built with."""
-    wanted = manifest.versions.get(package)
-    if wanted is not None and wanted.split(".")[:2] != installed.split(".")[:2]:
+    """Raise ArtifactError unless the artifact accepts that version of a package.
+
+    It does if the first two numbers equal those of the version that it was built with.
+    """
+    required = manifest.versions.get(package)
+    if required is not None and required.split(".")[:2] != installed.split(".")[:2]:
         raise ArtifactError(
-            f"the artifact was built with {package} {wanted} and {installed} is installed: "
-            f"install {package}=={wanted}, or compile the model again."
+            f"the artifact was built with {package} {required} and {installed} is installed: "
+            f"install {package}=={required}, or compile the model again."
         )
 
 
 def check_machine(code: bytes, features: Sequence[str], target: str, what: str, remedy: str) -> None:
-    """Raises ArtifactError if this machine cannot run the code of `what`: another architecture, or missing CPU
-    features."""
-    machine = int.from_bytes(code[18:20], "little")
+    """Raise ArtifactError if this machine cannot run the code of `what`.
+
+    The reason is another architecture, or missing CPU features.
+    """
+    elf_machine = int.from_bytes(code[18:20], "little")
     here = platform.machine()
-    if machine != _ELF_MACHINES.get(here):
-        built = next((name for name, number in _ELF_MACHINES.items() if number == machine), f"machine {machine}")
-        raise ArtifactError(f"{what} was built for {built} ({target}) and this machine is {here}.")
+    if elf_machine != _ELF_MACHINES.get(here):
+        built_for = next(
+            (name for name, number in _ELF_MACHINES.items() if number == elf_machine), f"machine {elf_machine}"
+        )
+        raise ArtifactError(f"{what} was built for {built_for} ({target}) and this machine is {here}.")
     missing = [f for f in features if f not in cpu_flags()]
     if missing:
         raise ArtifactError(f"{what} was built for a CPU with {', '.join(missing)}, which this one lacks: {remedy}")
 
 
-def check_room(slots: SlotCaches, length: Any, rows: int) -> None:
-    """Raises InputError for rows that the caches have no slots for."""
+def check_slot_capacity(slots: SlotCaches, length: Any, rows: int) -> None:
+    """Raise InputError if the new rows exceed the slots of the caches."""
     used = int(length)
     if used < 0 or used + rows > slots.capacity:
         raise InputError(

@@ -1,4 +1,4 @@
-"""A copy of an artifact that is open."""
+"""Copy an open artifact."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 from ..errors import ArtifactError
 from ..manifest import FILE, SIGNATURE, WEIGHTS, Manifest
 from .checks import check_files, check_weights, read_manifest
-from .files import Files
+from .files import ArtifactFiles
 
 
-def copy_artifact(files: Files, manifest: Manifest, target: Path, signature: bytes | None = None) -> None:
-    """Writes what the artifact of that manifest holds to the empty folder `target`; the signature that is there stays,
-    unless another is given. Raises ArtifactError where the files were written to since, and OSError.
+def copy_artifact(files: ArtifactFiles, manifest: Manifest, target: Path, signature: bytes | None = None) -> None:
+    """Write the artifact of that manifest to the empty folder `target`.
+
+    An existing signature is copied, unless another one is given. Raises ArtifactError if the files were written to
+    since the artifact was opened, and OSError.
     """
     text = files.read(FILE)
     if signature is None:

@@ -1,4 +1,4 @@
-"""Which tokens a decoder's caches hold, and what a model is told of it: lengths, masks, positions, slots."""
+"""Progress of a decoder: the tokens in its caches, and the lengths, masks, positions and slots for a call."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class SharedProgress:
-    """All sequences have the same number of slots, padding included. seen is [B, length] of 0 and 1.
+    """Progress of sequences that all have the same number of slots, padding included.
 
-    past_length, mask and positions are what the last call's inputs hold.
+    seen is [B, length] of 0 and 1. past_length, mask and positions are the inputs of the last call.
     """
 
     seen: np.ndarray | None = None
     new: int = 0
 
-    def after(self, counts: np.ndarray, capacity: int) -> SharedProgress:
-        """Return what has been read after a call of which `counts`, int [B, S], says which tokens are not padding.
+    def advance(self, counts: np.ndarray, capacity: int) -> SharedProgress:
+        """Return the progress after a call, whose `counts`, int [B, S], mark the tokens that are not padding.
 
-        The model itself refuses tokens beyond the capacity. Raises InputError for another batch.
+        The model itself rejects tokens beyond the capacity. Raises InputError for another batch size.
         """
         seen = np.zeros((len(counts), 0), np.int64) if self.seen is None else self.seen
         _check_batch(seen, counts)
         return SharedProgress(np.concatenate([seen, counts], axis=1), counts.shape[1])
 
     def check_rings(self, capacity: int) -> None:
-        """Raise InputError where rings would be written in vain, or would lose tokens that a window has.
+        """Raise InputError if ring writes would exceed the capacity, or overwrite tokens inside a window.
 
-        A window of so many tokens is one of so many slots only where no padding lies between them.
+        A window of n tokens covers n slots only if no padding lies between the tokens.
         """
         assert self.seen is not None
         if self.length > capacity:
@@ -64,32 +64,35 @@ class SharedProgress:
     def positions(self) -> np.ndarray:
         return np.maximum(self.mask.cumsum(axis=1) - 1, 0)[:, self.length - self.new :]
 
-    def reordered(self, rows: np.ndarray) -> SharedProgress:
-        """Return what has been read once each sequence b goes on from sequence rows[b]."""
+    def reorder(self, rows: np.ndarray) -> SharedProgress:
+        """Return the progress after each sequence b continues from sequence rows[b]."""
         return SharedProgress(None if self.seen is None else self.seen[rows], self.new)
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows of tokens, [B, S, ...], in the order in which the model takes them."""
+        """Return rows of tokens, [B, S, ...], in the order that the model expects."""
         return rows
 
-    restore = arrange  # the other way round
+    restore = arrange  # the inverse
 
 
 @dataclass(frozen=True)
 class SequenceProgress:
-    """Each sequence has slots of its own, without padding: lengths is int64 [B].
+    """Progress of sequences that each have slots of their own, without padding: lengths is int64 [B].
 
-    Padding of a call goes behind its tokens. The slots that it takes are written again by the next call.
+    Padding in a call goes after its tokens. The next call overwrites the slots that it takes.
     """
 
     lengths: np.ndarray | None = None
     counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def check_rings(self, capacity: int) -> None:
-        """Do nothing: caches that a model writes itself are not rings."""
+        """Do nothing: caches that the model itself writes are never rings."""
 
-    def after(self, counts: np.ndarray, capacity: int) -> SequenceProgress:
-        """As of SharedProgress. Raises InputError where slots run out, or where padding is on the right."""
+    def advance(self, counts: np.ndarray, capacity: int) -> SequenceProgress:
+        """Return the progress after a call, as SharedProgress does.
+
+        Raises InputError if slots run out, or if padding is on the right.
+        """
         lengths = np.zeros(len(counts), np.int64) if self.lengths is None else self.lengths
         _check_batch(lengths, counts)
         if (np.diff(counts, axis=1) < 0).any():
@@ -113,7 +116,7 @@ class SequenceProgress:
 
     @property
     def ends(self) -> np.ndarray:
-        """Causal rows end here, so that those of padding count too: no token sees them."""
+        """The ends of causal rows, padding rows included: no token attends to those."""
         return self.starts + self.counts.shape[1]
 
     @property
@@ -124,17 +127,17 @@ class SequenceProgress:
     def mask(self) -> np.ndarray:
         return (np.arange(self.ends.max(initial=0)) < self.ends[:, None]).astype(np.int64)
 
-    def reordered(self, rows: np.ndarray) -> SequenceProgress:
-        """As of SharedProgress."""
+    def reorder(self, rows: np.ndarray) -> SequenceProgress:
+        """Return the progress after each sequence b continues from sequence rows[b]."""
         return SequenceProgress(None if self.lengths is None else self.lengths[rows], self.counts[rows])
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
-        return self._rolled(rows, -1)
+        return self._roll_padding(rows, -1)
 
     def restore(self, rows: np.ndarray) -> np.ndarray:
-        return self._rolled(rows, 1)
+        return self._roll_padding(rows, 1)
 
-    def _rolled(self, rows: np.ndarray, direction: int) -> np.ndarray:
+    def _roll_padding(self, rows: np.ndarray, direction: int) -> np.ndarray:
         padding = (self.counts == 0).sum(axis=1)
         if not padding.any():
             return rows
@@ -148,6 +151,6 @@ class SequenceProgress:
 Progress: TypeAlias = SharedProgress | SequenceProgress
 
 
-def _check_batch(before: np.ndarray, counts: np.ndarray) -> None:
-    if len(before) != len(counts):
-        raise InputError(f"the decoder holds {len(before)} sequences and was given {len(counts)}. Call reset().")
+def _check_batch(rows: np.ndarray, counts: np.ndarray) -> None:
+    if len(rows) != len(counts):
+        raise InputError(f"the decoder holds {len(rows)} sequences and was given {len(counts)}. Call reset().")

@@ -1,4 +1,4 @@
-"""Rows of arrays, one for each sequence of a decoder: gathered into new arrays, or in place."""
+"""Rows of arrays, one per sequence of a decoder: gather them into new arrays, or reorder them in place."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from typing import Any
 
 import numpy as np
 
-from .inputs import plain_array
-from .tensors import Tensor, copy_to, empty_like, row_of
+from .inputs import to_numpy_array
+from .tensors import Tensor, allocate_rows, copy_to, view_row
 
 
-def gathered(array: Any, rows: np.ndarray) -> Any:
-    """Return a new array of those rows of a NumPy array or a tensor."""
+def gather_rows(array: Any, rows: np.ndarray) -> Any:
+    """Return a new array with the given rows of a NumPy array or a tensor."""
     if not isinstance(array, Tensor):
-        return plain_array(array, "an array of a source")[rows]
-    result = empty_like(array, len(rows))
+        return to_numpy_array(array, "an array of a source")[rows]
+    result = allocate_rows(array, len(rows))
     for target, source in enumerate(rows.tolist()):
-        copy_to(row_of(array, source), row_of(result, target))
+        copy_to(view_row(array, source), view_row(result, target))
     return result
 
 
-class Reordering:
-    """Rows of arrays in another order, in place: row b becomes what row `rows[b]` was.
+class RowReordering:
+    """Reorders rows of arrays in place: row b becomes the former row `rows[b]`.
 
-    One tensor of a GPU beside each kind of array holds rows on their way.
+    On a GPU, one tensor for each shape and type buffers the rows during a reordering.
     """
 
     def __init__(self) -> None:
-        self._beside: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def apply(self, array: Any, rows: np.ndarray, length: int | None) -> None:
-        """Reorder an array [B, ...], or of [B, H, N, D] only the first `length` along N where one is given."""
-        (moved,) = np.nonzero(rows != np.arange(len(rows)))
+        """Reorder an array [B, ...]. With a `length`, reorder only the first `length` of N in an array [B, H, N, D]."""
+        (changed_rows,) = np.nonzero(rows != np.arange(len(rows)))
         if not isinstance(array, Tensor):
-            part = array if length is None else array[:, :, :length]
-            part[moved] = part[rows[moved]]
+            prefix = array if length is None else array[:, :, :length]
+            prefix[changed_rows] = prefix[rows[changed_rows]]
             return
         key = str(array.dtype), tuple(array.shape)
-        if key not in self._beside:
-            self._beside[key] = empty_like(array, len(rows))
-        beside = self._beside[key]
-        for target in moved.tolist():
-            copy_to(row_of(array, int(rows[target])), row_of(beside, target))
-        for target in moved.tolist():
-            copy_to(row_of(beside, target), row_of(array, target))
+        if key not in self._buffers:
+            self._buffers[key] = allocate_rows(array, len(rows))
+        buffer = self._buffers[key]
+        for target in changed_rows.tolist():
+            copy_to(view_row(array, int(rows[target])), view_row(buffer, target))
+        for target in changed_rows.tolist():
+            copy_to(view_row(buffer, target), view_row(array, target))

@@ -1,4 +1,4 @@
-"""What goes wrong inside a call, in words: the virtual machine speaks of its registers."""
+"""Error texts for failures inside a call: the virtual machine's own errors name registers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NO_MEMORY = (
 )
 
 
-def sentence(error: Exception) -> str:
-    """What an error of the virtual machine means to the caller of a model.
+def describe_failure(error: Exception) -> str:
+    """Return the text of a virtual machine's error for the caller of a model.
 
-    Checks (checks.c) and the assertions of kernels raise ValueError.
+    Checks (checks.c) and the assertions of kernels raise ValueError, whose text is returned as it is.
     """
     if isinstance(error, ValueError):
         return str(error)

@@ -1,4 +1,4 @@
-"""The files of one artifact, held open: their holder does not mind what replaces, renames or removes them."""
+"""Open files of one artifact, which remain readable after they are replaced, renamed or removed."""
 
 from __future__ import annotations
 
@@ -9,50 +9,56 @@ import weakref
 from pathlib import Path
 
 from ..errors import ArtifactError
-from .folders import being_replaced, is_part
+from .folders import find_moved_folder, is_artifact_file
 
 # Bytes per read of weights.
-_LARGE = 1 << 25
-# The largest number of bytes that are read at once: of all files but weights.
-_MOST = 1 << 31
-# How long a folder that is being replaced in two steps is waited for.
+_CHUNK_BYTES = 1 << 25
+# Most bytes that are read at once, for all files except weights.
+_MAX_READ_BYTES = 1 << 31
+# How long `_open_all` waits for a folder that is being replaced in two steps.
 _PATIENCE = 2.0  # seconds
 
 
-class Files:
-    """Descriptors of all files in an artifact folder, which belong to one writing of it.
+class ArtifactFiles:
+    """Descriptors of all files in an artifact folder, which belong to a single write of it.
 
-    They are read by position, so that any number of threads and forked processes may. Raises ArtifactError for a
-    folder that cannot be read.
+    Reads give the position, so that any number of threads and forked processes may share the descriptors. Raises
+    ArtifactError for a folder that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._held = _open(folder)
-        weakref.finalize(self, _close, self._held)
+        self._descriptors = _open_all(folder)
+        weakref.finalize(self, _close_all, self._descriptors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._held
+        return name in self._descriptors
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
-        return os.fstat(self._held[name]).st_size
+        """Return the bytes of a file."""
+        return os.fstat(self._descriptors[name]).st_size
 
     def read(self, name: str, position: int = 0, count: int | None = None) -> bytes:
-        """`count` bytes of a file, or all; fewer where it ends. Raises ArtifactError, also for more than 2 GiB."""
+        """Return `count` bytes of a file, or all of it; fewer at its end.
+
+        Raises ArtifactError for read errors and for more than 2 GiB.
+        """
         count = self.size(name) - position if count is None else count
-        if count > _MOST:
+        if count > _MAX_READ_BYTES:
             size = f"{self.size(name) / 2**30:.1f} GiB"
             raise ArtifactError(f"'{self.folder / name}' has {size}, and no artifact has such a file: it is damaged.")
         buffer = bytearray(count)
         return bytes(buffer[: self.read_into(name, memoryview(buffer), position)])
 
     def read_into(self, name: str, buffer: memoryview, position: int = 0) -> int:
-        """Fills the buffer; the number of bytes read, less than it holds where the file ends. Raises ArtifactError."""
+        """Fill the buffer, and return the number of bytes read, which is smaller at the end of the file.
+
+        Raises ArtifactError.
+        """
         done = 0
         try:
             while done < len(buffer):
-                read = os.preadv(self._held[name], [buffer[done : done + _LARGE]], position + done)
+                read = os.preadv(self._descriptors[name], [buffer[done : done + _CHUNK_BYTES]], position + done)
                 if read == 0:
                     break
                 done += read
@@ -61,15 +67,15 @@ class Files:
         return done
 
     def copy(self, name: str, target: Path) -> None:
-        """Writes a copy of a file. Raises OSError where it cannot be written."""
-        with target.open("wb", buffering=0) as written:
+        """Write a copy of a file. Raises OSError."""
+        with target.open("wb", buffering=0) as output:
             position = 0
-            while sent := os.sendfile(written.fileno(), self._held[name], position, _LARGE):
+            while sent := os.sendfile(output.fileno(), self._descriptors[name], position, _CHUNK_BYTES):
                 position += sent
 
 
-def _no_artifact(path: Path) -> str:
-    """Return why nothing can be loaded from there: it is not a folder, or nothing."""
+def _explain_missing_artifact(path: Path) -> str:
+    """Return why nothing can be loaded from a path that is missing or not a folder."""
     if not path.exists():
         return f"there is no folder '{path}'. An artifact is a folder that `onnx-lowering compile` writes."
     what = "a model file" if path.suffix == ".onnx" else "a file"
@@ -77,52 +83,52 @@ def _no_artifact(path: Path) -> str:
     return f"'{path}' is not an artifact: it is {what}: compile it first, by `onnx-lowering compile {model} -o out/`."
 
 
-def _open(folder: Path) -> dict[str, int]:
+def _open_all(folder: Path) -> dict[str, int]:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            held = _open_once(folder)
+            descriptors = _open_once(folder)
         except (FileNotFoundError, NotADirectoryError) as error:
-            moved = being_replaced(folder)
-            if moved and time.monotonic() > end:
+            moved_folder = find_moved_folder(folder)
+            if moved_folder and time.monotonic() > end:
                 raise ArtifactError(
                     f"'{folder}' has been moved aside by a writer that was ended: "
-                    f"write it again, or rename '{moved}' back."
+                    f"write it again, or rename '{moved_folder}' back."
                 ) from error
-            if not moved and not folder.is_dir():
-                raise ArtifactError(_no_artifact(folder)) from error
+            if not moved_folder and not folder.is_dir():
+                raise ArtifactError(_explain_missing_artifact(folder)) from error
             time.sleep(0.001)
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ArtifactError(f"'{folder}' cannot be read: {reason}.") from error
-        if held is not None:
-            return held
+        if descriptors is not None:
+            return descriptors
 
 
 def _open_once(folder: Path) -> dict[str, int] | None:
-    """The files by name; None if another artifact came in the folder's place while they were opened."""
+    """Open the files, by name. Return None if the folder was replaced meanwhile."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     directory = os.open(folder, flags | os.O_DIRECTORY)
-    held: dict[str, int] = {}
-    complete = False
+    descriptors: dict[str, int] = {}
+    is_complete = False
     try:
-        for name in filter(is_part, os.listdir(directory)):
+        for name in filter(is_artifact_file, os.listdir(directory)):
             try:
-                held[name] = os.open(name, flags | os.O_NONBLOCK, dir_fd=directory)
+                descriptors[name] = os.open(name, flags | os.O_NONBLOCK, dir_fd=directory)
             except FileNotFoundError:  # a link to nothing, or the folder has been replaced
                 continue
-            if not stat.S_ISREG(os.fstat(held[name]).st_mode):
-                os.close(held.pop(name))
-        here, opened = os.stat(folder), os.fstat(directory)
-        complete = (here.st_dev, here.st_ino) == (opened.st_dev, opened.st_ino)
-        return held if complete else None
+            if not stat.S_ISREG(os.fstat(descriptors[name]).st_mode):
+                os.close(descriptors.pop(name))
+        current, opened = os.stat(folder), os.fstat(directory)
+        is_complete = (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino)
+        return descriptors if is_complete else None
     finally:
         os.close(directory)
-        if not complete:
-            _close(held)
+        if not is_complete:
+            _close_all(descriptors)
 
 
-def _close(held: dict[str, int]) -> None:
-    while held:
-        os.close(held.popitem()[1])
+def _close_all(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

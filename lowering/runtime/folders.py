@@ -1,4 +1,4 @@
-"""Writing an artifact folder: the whole of it or nothing, and never less than what was there before."""
+"""Write an artifact folder atomically: the previous folder remains until the new one is complete."""
 
 from __future__ import annotations
 
@@ -17,120 +17,123 @@ from pathlib import Path
 from ..errors import ArtifactError
 from ..manifest import FILE, HEADER, HOST, MODEL, SETUP, SIGNATURE, WEIGHTS
 
-# A writer's folder beside the artifact: new/ is what it writes, old/ what it has moved aside.
-_WORK = ".onnx-lowering"
-# How long another writer's few renames are waited for; who holds the parent's lock longer is no writer of ours.
+# A writer's folder next to the artifact: new/ is its output, old/ the folder that it has moved aside.
+_WORK_SUFFIX = ".onnx-lowering"
+# How long a writer waits for the few renames of another one. A longer lock on the parent belongs to another program.
 _PATIENCE = 10.0  # seconds
 _EXCHANGE = 2  # RENAME_EXCHANGE
-# Answers of kernels and file systems that cannot exchange two folders.
-_UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
+# Error numbers of kernels and file systems that cannot exchange two folders.
+_EXCHANGE_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
-def is_part(name: str) -> bool:
-    """Whether artifacts have a file of that name; only folders that hold nothing else are ever replaced."""
+def is_artifact_file(name: str) -> bool:
+    """Return whether artifacts have a file of that name. Folders with any other file are never replaced."""
     names = (FILE, WEIGHTS, HEADER, HOST, SIGNATURE)
     return name in names or bool(re.fullmatch(rf"({MODEL}|{SETUP})(\.sm_\w+)?\.so", name))
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises ArtifactError where `folder` is there and is no artifact, nor empty."""
+    """Raise ArtifactError if `folder` exists and is neither an artifact nor empty."""
     try:
-        found = sorted(os.listdir(folder))
+        entries = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         if not folder.is_file():
             return
-        found = [folder.name]
-    foreign = [name for name in found if folder.is_file() or not is_part(name)]
-    if foreign:
+        entries = [folder.name]
+    foreign_entries = [name for name in entries if folder.is_file() or not is_artifact_file(name)]
+    if foreign_entries:
         raise ArtifactError(
-            f"'{folder}' holds '{foreign[0]}', which is no part of an artifact, and would be replaced. "
+            f"'{folder}' holds '{foreign_entries[0]}', which is no part of an artifact, and would be replaced. "
             "Name a new folder, or one that holds nothing but an artifact."
         )
 
 
 @contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields a new folder beside `folder`, which takes its place when the block ends, and is removed if it raises.
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder next to `folder`, which replaces it when the block ends.
 
-    An artifact that is already there stays whole until then, also for processes that have it loaded, and both change
-    places in one step where the kernel and the file system can; elsewhere the old one is put back if the second of two
-    renames fails. What a killed writer has left is removed by the next one of the same folder. A symbolic link stays,
-    and what it points to is replaced. Raises ArtifactError where `folder` holds something that is no artifact, or
-    cannot be written.
+    If the block raises, the new folder is removed. An existing artifact stays complete until then, also for processes
+    that have loaded it. Both folders are exchanged in one step if the kernel and the file system support it. Elsewhere
+    two renames are needed, and the old folder is moved back if the second one fails. The next writer of the same folder
+    removes the remains of a killed one. A symbolic link stays, and its target is replaced. Raises ArtifactError if
+    `folder` has content that is not an artifact, or cannot be written.
     """
     target = Path(os.path.realpath(folder))
     try:
         check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target.parent):
-            for leftover in _works(target):
+        with _lock_folder(target.parent):
+            for leftover in _list_work_folders(target):
                 _discard_if_dead(leftover, target)
-            work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_WORK, dir=target.parent))
-            alive = _lock(work)
+            work_folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_WORK_SUFFIX, dir=target.parent))
+            work_lock = _lock(work_folder)
         try:
-            fresh = work / "new"
-            fresh.mkdir()
-            yield fresh
+            new_folder = work_folder / "new"
+            new_folder.mkdir()
+            yield new_folder
             if target.exists():
-                _sync(fresh)
-            with _alone(target.parent):
+                _sync(new_folder)
+            with _lock_folder(target.parent):
                 check_replaceable(target)
-                _put(fresh, target, work / "old")
+                _put(new_folder, target, work_folder / "old")
         finally:
             try:
-                _discard(work, target)
+                _discard(work_folder, target)
             finally:
-                os.close(alive)
+                os.close(work_lock)
     except OSError as error:
         where = f": '{error.filename}'" if error.filename is not None else ""
         room = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            room = f" (its file system has {_free(target.parent) / 2**20:.0f} MiB left)"
+            room = f" (its file system has {_read_free_space(target.parent) / 2**20:.0f} MiB left)"
         raise ArtifactError(
             f"'{folder}' cannot be written{room}: {error.strerror or error}{where}. What was there before is unchanged."
         ) from error
 
 
-def being_replaced(folder: Path) -> Path | None:
-    """Where a writer has moved the folder to that is missing, on file systems that cannot exchange two folders."""
+def find_moved_folder(folder: Path) -> Path | None:
+    """Return the path to which a writer has moved a missing folder, or None.
+
+    Writers move folders only on file systems that cannot exchange two of them.
+    """
     target = Path(os.path.realpath(folder))
-    return next((work / "old" for work in _works(target) if (work / "old").is_dir()), None)
+    return next((work / "old" for work in _list_work_folders(target) if (work / "old").is_dir()), None)
 
 
-def _works(target: Path) -> list[Path]:
-    """The folders of writers of `target`, at work or killed."""
-    pattern = re.compile(re.escape(f".{target.name}.") + r"\w+" + re.escape(_WORK))
+def _list_work_folders(target: Path) -> list[Path]:
+    """Return the folders of running and killed writers of `target`."""
+    pattern = re.compile(re.escape(f".{target.name}.") + r"\w+" + re.escape(_WORK_SUFFIX))
     try:
         return [target.parent / name for name in os.listdir(target.parent) if pattern.fullmatch(name)]
     except OSError:
         return []
 
 
-def _put(fresh: Path, target: Path, old: Path) -> None:
+def _put(new_folder: Path, target: Path, old: Path) -> None:
     if not target.exists():
-        fresh.rename(target)
-    elif not _exchange(fresh, target):
+        new_folder.rename(target)
+    elif not _exchange(new_folder, target):
         target.rename(old)
-        fresh.rename(target)  # if it fails, or never comes, _discard puts the old one back
+        new_folder.rename(target)  # after a failure here _discard moves the old folder back
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Two folders change places in one step; False where that cannot be had."""
+    """Exchange two folders in one step. Return False if that is not supported."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
-    here = -100  # AT_FDCWD
-    if rename(here, os.fsencode(first), here, os.fsencode(second), _EXCHANGE) == 0:
+    current_folder = -100  # AT_FDCWD
+    if rename(current_folder, os.fsencode(first), current_folder, os.fsencode(second), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _UNABLE:
+    if number in _EXCHANGE_UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(second))
 
 
 def _discard(work: Path, target: Path) -> None:
-    """Removes a writer's folder; the artifact that it has moved aside goes back first, unless another is in place."""
+    """Remove a writer's folder. Before, move back the artifact in it, unless `target` exists."""
     old = work / "old"
     if old.is_dir() and not target.exists():
         old.rename(target)
@@ -139,35 +142,35 @@ def _discard(work: Path, target: Path) -> None:
 
 def _discard_if_dead(work: Path, target: Path) -> None:
     try:
-        held = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _discard(work, target)
-    except OSError:  # its writer lives, or locks cannot be had here
+    except OSError:  # its writer is running, or locks are not supported here
         return
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _lock(work: Path) -> int:
-    """A descriptor whose lock says that the writer lives: the kernel lets go of it with the process."""
-    held = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):  # a file system without locks: nobody removes leftovers there
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return held
+    """Return a descriptor whose lock marks the writer as running. The kernel releases it with the process."""
+    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # without locks nobody removes leftovers
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One writer at a time makes and moves folders in `folder`."""
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder: only one writer at a time creates and moves folders in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.001)
@@ -175,20 +178,20 @@ def _alone(folder: Path) -> Iterator[None]:
                 break
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _sync(folder: Path) -> None:
-    """Until the files are on the disk: what they replace is removed, and a power cut shall not take both."""
+    """Flush the files to disk, since they replace an artifact that a power cut must not destroy."""
     for path in (*folder.iterdir(), folder):
-        held = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(held)
+            os.fsync(descriptor)
         finally:
-            os.close(held)
+            os.close(descriptor)
 
 
-def _free(folder: Path) -> int:
+def _read_free_space(folder: Path) -> int:
     try:
         return shutil.disk_usage(folder).free
     except OSError:

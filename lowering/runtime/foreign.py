@@ -1,4 +1,4 @@
-"""Models that this machine cannot run: compiled here for another one."""
+"""Models that this machine cannot run, because they were compiled for another one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NoReturn
 
 from ..errors import ArtifactError
 from ..manifest import Manifest
-from .files import Files
+from .files import ArtifactFiles
 from .model import Model
 
 
 class ForeignModel(Model):
-    """A model that can be looked at and saved; whatever would run it raises ArtifactError and says why it cannot."""
+    """A model that can be inspected and saved. Calls raise ArtifactError with the reason."""
 
-    def __init__(self, files: Files, manifest: Manifest, reason: str) -> None:
+    def __init__(self, files: ArtifactFiles, manifest: Manifest, reason: str) -> None:
         self.manifest = manifest
         self.gpu = self.setup = None
         self._files = files

@@ -1,4 +1,4 @@
-"""The GPU part of the TVM runtime, and what GPU is here."""
+"""The GPU part of the TVM runtime, and properties of the installed GPU."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..machine import CUDART, DRIVER, find_cudart, first_file, install_command, 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 
 _RUNTIME = "libtvm_runtime_cuda.so"
-# What loading the runtime registers.
+# A function that loading the runtime registers.
 _LOADER = "ffi.Module.load_from_bytes.cuda"
 # DeviceAttrKind of the runtime.
 _COMPUTE_VERSION, _NAME, _L2_BYTES = 4, 5, 13  # the first is "9.0"
 
 
-def load_device_runtime(beside: Path | None = None) -> None:
-    """Makes CUDA devices available to the TVM runtime, which is loaded already.
+def load_device_runtime(folder: Path | None = None) -> None:
+    """Make CUDA devices available to the TVM runtime, which must be loaded already.
 
-    Libraries are looked for in the folder `beside`, then where their wheels put them. Raises ArtifactError.
+    Libraries are searched in `folder`, then in the folders of their wheels. Raises ArtifactError.
     """
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
-    places = [] if beside is None else [beside.absolute()]
-    runtime = first_file([*places, *runtime_folders()], _RUNTIME)
+    folders = [] if folder is None else [folder.absolute()]
+    runtime = first_file([*folders, *runtime_folders()], _RUNTIME)
     if runtime is None:
         raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
     try:
@@ -37,7 +37,7 @@ def load_device_runtime(beside: Path | None = None) -> None:
     except OSError as error:
         raise ArtifactError(f"this machine has no NVIDIA driver ({DRIVER}).") from error
     try:
-        ctypes.CDLL(str(first_file(places, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(first_file(folders, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(runtime))
     except OSError as error:
         raise ArtifactError(
@@ -45,49 +45,49 @@ def load_device_runtime(beside: Path | None = None) -> None:
         ) from error
 
 
-def architecture_here(device: int) -> str:
-    """What GPU number `device` is, as `sm_90`. Raises ArtifactError if there is no such GPU."""
-    return f"sm_{_attribute(device, _COMPUTE_VERSION).replace('.', '')}"
+def read_gpu_architecture(device: int) -> str:
+    """Return the architecture of GPU number `device`, such as `sm_90`. Raises ArtifactError without such a GPU."""
+    return f"sm_{_read_attribute(device, _COMPUTE_VERSION).replace('.', '')}"
 
 
-def card_here(device: int) -> tuple[str, int]:
-    """The name of GPU number `device`, and the bytes of its second-level cache. Raises ArtifactError likewise."""
-    return str(_attribute(device, _NAME)), int(_attribute(device, _L2_BYTES))
+def read_gpu_card(device: int) -> tuple[str, int]:
+    """Return the name of GPU number `device` and the bytes of its L2 cache. Raises ArtifactError as above."""
+    return str(_read_attribute(device, _NAME)), int(_read_attribute(device, _L2_BYTES))
 
 
-def _attribute(device: int, kind: int) -> Any:
+def _read_attribute(device: int, kind: int) -> Any:
     try:
         value = tvm_ffi.get_global_func("runtime.GetDeviceAttr")(CUDA, device, kind)
-    except RuntimeError:  # CUDA's: no driver, or none that works
+    except RuntimeError:  # raised by CUDA: no driver, or none that works
         value = None
     if value is None:
         raise ArtifactError(f"this machine has no GPU number {device} that CUDA can use.")
     return value
 
 
-def best_for(built: Sequence[str], here: str) -> str:
-    """The architecture, of those that code was built for, whose code to run. Raises ArtifactError if none runs here."""
-    runs = [architecture for architecture in built if runs_on(architecture, here)]
-    if not runs:
+def choose_architecture(architectures: Sequence[str], local: str) -> str:
+    """Return the best of the compiled architectures for a GPU. Raises ArtifactError if none runs on it."""
+    runnable = [architecture for architecture in architectures if runs_on(architecture, local)]
+    if not runnable:
         raise ArtifactError(
-            f"the artifact was built for GPUs of architecture {', '.join(built)} and the one here is {here}: "
+            f"the artifact was built for GPUs of architecture {', '.join(architectures)} and the one here is {local}: "
             "compile the model for it."
         )
-    return max(runs, key=_newer)
+    return max(runnable, key=_rank_architecture)
 
 
-def _newer(architecture: str) -> tuple[int, bool, bool]:
-    """Order by version, then code for anything of it, for its family, for itself alone."""
+def _rank_architecture(architecture: str) -> tuple[int, bool, bool]:
+    """Return a sort key: the version, then generic, family-specific and architecture-specific code."""
     number = architecture.removeprefix("sm_")
     return int(number.rstrip("af")), number[-1] in "af", number[-1] == "a"
 
 
 def runs_on(built: str, here: str) -> bool:
-    """Whether code built for an architecture runs on the one that is here.
+    """Return whether code built for an architecture runs on the local one.
 
     Code runs on GPUs of the same major version and at least the same minor one (CUDA C++ Programming Guide, Binary
-    Compatibility), and so does code for a family (`sm_100f`); what uses features of one architecture (`sm_90a`) on that
-    one alone.
+    Compatibility). So does code for a family (`sm_100f`). Code that uses features of one architecture (`sm_90a`) runs
+    only on that one.
     """
     number, own = built.removeprefix("sm_"), here.removeprefix("sm_")
     if number.endswith("a"):

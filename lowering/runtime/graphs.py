@@ -1,9 +1,9 @@
-"""A bound call as a CUDA graph: what it enqueues is captured once, and from then on launched as a whole.
+"""A bound call as a CUDA graph: its kernels are captured once and then launched together.
 
-TVM's virtual machine captures and launches (passes/replay.py). A graph repeats kernels with the addresses and sizes
-they had, so all memory of the call is kept here: what kernels read and write in between, which would go back to the
-runtime's pool; workspaces, which the runtime has by thread and replaces where more is asked for, so that the capture
-has a thread of its own; and the results, which every launch writes anew.
+TVM's virtual machine captures and launches (passes/replay.py). A graph repeats kernels with the recorded addresses and
+sizes, so all memory of the call stays allocated here: intermediate tensors, which would otherwise return to the
+runtime's pool; workspaces; and the results, which every launch overwrites. The runtime keeps workspaces by thread and
+replaces them when a larger one is requested, so the capture has a thread of its own.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import tvm_ffi
 from ..errors import InputError
 from ..manifest import Manifest
 from .devices import Gpu
-from .failures import sentence
-from .library import Library
-from .tensors import Tensor, copy_of, copy_to, held_elsewhere, item
+from .failures import describe_failure
+from .library import ModelLibrary
+from .tensors import Tensor, copy_tensor, copy_to, is_shared, item
 
-# Functions by which the host reads the contents of arrays, and what of a model does that.
-_READS = {
+# Functions by which the host reads the contents of arrays, with the reason for the read.
+_HOST_READS = {
     "vm.builtin.tensor_to_shape": "a size inside it is the content of an array",
     "vm.builtin.read_if_cond": "an If or a Loop depends on the content of an array",
 }
-# What a launch is given for the function that was captured, which nobody calls.
-_CAPTURED = tvm_ffi.convert(lambda: None)
-_PATIENCE = 1.0  # seconds for a thread to end
+# The argument of a launch in place of the captured function. Nothing calls it.
+_PLACEHOLDER = tvm_ffi.convert(lambda: None)
+_END_TIMEOUT = 1.0  # seconds for a thread to end
 
 
 def check_graph(manifest: Manifest, gpu: Gpu | None, inputs: Mapping[str, Any], outputs: Any) -> Gpu:
-    """The GPU of a model that may be bound as a graph, as far as that is known before the first call.
+    """Return the GPU of a model that can be bound as a graph, as far as can be checked before the first call.
 
-    Raises InputError for others.
+    Raises InputError for other models.
     """
     if gpu is None:
         raise InputError("graphs are for models on GPUs, and this one runs on the CPU: bind without graph=True.")
@@ -60,117 +60,124 @@ def check_graph(manifest: Manifest, gpu: Gpu | None, inputs: Mapping[str, Any], 
 
 
 class Graph:
-    """The call of a model on arguments (tensors, and the weights) that never change; calls take turns.
+    """The call of a model on arguments (tensors, and the weights) that never change. Calls are serialized.
 
-    donated holds the addresses of results that need no memory: the caller's arrays. delivered makes of the results,
-    the same tensors for all calls, what calls return.
+    donated are the addresses of results in the caller's arrays, which need no memory here. deliver converts the
+    results, the same tensors for all calls, to the values that calls return.
     """
 
     def __init__(
         self,
-        library: Library,
+        library: ModelLibrary,
         gpu: Gpu,
         arguments: Sequence[Any],
         donated: frozenset[int],
-        delivered: Callable[[list[Tensor]], dict[str, Any]],
+        deliver: Callable[[list[Tensor]], dict[str, Any]],
     ) -> None:
         self._library, self._gpu, self._arguments = library, gpu, arguments
-        self._donated, self._delivered = donated, delivered
+        self._donated, self._deliver = donated, deliver
         self._replay = library.new_replay()
         self._worker, self._threads = ThreadPoolExecutor(1, "graph"), list[int]()
-        weakref.finalize(self, _end, self._worker, self._threads).atexit = False
+        weakref.finalize(self, _end_worker, self._worker, self._threads).atexit = False
         self._lock = Lock()
         self._kept: list[Any] = []
         self._outputs: dict[str, Any] | None = None
 
     def __call__(self, stream: int) -> dict[str, Any]:
-        """The outputs by name, enqueued on the current stream, `stream`. Raises InputError if the first call fails."""
+        """Return the outputs by name, enqueued on the current stream, `stream`.
+
+        Raises InputError if the first call fails.
+        """
         with self._lock:
             if self._outputs is None:
-                self._outputs = self._delivered(self._worker.submit(self._capture, stream).result())
+                self._outputs = self._deliver(self._worker.submit(self._capture, stream).result())
             else:
-                self._replay(_CAPTURED)
+                self._replay(_PLACEHOLDER)
             return dict(self._outputs)
 
     def _capture(self, stream: int) -> list[Tensor]:
-        """Runs the call, and captures it. The results, which hold what the run gave."""
+        """Run the call, capture it, and return the results with the values of the run."""
         self._threads.append(threading.get_native_id())
-        kept: list[Any] = []
+        resources: list[Any] = []
         reads: list[str] = []
-        first: list[list[_Aside]] = []
+        saved_results: list[list[_SavedResult]] = []
         captured: list[Tensor] = []
 
-        def keep(function: Any, name: str, before: bool, result: Any, *arguments: Any) -> int:
-            if before and name in _READS:
-                reads.append(_READS[name])
+        def record(function: Any, name: str, before: bool, result: Any, *arguments: Any) -> int:
+            if before and name in _HOST_READS:
+                reads.append(_HOST_READS[name])
                 raise ValueError(name)
-            kept.append((result, arguments))
+            resources.append((result, arguments))
             return 0
 
-        def step() -> tvm_ffi.Array:
+        def run_step() -> tvm_ffi.Array:
             results = machine.main(*self._arguments)
-            if first:
+            if saved_results:
                 captured.extend(item(results, k) for k in range(len(results)))
                 return results
-            # The capture, which must not allocate, finds in the runtime's pool all that the run took from it.
-            kept.clear()
+            # The capture must not allocate: it finds in the runtime's pool all tensors that the run allocated.
+            resources.clear()
             machine.release()
-            first.append([self._set_aside(item(results, k)) for k in range(len(results))])
+            saved_results.append([self._save_result(item(results, k)) for k in range(len(results))])
             return tvm_ffi.convert([])
 
-        machine = self._library.new_machine(keep)
+        machine = self._library.new_machine(record)
         with tvm_ffi.use_raw_stream(self._gpu.device, stream):
             try:
-                with _no_garbage_collected():
-                    self._replay(tvm_ffi.convert(step))
+                with _disable_garbage_collection():
+                    self._replay(tvm_ffi.convert(run_step))
             except Exception as error:
-                raise InputError(_refusal(error, reads, bool(first))) from error
-            self._kept = kept
-            return [aside.given_back(result) for aside, result in zip(first[0], captured)]
+                raise InputError(_explain_failure(error, reads, bool(saved_results))) from error
+            self._kept = resources
+            return [saved.restore(result) for saved, result in zip(saved_results[0], captured)]
 
-    def _set_aside(self, result: Tensor) -> _Aside:
+    def _save_result(self, result: Tensor) -> _SavedResult:
         if result.data_ptr() in self._donated:
-            return _Aside(None, False)
-        return _Aside(copy_of(result), held_elsewhere(result))
+            return _SavedResult(None, False)
+        return _SavedResult(copy_tensor(result), is_shared(result))
 
 
-def _end(worker: ThreadPoolExecutor, threads: Sequence[int]) -> None:
-    """Wait until the thread of a graph has given its workspaces back: the driver takes none while another captures."""
-    own = threading.get_native_id() in threads
-    worker.shutdown(wait=not own)
-    deadline = time.monotonic() + _PATIENCE
-    while not own and time.monotonic() < deadline and any(Path(f"/proc/self/task/{each}").exists() for each in threads):
+def _end_worker(worker: ThreadPoolExecutor, threads: Sequence[int]) -> None:
+    """Wait until the graph's thread has freed its workspaces: the driver frees none during another capture."""
+    is_own = threading.get_native_id() in threads
+    worker.shutdown(wait=not is_own)
+    deadline = time.monotonic() + _END_TIMEOUT
+    while (
+        not is_own
+        and time.monotonic() < deadline
+        and any(Path(f"/proc/self/task/{number}").exists() for number in threads)
+    ):
         time.sleep(0.0002)
 
 
 @dataclass(frozen=True)
-class _Aside:
-    """A result of the first run, put aside while the capture gives it an address.
+class _SavedResult:
+    """A result of the first run, saved while the capture assigns an address to it.
 
-    copy is None where it is the caller's array; constant says that it is the code's own, or a weight.
+    copy is None for the caller's array. is_constant says that the result is a constant of the code, or a weight.
     """
 
     copy: Tensor | None
-    constant: bool
+    is_constant: bool
 
-    def given_back(self, result: Tensor) -> Tensor:
-        """The tensor for all calls, `result` being the captured one."""
+    def restore(self, result: Tensor) -> Tensor:
+        """Return the tensor for all calls; `result` is the captured one."""
         if self.copy is None:
             return result
-        if self.constant:
+        if self.is_constant:
             return self.copy
         copy_to(self.copy, result)
         return result
 
 
-def _refusal(error: Exception, reads: list[str], has_run: bool) -> str:
+def _explain_failure(error: Exception, reads: list[str], has_run: bool) -> str:
     if reads:
         return (
             f"the call cannot be a graph, which repeats what was captured: {reads[0]}, which the host reads in every "
             "call. Bind the arrays without graph=True."
         )
     if not has_run:
-        return f"the model cannot run on these inputs: {sentence(error)}"
+        return f"the model cannot run on these inputs: {describe_failure(error)}"
     reason = str(error).strip().partition("\n")[0]
     return (
         f"the call has run, but could not be captured as a graph ({reason}). During the first call no other thread may "
@@ -179,12 +186,12 @@ def _refusal(error: Exception, reads: list[str], has_run: bool) -> str:
 
 
 @contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """While it is open: what is collected may be memory of the GPU, and to free it ends a capture."""
-    enabled = gc.isenabled()
+def _disable_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection in the block: freeing GPU memory would end a capture."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""Callers' arrays become tensors: checked against the model first, never copied unless they must be."""
+"""Convert callers' arrays to tensors: check them against the model first, and copy only if necessary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import tvm_ffi
 
 from ..errors import InputError
 from ..manifest import TensorSpec
-from .elements import BYTES_ELSEWHERE, ElementType
+from .elements import BYTE_CARRIED_TYPES, ElementType
 from .gpu import CPU, CUDA
-from .strings import Dictionary
+from .strings import StringTable
 from .tensors import Tensor, view_as
 
-# Sizes of symbolic dimensions seen so far in a call, each with the array that showed it.
+# Sizes of the symbolic dimensions of a call so far, each with the array that it comes from.
 Sizes = dict[str, tuple[int, str]]
 
 _capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
@@ -30,12 +30,12 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-class Port:
-    """The border for the arrays of one input, or of one output whose memory the caller provides.
+class InputPort:
+    """The interface for arrays of one input, or of one output that the caller provides memory for.
 
-    role is how messages call it. in_place is the reason why arrays are never copied, in words that complete a
-    sentence, or None if they may be. written says that arrays must be writable. gpu is the number of a GPU whose memory
-    they may be in as well.
+    role is its name in messages. no_copy_reason is a clause for messages that says why arrays are never copied, or None
+    if they may be. is_written requires arrays to be writable. gpu is the number of a GPU whose memory is accepted as
+    well.
     """
 
     def __init__(
@@ -43,65 +43,64 @@ class Port:
         spec: TensorSpec,
         role: str,
         ranges: Mapping[str, tuple[int, int]],
-        in_place: str | None = None,
-        written: bool = False,
+        no_copy_reason: str | None = None,
+        is_written: bool = False,
         gpu: int | None = None,
     ) -> None:
         self.spec = spec
         self.name = spec.name
-        self.written = written
-        self._in_place = in_place
+        self.is_written = is_written
+        self._no_copy_reason = no_copy_reason
         self.where = f"{role} '{spec.name}'"
         self._devices = {(CPU, 0)} if gpu is None else {(CPU, 0), (CUDA, gpu)}
         self.element = ElementType(spec.dtype, spec.storage)
         self._numpy = self.element.numpy
-        self._plain = not (self.element.carried or self.element.text)
+        self._is_plain = not (self.element.is_carried or self.element.is_text)
         self._dims = spec.dims
         self._ranges = ranges
 
-    def accept(self, array: Any, sizes: Sizes | None, strings: Dictionary) -> Tensor:
-        """The tensor of the array's memory, or of a copy where the compiled code cannot read it in place.
+    def accept(self, array: Any, sizes: Sizes | None, strings: StringTable) -> Tensor:
+        """Return the tensor of the array's memory, or of a copy that the compiled code can read.
 
-        sizes collects the symbolic dimensions of a call; it is None when all shapes of the call are known to be right.
-        Raises InputError for everything that the model does not take, before anything is written.
+        sizes collects the symbolic dimensions of a call. It is None if all shapes of the call were checked before.
+        Raises InputError for any array that the model does not take, before anything is written.
         """
         if type(array) is not np.ndarray:
             if not isinstance(array, (np.ndarray, np.generic)):
                 return self._accept_foreign(array, sizes, strings)
-            array = plain_array(array, self.where)
+            array = to_numpy_array(array, self.where)
         if array.dtype is not self._numpy and array.dtype != self._numpy:
             self._check_dtype(array)
-        if not self._dims and array.shape == (1,):  # what stands for a number in other runtimes
+        if not self._dims and array.shape == (1,):  # the form of a scalar in other runtimes
             array = array.reshape(())
         if sizes is not None:
             self._check_shape(array.shape, sizes)
-        if self._plain and array.flags.carray and array.size:
+        if self._is_plain and array.flags.carray and array.size:
             return tvm_ffi.from_dlpack(array)
-        return self._accept_unusual(array, strings)
+        return self._convert(array, strings)
 
-    def keep(self, array: Any, sizes: Sizes, strings: Dictionary) -> Any:
-        """A copy of an array that `accept` takes; of one in a GPU's memory, the tensor.
+    def snapshot(self, array: Any, sizes: Sizes, strings: StringTable) -> Any:
+        """Return a copy of an array that `accept` takes, or the tensor itself in a GPU's memory.
 
-        Whatever becomes of the caller's array, `accept` takes the answer. Raises InputError as `accept` does.
+        `accept` takes the return value even if the caller's array changes. Raises InputError as `accept` does.
         """
         if isinstance(array, (np.ndarray, np.generic)):
             self.accept(array, sizes, strings)
             return np.array(array, order="C")
         tensor = self._import_checked(array, sizes)
         if tensor.__dlpack_device__()[0] == CPU:
-            return _Strided(tensor, self.element.numpy).array().copy()
-        self._accept_foreign(tensor, sizes, strings)  # which checks its strides
+            return _StridedView(tensor, self.element.numpy).to_array().copy()
+        self._accept_foreign(tensor, sizes, strings)  # checks the strides
         return tensor
 
-    # -- checks
-    # -------------------------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_dtype(self, array: np.ndarray) -> None:
-        if self.element.text and array.dtype.kind in "UT":
+        if self.element.is_text and array.dtype.kind in "UT":
             return
-        given = array.dtype.name if array.dtype.isnative else array.dtype.str
-        wanted = "an array of str, of dtype object" if self.element.text else self.spec.dtype
-        raise InputError(f"{self.where} must be {wanted}, not {given}. Convert it with astype.")
+        actual = array.dtype.name if array.dtype.isnative else array.dtype.str
+        expected = "an array of str, of dtype object" if self.element.is_text else self.spec.dtype
+        raise InputError(f"{self.where} must be {expected}, not {actual}. Convert it with astype.")
 
     def _check_shape(self, shape: tuple[int, ...], sizes: Sizes) -> None:
         if len(shape) != len(self._dims):
@@ -117,77 +116,76 @@ class Port:
                         f"it takes {self._shape_text()} and its shape is {list(shape)}."
                     )
                 continue
-            known = sizes.get(dim)
-            if known is None:
+            earlier = sizes.get(dim)
+            if earlier is None:
                 sizes[dim] = (size, self.where)
                 low, high = self._ranges.get(dim, (0, size))
                 if not low <= size <= high:
                     raise InputError(
                         f"dimension '{dim}' is {size} in {self.where} (axis {axis}); the model takes {low} to {high}."
                     )
-            elif known[0] != size:
+            elif earlier[0] != size:
                 raise InputError(
-                    f"dimension '{dim}' is {size} in {self.where} (axis {axis}) but {known[0]} in {known[1]}; "
-                    "sizes of one name must be equal."
+                    f"dimension '{dim}' is {size} in {self.where} (axis {axis}) but {earlier[0]} in "
+                    f"{earlier[1]}; sizes of one name must be equal."
                 )
 
     def _shape_text(self) -> str:
         return f"[{', '.join(map(str, self._dims))}]"
 
-    # -- arrays that cannot be passed as they are
-    # ---------------------------------------------------------------------
+    # -- arrays that need a conversion --------------------------------------------------------------------------------
 
-    def _accept_unusual(self, array: np.ndarray, strings: Dictionary) -> Tensor:
-        if self.element.text:
-            self._refuse_copy("holds strings, which the compiled code sees as numbers")
+    def _convert(self, array: np.ndarray, strings: StringTable) -> Tensor:
+        if self.element.is_text:
+            self._reject_copy("holds strings, which the compiled code sees as numbers")
             array = strings.encode(array, self.where)
-        elif self.element.carried:
+        elif self.element.is_carried:
             array = self.element.carry(array)
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
-            self._refuse_copy("is not aligned to its elements" if flags.c_contiguous else "is not C-contiguous")
+            self._reject_copy("is not aligned to its elements" if flags.c_contiguous else "is not C-contiguous")
             array = array.copy()
-        elif not flags.writeable and self.written:
-            raise InputError(f"{self.where} is read-only, but {self._in_place}. Pass a writable array.")
-        # NumPy exports read-only memory only by the newer protocol, which says that it is.
-        readable = array if array.flags.writeable else array.__dlpack__(max_version=(1, 0))
-        return self._as_storage(tvm_ffi.from_dlpack(readable), array.shape)
+        elif not flags.writeable and self.is_written:
+            raise InputError(f"{self.where} is read-only, but {self._no_copy_reason}. Pass a writable array.")
+        # NumPy exports read-only memory only by DLPack 1, which has a flag for it.
+        exportable = array if array.flags.writeable else array.__dlpack__(max_version=(1, 0))
+        return self._as_storage(tvm_ffi.from_dlpack(exportable), array.shape)
 
-    def _refuse_copy(self, what: str) -> None:
-        if self._in_place is not None:
-            raise InputError(f"{self.where} {what}, but {self._in_place}.")
+    def _reject_copy(self, problem: str) -> None:
+        if self._no_copy_reason is not None:
+            raise InputError(f"{self.where} {problem}, but {self._no_copy_reason}.")
 
-    def _accept_foreign(self, array: Any, sizes: Sizes | None, strings: Dictionary) -> Tensor:
-        """Arrays of other libraries, through DLPack."""
+    def _accept_foreign(self, array: Any, sizes: Sizes | None, strings: StringTable) -> Tensor:
+        """Return the tensor of another library's array, through DLPack."""
         tensor = self._import_checked(array, sizes)
         shape = tensor.shape
-        if self.written and _is_read_only(array):
-            raise InputError(f"{self.where} is read-only, but {self._in_place}. Pass a writable array.")
+        if self.is_written and _is_read_only(array):
+            raise InputError(f"{self.where} is read-only, but {self._no_copy_reason}. Pass a writable array.")
         if not tensor.is_contiguous() or tensor.data_ptr() % self.element.itemsize:
-            self._refuse_copy("is not C-contiguous")
+            self._reject_copy("is not C-contiguous")
             if tensor.__dlpack_device__()[0] != CPU:
                 raise InputError(f"{self.where} is not C-contiguous. Make it so: only the CPU's arrays are copied.")
-            return self._accept_unusual(_Strided(tensor, self.element.numpy).array().copy(), strings)
-        return self._as_storage(tensor, (*shape, 2) if self.element.pair else shape)
+            return self._convert(_StridedView(tensor, self.element.numpy).to_array().copy(), strings)
+        return self._as_storage(tensor, (*shape, 2) if self.element.is_pair else shape)
 
     def _import_checked(self, array: Any, sizes: Sizes | None) -> Tensor:
-        """The tensor of another library's array, of the right type and shape."""
+        """Return the tensor of another library's array, after checking type and shape."""
         if not (hasattr(array, "__dlpack__") and hasattr(array, "dtype")):
             raise InputError(
                 f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__ and dtype."
             )
-        if self.element.text:
+        if self.element.is_text:
             raise InputError(f"{self.where} must be a NumPy array of str, not a {type(array).__name__}.")
         name = _dtype_name(array.dtype)
-        if name != (self.spec.storage if self.element.name in BYTES_ELSEWHERE else self.spec.dtype):
+        if name != (self.spec.storage if self.element.name in BYTE_CARRIED_TYPES else self.spec.dtype):
             raise InputError(f"{self.where} must be {self.spec.dtype}, not {name}.")
-        tensor = self._import(self._with_its_values(array))
+        tensor = self._import(self._resolve_views(array))
         if sizes is not None:
             self._check_shape(tensor.shape, sizes)
         return tensor
 
-    def _with_its_values(self, array: Any) -> Any:
-        """PyTorch's tensors may hold other values in memory than they have, which DLPack does not always tell."""
+    def _resolve_views(self, array: Any) -> Any:
+        """Materialize PyTorch tensors whose memory differs from their values, which DLPack may not show."""
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(array, torch.Tensor):
             return array
@@ -196,7 +194,7 @@ class Port:
                 f"{self.where} is a {type(array).__name__}, which computes what it holds. Pass an ordinary tensor."
             )
         if array.is_neg() or array.is_conj():
-            self._refuse_copy("has its negative or conjugate bit set")
+            self._reject_copy("has its negative or conjugate bit set")
             return array.resolve_conj().resolve_neg()
         return array
 
@@ -206,53 +204,59 @@ class Port:
                 tensor = tvm_ffi.from_dlpack(array)
             except BufferError:
                 tensor = tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
-        except Exception as error:  # it is code of another library
+        except Exception as error:  # raised by code of another library
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise InputError(f"{self.where} cannot be read through DLPack: {reason}") from error
         if tensor.__dlpack_device__() not in self._devices:
-            place = " or ".join(
+            expected_memory = " or ".join(
                 "the CPU's memory" if kind == CPU else f"GPU {n}'s" for kind, n in sorted(self._devices)
             )
-            raise InputError(f"{self.where} is not in {place}. Copy it there first.")
+            raise InputError(f"{self.where} is not in {expected_memory}. Copy it there first.")
         if not tensor.data_ptr() and tensor.numel():
             raise InputError(f"{self.where} is a {type(array).__name__} that has no memory. Pass one with elements.")
         return tensor
 
     def _as_storage(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        # Empty arrays may have any strides, and the compiled code looks at them.
-        if self.element.carried or not tensor.numel():
+        # Empty arrays may have any strides, and the compiled code checks strides.
+        if self.element.is_carried or not tensor.numel():
             return view_as(tensor, self.element.storage, shape)
         return tensor
 
 
-def check_apart(ports: Sequence[Port], tensors: Sequence[Tensor], donated: Mapping[str, str]) -> None:
-    """Refuses donated inputs whose memory another input uses: it would see the update, or lose its own."""
+def check_donated_memory(ports: Sequence[InputPort], tensors: Sequence[Tensor], donated: Mapping[str, str]) -> None:
+    """Raise InputError for a donated input that shares memory with another input.
+
+    The other input would see the update, or overwrite it.
+    """
     spans = [
         (begin, begin + tensor.numel() * port.element.itemsize, port)
         for port, tensor in zip(ports, tensors)
         if (begin := tensor.data_ptr()) and tensor.numel()
     ]
     spans.sort(key=lambda span: span[:2])
-    # The farthest end so far of any input and of a donated one, with the input it belongs to.
-    reach: tuple[int, Port | None] = (0, None)
-    donated_reach: tuple[int, Port | None] = (0, None)
+    # The highest end address so far of any input and of a donated one, with the input that it belongs to.
+    any_reach: tuple[int, InputPort | None] = (0, None)
+    donated_reach: tuple[int, InputPort | None] = (0, None)
     for begin, end, port in spans:
-        before, other = reach if port.written else donated_reach
-        if other is not None and begin < before:
-            first, second = (port, other) if port.written else (other, port)
+        reached_end, other = any_reach if port.is_written else donated_reach
+        if other is not None and begin < reached_end:
+            written, reader = (port, other) if port.is_written else (other, port)
             raise InputError(
-                f"inputs '{first.name}' and '{second.name}' share memory, but '{first.name}' is donated: its "
-                f"memory becomes output '{donated[first.name]}'. Pass separate arrays."
+                f"inputs '{written.name}' and '{reader.name}' share memory, but '{written.name}' is donated: its "
+                f"memory becomes output '{donated[written.name]}'. Pass separate arrays."
             )
-        if end > reach[0]:
-            reach = (end, port)
-        if port.written and end > donated_reach[0]:
+        if end > any_reach[0]:
+            any_reach = (end, port)
+        if port.is_written and end > donated_reach[0]:
             donated_reach = (end, port)
 
 
-def check_targets(targets: Mapping[str, Tensor], donated: Mapping[str, Tensor]) -> None:
-    """Refuses arrays bound to outputs that share memory, or share that of a donated input: one result would overwrite
-    another. Both by output; an output may have the array itself that becomes it."""
+def check_output_memory(targets: Mapping[str, Tensor], donated: Mapping[str, Tensor]) -> None:
+    """Raise InputError for arrays bound to outputs that share memory with each other or a donated input.
+
+    One result would overwrite another. Both mappings are by output. An output may be bound to the donated array that
+    becomes it.
+    """
     spans = [
         (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize, name, is_target)
         for group, is_target in ((targets, True), (donated, False))
@@ -266,20 +270,20 @@ def check_targets(targets: Mapping[str, Tensor], donated: Mapping[str, Tensor]) 
         if name == other and (begin, end) == (other_begin, other_end):
             continue
         first, second = (name, other) if is_target else (other, name)
-        what = f"outputs '{first}' and '{second}' are bound to arrays that share memory"
+        problem = f"outputs '{first}' and '{second}' are bound to arrays that share memory"
         if not (is_target and is_other_target):
-            what = f"output '{first}' is bound to memory of the donated input that becomes '{second}'"
-        raise InputError(f"{what}. Pass separate arrays.")
+            problem = f"output '{first}' is bound to memory of the donated input that becomes '{second}'"
+        raise InputError(f"{problem}. Pass separate arrays.")
 
 
-def plain_array(array: Any, where: str) -> np.ndarray:
-    """What NumPy makes of `array`: of a subclass's, the array itself. Raises InputError for one that has a mask."""
+def to_numpy_array(array: Any, where: str) -> np.ndarray:
+    """Return `array` as a NumPy array; of a subclass, the base array. Raises InputError for masked arrays."""
     if isinstance(array, np.ma.MaskedArray):
         raise InputError(f"{where} is a masked array, and its mask would be lost. Pass array.filled(value).")
     return np.asarray(array)
 
 
-class _Strided:
+class _StridedView:
     """A NumPy view of a tensor's memory, of any type and strides."""
 
     def __init__(self, tensor: Tensor, dtype: np.dtype) -> None:
@@ -292,18 +296,18 @@ class _Strided:
             "strides": tuple(s * dtype.itemsize for s in tensor.strides),
         }
 
-    def array(self) -> np.ndarray:
+    def to_array(self) -> np.ndarray:
         return np.asarray(self).view(self._dtype)
 
 
 @cache
 def _dtype_name(dtype: Any) -> str:
-    """`float32` for NumPy's and for torch's type of that name."""
+    """Return `float32` for the type of that name, of NumPy or of PyTorch."""
     return getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
 
 
 def _is_read_only(array: Any) -> bool:
-    """What the array says of itself by DLPack 1; arrays that only speak older versions are taken for writable."""
+    """Return whether DLPack 1 marks the array as read-only. Older versions count as writable."""
     try:
         capsule = array.__dlpack__(max_version=(1, 0))
     except TypeError:

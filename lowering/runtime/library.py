@@ -1,4 +1,4 @@
-"""The TVM runtime library and one model.so, loaded without the compiler."""
+"""The TVM runtime library and compiled code (model.so), loaded without the compiler."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from ..machine import first_file, runtime_folders
 from .gpu import CPU, CUDA
 
 _RUNTIME = "libtvm_runtime.so"
-# What loading the runtime registers.
+# A function that loading the runtime registers.
 _LOADER = "ffi.Module.load_from_bytes.relax.VMExecutable"
 # vm_initialization takes device type, device number and allocator for each device: where the model runs, and the host.
 _POOLED = 2
 
-# Called before and after each function that a virtual machine calls: with the function, its name, whether it is before,
-# the result if it is not, and the arguments. 0 lets the machine go on.
+# Called before and after each function that a virtual machine calls. The arguments are the function, its name, whether
+# it is before the call, the result (after the call), and the arguments of the function. Returning 0 lets the machine
+# continue.
 Instrument = Callable[..., int]
 
 
-def load_runtime(beside: Path | None = None) -> None:
-    """Makes the TVM runtime available to the process.
+def load_runtime(folder: Path | None = None) -> None:
+    """Load the TVM runtime into the process.
 
-    It is looked for in the folder `beside`, then where the wheels of onnx-lowering-runtime and apache-tvm put it; never
-    in an artifact, which would bring code that no digest covers. apache-tvm is not imported, nor asked of the import
-    system: that would load the compiler, or fail where it is barred. Raises ArtifactError.
+    It is searched in `folder`, then where the wheels of onnx-lowering-runtime and apache-tvm install it. It is never
+    taken from an artifact, which could contain code that no digest covers. apache-tvm is neither imported nor found
+    through the import system: that would load the compiler, or fail if it is blocked. Raises ArtifactError.
     """
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
-    places = [*([] if beside is None else [beside]), *runtime_folders()]
-    found = first_file(places, _RUNTIME)
-    if found is None:
+    folders = [*([] if folder is None else [folder]), *runtime_folders()]
+    path = first_file(folders, _RUNTIME)
+    if path is None:
         raise ArtifactError(
             f"the TVM runtime library {_RUNTIME} is in no installed apache-tvm. Install apache-tvm, or put the library "
             "into the folder tvm/lib of a place on PYTHONPATH."
         )
     try:
-        # Code that TVM generates finds the runtime's functions among the global symbols.
-        ctypes.CDLL(str(found.absolute()), ctypes.RTLD_GLOBAL)
+        # Code that TVM generates resolves the runtime's functions as global symbols.
+        ctypes.CDLL(str(path.absolute()), ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise ArtifactError(f"the TVM runtime library '{found}' cannot be loaded: {error}.") from error
+        raise ArtifactError(f"the TVM runtime library '{path}' cannot be loaded: {error}.") from error
 
 
-def _path_of(memory: int) -> str:
-    """A path of an open descriptor that no loaded library has had.
+def _create_unique_path(descriptor: int) -> str:
+    """Return a path of an open descriptor that no loaded library has had.
 
-    The linker takes a path that it knows for the library that had it, and numbers of descriptors come again. Those of
-    inodes do not while they are in use: its bits, lowest first as in host.hpp, are written in ways to spell one folder.
+    The linker treats a path that it has seen as the library loaded from it, and descriptor numbers are reused. Inode
+    numbers are not reused while in use: the bits of the number, lowest first as in host.hpp, select between two
+    spellings of the same folder.
     """
-    spelled = "".join("//." if bit == "1" else "/." for bit in f"{os.fstat(memory).st_ino:b}"[::-1])
-    return f"/proc/self/fd{spelled}/{memory}"
+    spelled = "".join("//." if bit == "1" else "/." for bit in f"{os.fstat(descriptor).st_ino:b}"[::-1])
+    return f"/proc/self/fd{spelled}/{descriptor}"
 
 
-class Library:
-    """A loaded model.so, whose bytes are `code`; path is how messages call it.
+class ModelLibrary:
+    """A loaded model.so with the bytes `code`. Messages name it by `path`.
 
-    Code and constants exist once; each virtual machine runs one call at a time, on the CPU or on a GPU. The bytes are
-    loaded from memory that has no name in any file system: what was checked is what runs, and a file that is written
-    over later cannot change running code.
+    Code and constants exist once. Each virtual machine runs one call at a time, on the CPU or on a GPU. The bytes are
+    loaded from an anonymous memory file: the checked bytes are the ones that run, and later writes to a file cannot
+    change running code.
     """
 
     def __init__(self, code: bytes, path: Path, gpu: int | None = None) -> None:
@@ -73,8 +75,8 @@ class Library:
                 file.write(code)
                 file.flush()
                 load = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
-                # It lives as long as functions or virtual machines of it do; results are memory of the runtime.
-                self._executable = load(_path_of(file.fileno()), "so")
+                # It stays loaded as long as its functions and virtual machines; results are memory of the runtime.
+                self._executable = load(_create_unique_path(file.fileno()), "so")
             self.set_threads = self._executable.get_function("lowering_set_threads", query_imports=True)
             self._load = self._executable.get_function("vm_load_executable")
         except (RuntimeError, ValueError, AttributeError, OSError) as error:
@@ -89,7 +91,7 @@ class Library:
         return Machine(machine)
 
     def new_replay(self) -> tvm_ffi.Function:
-        """`replay` (passes/replay.py) of a virtual machine of its own. Raises ArtifactError if the code has none."""
+        """Return `replay` (passes/replay.py) of a new virtual machine. Raises ArtifactError if the code has none."""
         machine = self._load()
         machine["vm_initialization"](*self._devices, CPU, 0, _POOLED)
         try:
@@ -98,12 +100,12 @@ class Library:
             raise ArtifactError("the artifact is from before there were graphs: compile the model again.") from error
 
     def function(self, name: str) -> tvm_ffi.Function:
-        """A compiled function by name."""
+        """Return a compiled function by name."""
         return self._executable.get_function(name, query_imports=True)
 
 
 class Machine:
-    """A virtual machine: main(*inputs[, weights]) gives an array of outputs; release() lets go of the last one."""
+    """A virtual machine: main(*inputs[, weights]) returns an array of outputs, and release() frees the last one."""
 
     __slots__ = ("main", "release")
 

@@ -1,6 +1,6 @@
-"""Arguments that are lists of tensors, or None: taken apart before a call, and put together after it.
+"""Arguments that are lists of tensors, or None: flattened before a call and collected after it.
 
-{"x": [a, b], "m": None}    is, for the compiled code,    {"x[0]": a, "x[1]": b}
+{"x": [a, b], "m": None}    becomes, for the compiled code,    {"x[0]": a, "x[1]": b}
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from ..errors import InputError
 from ..manifest import ListSpec, TensorSpec, arguments
 
 
-def take_apart(
+def flatten_lists(
     arrays: Mapping[str, Any],
     tensors: Sequence[str],
     lists: Sequence[ListSpec],
     role: str,
-    is_whole: bool = False,
+    is_complete: bool = False,
 ) -> Mapping[str, Any]:
-    """Return arrays by the names of tensors, for arrays and lists of arrays by the names of inputs or outputs.
+    """Return arrays by the names of tensors, from arrays and lists of arrays by the names of arguments.
 
-    tensors are the names of all. What has the name of a tensor already stays. Raises InputError for what is no list,
-    or has another length, for a value where there can be none, and, with is_whole, for a list that is missing.
+    tensors are the names of all tensors. Entries that already have the name of a tensor remain. Raises InputError for a
+    value that is not a list or has another length, for a value of an argument that must be None, and with is_complete
+    for a missing list.
     """
     if not lists or not isinstance(arrays, Mapping):
         return arrays
@@ -30,14 +31,14 @@ def take_apart(
     for spec in lists:
         names = tensors[spec.first : spec.first + (spec.count or 0)]
         if spec.name in flat:
-            flat.update(zip(names, _elements(flat.pop(spec.name), spec, role)))
-        elif is_whole and names and not flat.keys() & set(names):
+            flat.update(zip(names, _read_elements(flat.pop(spec.name), spec, role)))
+        elif is_complete and names and not flat.keys() & set(names):
             raise InputError(f"{role} '{spec.name}' is missing; the model takes a list of {spec.count} arrays.")
     return flat
 
 
-def _elements(value: Any, spec: ListSpec, role: str) -> Sequence[Any]:
-    """What a list holds. Raises InputError as `take_apart`."""
+def _read_elements(value: Any, spec: ListSpec, role: str) -> Sequence[Any]:
+    """Return the elements of a list. Raises InputError as `flatten_lists` does."""
     if spec.count is None:
         if value is None:
             return ()
@@ -59,12 +60,12 @@ def _elements(value: Any, spec: ListSpec, role: str) -> Sequence[Any]:
     return value
 
 
-def put_together(arrays: dict[str, Any], tensors: Sequence[TensorSpec], lists: Sequence[ListSpec]) -> dict[str, Any]:
-    """Return arrays, lists of arrays and None by the names of outputs, for arrays by the names of tensors."""
+def collect_lists(arrays: dict[str, Any], tensors: Sequence[TensorSpec], lists: Sequence[ListSpec]) -> dict[str, Any]:
+    """Return arrays, lists of arrays and None by the names of outputs, from arrays by the names of tensors."""
     if not lists:
         return arrays
-    whole: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for argument in arguments(tensors, lists):
         values = [arrays[tensor.name] for tensor in argument.tensors]
-        whole[argument.name] = values[0] if argument.kind == "tensor" else values if argument.kind == "list" else None
-    return whole
+        result[argument.name] = values[0] if argument.kind == "tensor" else values if argument.kind == "list" else None
+    return result

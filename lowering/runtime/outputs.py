@@ -1,4 +1,4 @@
-"""Tensors that a call returns become arrays of the kind that the caller passed in."""
+"""Convert the tensors that a call returns to arrays of the caller's kind."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..errors import InputError
 from ..manifest import TensorSpec
 from .elements import ElementType
 from .gpu import CPU
-from .strings import Dictionary
+from .strings import StringTable
 from .tensors import Tensor, copy_to, view_as
 
-# Makes an array of some library from anything that speaks DLPack.
+# Creates an array of a library from any object with DLPack.
 FromDLPack = Callable[[Any], Any]
 
 
-def from_dlpack_of(array: Any) -> FromDLPack:
-    """The from_dlpack function of the library that `array` belongs to.
+def find_from_dlpack(array: Any) -> FromDLPack:
+    """Return the from_dlpack function of the library that `array` belongs to.
 
-    It is that of tvm_ffi for its own tensors, of the array's own array-API namespace, or of the top-level package
-    of its type. Raises InputError for types that have none.
+    For tvm_ffi's own tensors it is that of tvm_ffi. Otherwise it is that of the array's array-API namespace, or of the
+    top-level package of its type. Raises InputError for types without one.
     """
     if isinstance(array, Tensor):
         return tvm_ffi.from_dlpack
@@ -40,47 +40,49 @@ def from_dlpack_of(array: Any) -> FromDLPack:
     return function
 
 
-def kind_of(inputs: Mapping[str, Any]) -> tuple[FromDLPack, bool]:
-    """What makes the caller's kind of array, and whether that is in the host's memory. Raises InputError for what holds
-    no arrays by name."""
+def detect_array_kind(inputs: Mapping[str, Any]) -> tuple[FromDLPack, bool]:
+    """Return from_dlpack of the caller's array library, and whether its arrays are in host memory.
+
+    Raises InputError if `inputs` is not a mapping of arrays by name.
+    """
     if not isinstance(inputs, Mapping):
         raise InputError(f"the inputs are a {type(inputs).__name__}; pass a dict of arrays by the names of inputs.")
     for array in inputs.values():
         if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
             continue
         if hasattr(array, "__dlpack__"):
-            return from_dlpack_of(array), _on_host(array)
+            return find_from_dlpack(array), _is_on_host(array)
     return np.from_dlpack, True
 
 
-def _on_host(array: Any) -> bool:
+def _is_on_host(array: Any) -> bool:
     try:
         return array.__dlpack_device__()[0] == CPU
-    except Exception:  # of a kind that DLPack does not know, which the input's port refuses
+    except Exception:  # a device that DLPack does not know, which the input's port rejects
         return True
 
 
 class OutputPort:
-    """The border for one output."""
+    """The interface for arrays of one output."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self.name = spec.name
         self.element = ElementType(spec.dtype, spec.storage)
-        self._plain = not (self.element.carried or self.element.text)
+        self._is_plain = not (self.element.is_carried or self.element.is_text)
 
-    def deliver(self, tensor: Tensor, from_dlpack: FromDLPack, strings: Dictionary) -> Any:
-        """An array over the tensor's memory.
+    def deliver(self, tensor: Tensor, from_dlpack: FromDLPack, strings: StringTable) -> Any:
+        """Return an array over the tensor's memory.
 
-        Strings are always given as NumPy arrays of dtype object. Types that other libraries lack (int4, uint4,
-        float4) are given to them as one byte per element. Raises InputError for an empty one too large for NumPy.
+        Strings are always returned as NumPy arrays of dtype object. Types that other libraries lack (int4, uint4,
+        float4) are returned to them as one byte per element. Raises InputError for an empty array too large for NumPy.
         """
         try:
-            if self._plain:
+            if self._is_plain:
                 return from_dlpack(tensor)
-            if from_dlpack is np.from_dlpack or self.element.text:
-                return self._numpy(tensor, strings)
+            if from_dlpack is np.from_dlpack or self.element.is_text:
+                return self._to_numpy(tensor, strings)
             if self.element.numpy.kind == "c":
-                return from_dlpack(self._numpy(tensor, strings))
+                return from_dlpack(self._to_numpy(tensor, strings))
             if self.element.name.startswith("float8"):
                 return from_dlpack(view_as(tensor, self.element.name, tensor.shape))
             return from_dlpack(tensor)
@@ -93,8 +95,8 @@ class OutputPort:
                 f"output '{self.name}' has the shape [{dims}], which no array can have: {error}"
             ) from error
 
-    def _numpy(self, tensor: Tensor, strings: Dictionary) -> np.ndarray:
-        if self.element.text:
+    def _to_numpy(self, tensor: Tensor, strings: StringTable) -> np.ndarray:
+        if self.element.is_text:
             return strings.decode(np.from_dlpack(tensor))
         if self.element.carrier != self.element.storage:
             tensor = view_as(tensor, self.element.carrier.name, tensor.shape)
@@ -102,7 +104,7 @@ class OutputPort:
 
 
 def check_output(name: str, result: Tensor, target: Tensor) -> None:
-    """Raise InputError for a result that has not the shape of the array that is bound to the output."""
+    """Raise InputError if a result does not have the shape of the array that is bound to the output."""
     if result.shape != target.shape:
         raise InputError(
             f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}."

@@ -1,16 +1,15 @@
-/* Runs the parallel loops of generated code; linked into every model.so in place of TVM's thread pool.
+/* Thread pool for the parallel loops of generated code, linked into every model.so in place of TVM's thread pool.
  *
- * TVM's pool pins the thread that calls it to one CPU and gives every calling thread workers of its own. Here
- *   - a launch uses as many threads as the affinity mask of the calling thread has CPUs, read at every launch, or as
- *     many as `lowering_set_threads` said for the calling thread;
- *   - only workers are moved: each takes over the mask of the thread it works for, nobody else's mask is touched;
- *   - workers are shared by all calling threads of the library. A launch takes idle ones and never waits for others, so
+ * TVM's pool pins the calling thread to one CPU and gives every calling thread workers of its own. In contrast:
+ *   - A launch uses as many threads as the affinity mask of the calling thread has CPUs, read at every launch, or as
+ *     many as `lowering_set_threads` set for the calling thread.
+ *   - Only workers are moved: each takes over the mask of the thread it works for, and no other mask is changed.
+ *   - All calling threads of the library share the workers. A launch takes idle ones and never waits for busy ones, so
  *     that concurrent callers share the CPUs of a mask instead of oversubscribing them.
  *
- * Generated code reaches its launcher through the variable __TVMBackendParallelLaunch, a weak symbol that TVM fills in
- * by name when it loads the library. The strong, hidden definition at the end of this file replaces it at link time;
- * TVM no longer finds the name and leaves it alone. Hosts in Python and C++ get this pool without doing anything.
- */
+ * Generated code reaches its launcher through the variable __TVMBackendParallelLaunch, a weak symbol that TVM sets by
+ * name when it loads the library. The strong, hidden definition at the end of this file replaces it at link time, so
+ * that TVM does not find the name and leaves it alone. Hosts in Python and C++ use this pool without any setup. */
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
@@ -24,7 +23,7 @@
 #include <unistd.h>
 
 /* TVMParallelGroupEnv and FTVMParallelLambda of tvm/runtime/c_backend_api.h. Task k of num_task computes the share of
- * the loop that these two numbers determine: any num_task computes the whole. */
+ * the loop that these two numbers determine: any num_task computes the whole loop. */
 typedef struct {
     void* sync_handle;
     int32_t num_task;
@@ -34,11 +33,11 @@ typedef int (*Lambda)(int task, Group* group, void* data);
 /* TVMBackendParallelBarrier counts arrivals in sync_handle: task k in element k * BARRIER_STRIDE. */
 enum { BARRIER_STRIDE = 16 };
 
-/* Threads of a launch that take no memory from the heap, and the most that a launch may have. */
-enum { FEW = 32, MOST = 1024 };
+/* STACK_WORKERS: launches of fewer workers need no heap memory. MAX_THREADS: the largest number of threads. */
+enum { STACK_WORKERS = 32, MAX_THREADS = 1024 };
 
-/* How often a waiting thread looks before it sleeps: some 20 microseconds on the CPU, then some 100 in which any other
- * thread may have it. Few pauses within a model are longer, and waking up takes as long. */
+/* How often a waiting thread polls before it sleeps: about 20 microseconds on the CPU, then about 100 in which it
+ * yields to other threads. Few pauses within a model are longer, and waking up takes as long. */
 enum { SPINS = 500, YIELDS = 300 };
 
 /* One launch, on the stack of the launching thread. */
@@ -53,10 +52,10 @@ typedef struct {
 
 typedef struct Worker {
     struct Worker* next; /* in the list of idle workers, or of those that one launch has taken */
-    struct Worker* next_made;
+    struct Worker* next_worker;
     pthread_t thread;
     cpu_set_t mask;
-    int moved; /* mask is not yet the thread's */
+    int has_new_mask; /* the thread does not have the mask yet */
     Job* job;
     int task;
     atomic_uint state;
@@ -65,10 +64,10 @@ enum { IDLE, ASLEEP, WORKING, LEAVING };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards both lists */
 static Worker* idle;
-static Worker* made;
+static Worker* all_workers;
 
 static _Thread_local int requested_threads; /* 0: as many as the mask has CPUs */
-static _Thread_local int alone;             /* the next launch gets no workers */
+static _Thread_local int is_serial;         /* the next launch gets no workers */
 static _Thread_local int in_task;           /* a launch from inside a task gets no workers */
 
 static void futex_sleep(atomic_uint* word, unsigned value) {
@@ -77,9 +76,9 @@ static void futex_sleep(atomic_uint* word, unsigned value) {
 
 static void futex_wake(atomic_uint* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
 
-/* The pause before look number `look`. */
-static void wait_a_little(int look) {
-    if (look >= SPINS) {
+/* Pause before poll number `attempt`. */
+static void pause_waiting(int attempt) {
+    if (attempt >= SPINS) {
         sched_yield();
         return;
     }
@@ -97,10 +96,10 @@ static void set_state(Worker* worker, unsigned state) {
 }
 
 static unsigned wait_for_work(Worker* self) {
-    for (int look = 0; look < SPINS + YIELDS; ++look) {
+    for (int attempt = 0; attempt < SPINS + YIELDS; ++attempt) {
         unsigned state = atomic_load(&self->state);
         if (state != IDLE) return state;
-        wait_a_little(look);
+        pause_waiting(attempt);
     }
     unsigned state = IDLE;
     if (!atomic_compare_exchange_strong(&self->state, &state, ASLEEP)) return state;
@@ -113,9 +112,9 @@ static void* work(void* argument) {
     in_task = 1;
     while (wait_for_work(self) == WORKING) {
         Job* job = self->job;
-        if (self->moved) {
+        if (self->has_new_mask) {
             sched_setaffinity(0, sizeof(self->mask), &self->mask);
-            self->moved = 0;
+            self->has_new_mask = 0;
         }
         if (job->lambda(self->task, &job->group, job->data) != 0) {
             TVMFFIObjectHandle error = NULL, none = NULL;
@@ -123,7 +122,8 @@ static void* work(void* argument) {
             if (!atomic_compare_exchange_strong(&job->error, &none, error)) TVMFFIObjectDecRef(error);
         }
         atomic_store(&self->state, IDLE);
-        /* Once nothing is pending the launching thread goes on, its job is gone, and this worker may get another. */
+        /* Once no worker is pending, the launching thread continues, its job is gone, and this worker may be
+         * taken again. */
         if (atomic_fetch_sub(&job->pending, 1) == SLEEPER + 1) futex_wake(&job->pending);
     }
     return NULL;
@@ -132,40 +132,42 @@ static void* work(void* argument) {
 static Worker* make_worker(const cpu_set_t* mask) {
     Worker* worker = calloc(1, sizeof(Worker));
     if (worker == NULL) return NULL;
-    worker->mask = *mask; /* inherited from the thread that makes it */
-    sigset_t all, before; /* the host's signals are for the host's threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    worker->mask = *mask; /* inherited from the creating thread */
+    sigset_t all_signals, old_mask; /* the host's signals are for the host's threads */
+    sigfillset(&all_signals);
+    pthread_sigmask(SIG_SETMASK, &all_signals, &old_mask);
     int failed = pthread_create(&worker->thread, NULL, work, worker);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_sigmask(SIG_SETMASK, &old_mask, NULL);
     if (failed) {
         free(worker);
         return NULL;
     }
-    worker->next_made = made;
-    return made = worker;
+    worker->next_worker = all_workers;
+    return all_workers = worker;
 }
 
-static int count_made(const cpu_set_t* mask) {
+static int count_workers(const cpu_set_t* mask) {
     int count = 0;
-    for (Worker* worker = made; worker != NULL; worker = worker->next_made) count += CPU_EQUAL(&worker->mask, mask);
+    for (Worker* worker = all_workers; worker != NULL; worker = worker->next_worker) {
+        count += CPU_EQUAL(&worker->mask, mask);
+    }
     return count;
 }
 
-/* Takes up to `wanted` idle workers, and makes new ones unless as many already work under the same mask. */
-static int take_workers(int wanted, const cpu_set_t* mask, Worker** taken) {
+/* Take up to `max_count` idle workers, and create new ones unless as many already work under the same mask. */
+static int take_workers(int max_count, const cpu_set_t* mask, Worker** taken) {
     int count = 0;
     *taken = NULL;
     pthread_mutex_lock(&mutex);
-    while (count < wanted) {
+    while (count < max_count) {
         Worker* worker = idle;
         if (worker != NULL) {
             idle = worker->next;
             if (!CPU_EQUAL(&worker->mask, mask)) {
                 worker->mask = *mask;
-                worker->moved = 1;
+                worker->has_new_mask = 1;
             }
-        } else if (count_made(mask) >= wanted || (worker = make_worker(mask)) == NULL) {
+        } else if (count_workers(mask) >= max_count || (worker = make_worker(mask)) == NULL) {
             break;
         }
         worker->next = *taken;
@@ -189,9 +191,9 @@ static void give_back_workers(Worker* taken) {
 /* -- launching ---------------------------------------------------------------------------------------------------- */
 
 static void wait_for_workers(Job* job) {
-    for (int look = 0; look < SPINS + YIELDS; ++look) {
+    for (int attempt = 0; attempt < SPINS + YIELDS; ++attempt) {
         if (atomic_load(&job->pending) == 0) return;
-        wait_a_little(look);
+        pause_waiting(attempt);
     }
     unsigned pending = atomic_fetch_or(&job->pending, SLEEPER) | SLEEPER;
     while (pending != SLEEPER) {
@@ -200,23 +202,23 @@ static void wait_for_workers(Job* job) {
     }
 }
 
-/* Generated code says before a loop whether its work is too little to be shared (schedules/cpu/loops.py): so it holds
- * the loop once, and not a serial one beside it. */
-__attribute__((visibility("hidden"))) int lowering_launch_alone(int yes) { return alone = yes; }
+/* Set whether the next launch runs serially. Generated code calls it before a loop with too little work to be shared
+ * (schedules/cpu/loops.py), so that it needs only one version of the loop. */
+__attribute__((visibility("hidden"))) int lowering_launch_alone(int serial) { return is_serial = serial; }
 
-static int launch_alone(Lambda lambda, void* data) {
+static int launch_serial(Lambda lambda, void* data) {
     atomic_int arrivals = 0;
     Group group = {&arrivals, 1};
     int was_in_task = in_task;
-    alone = 0, in_task = 1;
+    is_serial = 0, in_task = 1;
     int result = lambda(0, &group, data);
     in_task = was_in_task;
     return result;
 }
 
-/* TVMBackendParallelLaunch. num_task is 0 in all code that TVM's LLVM back end generates: as many as are useful. */
+/* TVMBackendParallelLaunch. num_task is 0, which means as many as are useful, in all code of TVM's LLVM back end. */
 static int launch(Lambda lambda, void* data, int num_task) {
-    if (alone || in_task || requested_threads == 1) return launch_alone(lambda, data);
+    if (is_serial || in_task || requested_threads == 1) return launch_serial(lambda, data);
     Worker* taken = NULL;
     cpu_set_t mask;
     CPU_ZERO(&mask);
@@ -224,15 +226,15 @@ static int launch(Lambda lambda, void* data, int num_task) {
     if (sched_getaffinity(0, sizeof(mask), &mask) == 0) threads = CPU_COUNT(&mask);
     if (requested_threads > 0) threads = requested_threads;
     if (num_task > 0) threads = num_task;
-    if (threads > MOST) threads = MOST;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
     int workers = threads > 1 ? take_workers(threads - 1, &mask, &taken) : 0;
 
     /* Callers may have small stacks. */
-    atomic_int few[FEW * BARRIER_STRIDE], *arrivals = few, *many = NULL;
-    if (workers >= FEW) {
-        many = malloc((size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
-        if (many == NULL) give_back_workers(taken), taken = NULL, workers = 0;
-        else arrivals = many;
+    atomic_int stack_arrivals[STACK_WORKERS * BARRIER_STRIDE], *arrivals = stack_arrivals, *heap_arrivals = NULL;
+    if (workers >= STACK_WORKERS) {
+        heap_arrivals = malloc((size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
+        if (heap_arrivals == NULL) give_back_workers(taken), taken = NULL, workers = 0;
+        else arrivals = heap_arrivals;
     }
     memset(arrivals, 0, (size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
     Job job = {.lambda = lambda, .data = data, .group = {arrivals, workers + 1}, .pending = (unsigned)workers};
@@ -248,7 +250,7 @@ static int launch(Lambda lambda, void* data, int num_task) {
     in_task = 0;
     wait_for_workers(&job);
     give_back_workers(taken);
-    free(many);
+    free(heap_arrivals);
 
     TVMFFIObjectHandle error = atomic_load(&job.error);
     if (error != NULL) {
@@ -261,31 +263,31 @@ static int launch(Lambda lambda, void* data, int num_task) {
 
 __attribute__((visibility("hidden"))) int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
 
-/* The packed function lowering_set_threads(n): launches of the calling thread use n threads, at most MOST; 0: as its
- * affinity mask says. */
+/* The packed function lowering_set_threads(n): launches of the calling thread use n threads, at most MAX_THREADS. With
+ * 0 they use as many as its affinity mask has CPUs. */
 __attribute__((visibility("default"))) int __tvm_ffi_lowering_set_threads(void* self, const TVMFFIAny* args,
                                                                           int32_t num_args, TVMFFIAny* result) {
     (void)self, (void)num_args, (void)result;
     const int64_t n = args[0].v_int64;
-    requested_threads = n < 0 ? 0 : n > MOST ? MOST : (int)n;
+    requested_threads = n < 0 ? 0 : n > MAX_THREADS ? MAX_THREADS : (int)n;
     return 0;
 }
 
 /* -- loading, forking, unloading ---------------------------------------------------------------------------------- */
 
-/* The child of a fork has none of the workers. */
+/* Discard the workers, which the child of a fork does not have. */
 static void forget_workers(void) {
     pthread_mutex_init(&mutex, NULL);
-    idle = made = NULL;
+    idle = all_workers = NULL;
 }
 
 __attribute__((constructor)) static void load(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
-/* Before its code is unmapped every worker must have left it. At exit those that still work are left alone. */
+/* End the idle workers before the code is unmapped. At exit those that still work are left running. */
 __attribute__((destructor)) static void unload(void) {
     pthread_mutex_lock(&mutex);
     Worker* leaving = idle;
-    idle = made = NULL;
+    idle = all_workers = NULL;
     pthread_mutex_unlock(&mutex);
     for (Worker *worker = leaving, *next; worker != NULL; worker = next) {
         next = worker->next;

@@ -1,4 +1,4 @@
-"""Models as bytes, for other processes: pickle, multiprocessing, joblib, Ray."""
+"""Models as bytes for other processes: pickle, multiprocessing, joblib, Ray."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 from ..manifest import Manifest
 from .copies import copy_artifact
-from .files import Files
-from .folders import is_part
+from .files import ArtifactFiles
+from .folders import is_artifact_file
 
 if TYPE_CHECKING:
     from .model import Model
 
 
-def packed(files: Files, manifest: Manifest) -> dict[str, bytes]:
-    """Return the files of an artifact by name. Raises ArtifactError where they were written to since the load."""
+def pack_model(files: ArtifactFiles, manifest: Manifest) -> dict[str, bytes]:
+    """Return the files of an artifact by name. Raises ArtifactError if they were written to since the load."""
     with tempfile.TemporaryDirectory() as folder:
         copy_artifact(files, manifest, Path(folder))
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def unpacked(contents: dict[str, bytes], threads: int | None, device: int) -> Model:
-    """Load a model from its files; one that this machine cannot run says so in a call. Raises ArtifactError."""
-    from . import open_compiled  # which imports this
+def unpack_model(contents: dict[str, bytes], threads: int | None, device: int) -> Model:
+    """Load a model from its files. If this machine cannot run it, calls raise the error. Raises ArtifactError."""
+    from . import open_compiled  # avoids an import cycle
 
     with tempfile.TemporaryDirectory() as folder:
         for name, content in contents.items():
-            if is_part(name):
+            if is_artifact_file(name):
                 (Path(folder) / name).write_bytes(content)
         return open_compiled(Path(folder), threads, device)

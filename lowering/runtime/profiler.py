@@ -1,7 +1,7 @@
-"""Which kernels a call of a model runs, how long each takes, and what each has to do for the sizes of this call.
+"""Profiler of a model's kernels: the time of each kernel call, and its work at the sizes of this run.
 
-The virtual machine reports before and after every function that it calls. Taking the time adds about a microsecond to
-each kernel, on a GPU the time to wait for it.
+The virtual machine reports before and after every function that it calls. The timing adds about a microsecond to each
+kernel, and on a GPU the time to synchronize.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .model import Model
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of a kernel: what it is, its ONNX nodes as far as they are known, and its work in FLOPs and bytes."""
+    """One call of a kernel: its ONNX nodes where recorded, and its work in FLOPs and bytes."""
 
     kernel: KernelSpec
     nodes: tuple[str, ...]
@@ -30,9 +30,10 @@ class KernelCall:
 
 
 class Profiler:
-    """An instrument (library.Instrument) that takes the times of kernels; `calls` is what the first run called.
+    """An instrument (library.Instrument) that times kernels. `calls` has the kernel calls of the first run.
 
-    `times` has the nanoseconds of each of them, one list for each run, and `begins` those since the run began.
+    `times` has the nanoseconds of each call, one list for each run. `begins` has the start of each call, in nanoseconds
+    since the start of the run.
     """
 
     def __init__(self, model: Model) -> None:
@@ -45,7 +46,7 @@ class Profiler:
         self.begins: list[list[int]] = []
 
     def start(self) -> None:
-        """The next run begins."""
+        """Start the next run."""
         self.times.append([])
         self.begins.append([])
         self._start = time.perf_counter_ns()
@@ -60,11 +61,11 @@ class Profiler:
             self.times[-1].append(end - self._begin)
             self.begins[-1].append(self._begin - self._start)
             if len(self.times) == 1:
-                self.calls.append(self._call(self._kernels[name], arguments))
+                self.calls.append(self._describe(self._kernels[name], arguments))
         return 0
 
-    def _call(self, kernel: KernelSpec, arguments: Sequence[Any]) -> KernelCall:
-        values: dict[str, int] = {"volume": sum(map(_bytes, arguments))}
+    def _describe(self, kernel: KernelSpec, arguments: Sequence[Any]) -> KernelCall:
+        values: dict[str, int] = {"volume": sum(map(_count_bytes, arguments))}
         for names, argument in zip(kernel.arguments, arguments):
             if isinstance(names, str):
                 values[names] = int(argument)
@@ -72,17 +73,19 @@ class Profiler:
                 values.update(zip(names, argument.shape))
         if kernel.counter is not None:
             counts = np.zeros(2, np.int64)
-            on_host = (self._on_host(argument) for argument in arguments)
-            self._model.function(kernel.counter)(*on_host, tvm_ffi.from_dlpack(counts))
+            host_arguments = (self._copy_to_host(argument) for argument in arguments)
+            self._model.function(kernel.counter)(*host_arguments, tvm_ffi.from_dlpack(counts))
             values["pairs"], values["unseen"] = map(int, counts)
-        return KernelCall(kernel, self._nodes(kernel), evaluate(kernel.flops, values), evaluate(kernel.bytes, values))
+        return KernelCall(
+            kernel, self._read_nodes(kernel), evaluate(kernel.flops, values), evaluate(kernel.bytes, values)
+        )
 
-    def _on_host(self, argument: Any) -> Any:
+    def _copy_to_host(self, argument: Any) -> Any:
         gpu = self._model.gpu
         return argument if gpu is None or not isinstance(argument, tvm_ffi.Tensor) else gpu.to_host(argument)
 
-    def _nodes(self, kernel: KernelSpec) -> tuple[str, ...]:
-        """Calls come in the order of the manifest, less those of the branches not taken."""
+    def _read_nodes(self, kernel: KernelSpec) -> tuple[str, ...]:
+        """Return the nodes of a call. Calls follow the manifest's order, without those of branches not taken."""
         for position, call in enumerate(self._expected):
             if call.kernel == kernel.name:
                 del self._expected[: position + 1]
@@ -90,5 +93,5 @@ class Profiler:
         return ()
 
 
-def _bytes(argument: Any) -> int:
+def _count_bytes(argument: Any) -> int:
     return argument.numel() * argument.dtype.itemsize if isinstance(argument, tvm_ffi.Tensor) else 0

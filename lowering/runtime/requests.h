@@ -1,8 +1,7 @@
-/* What the checks of serving operators share: tables of integers, their errors, and slots that several requests use.
+/* Tables of integers, errors, and spans of slots for the checks of serving operators.
  *
- * A check looks at tables of integers by request, never at caches: its cost grows with the entries of tables that a
- * call uses. Tables whose shapes do not fit each other are left to the assertions of shapes.
- */
+ * A check reads integer tables by request, and never caches: its cost grows with the table entries that a call uses.
+ * Tables whose shapes do not match are left to the shape assertions. */
 #ifndef LOWERING_REQUESTS_H
 #define LOWERING_REQUESTS_H
 
@@ -10,7 +9,7 @@
 
 /* -- tables ------------------------------------------------------------------------------------------------------- */
 
-/* A tensor of int32 or int64; no data where the node has no such input. */
+/* A tensor of int32 or int64; data is NULL if the node lacks this input. */
 typedef struct {
     const void* data;
     const int64_t* shape;
@@ -24,7 +23,7 @@ static inline Table table_of(const TVMFFIAny* value) {
     return (Table){data, tensor->shape, tensor->ndim, tensor->dtype.bits == 32};
 }
 
-static inline int given(const Table* table) { return table->shape != NULL || table->data != NULL; }
+static inline int is_given(const Table* table) { return table->shape != NULL || table->data != NULL; }
 
 static inline int64_t at(const Table* table, int64_t i) {
     return table->narrow ? (int64_t)((const int32_t*)table->data)[i] : ((const int64_t*)table->data)[i];
@@ -36,18 +35,18 @@ static inline int64_t volume(const Table* table) {
     return count;
 }
 
-/* Whether it has one axis of that size, or is not given. */
-static inline int has(const Table* table, int64_t size) {
-    return !given(table) || (table->ndim == 1 && table->shape[0] == size);
+/* Return whether the table has one axis of that size, or is not given. */
+static inline int has_size(const Table* table, int64_t size) {
+    return !is_given(table) || (table->ndim == 1 && table->shape[0] == size);
 }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* -- errors ------------------------------------------------------------------------------------------------------- */
 
-/* Raises "node: text", and gives what a check then returns. */
-__attribute__((format(printf, 2, 3), cold, noinline)) static int refuse(const TVMFFIAny* node, const char* format,
+/* Raise "node: text", and return the value that a failed check returns. */
+__attribute__((format(printf, 2, 3), cold, noinline)) static int reject(const TVMFFIAny* node, const char* format,
                                                                         ...) {
     Message message = {.length = 0};
     say_text(&message, text_of(node));
@@ -60,29 +59,29 @@ __attribute__((format(printf, 2, 3), cold, noinline)) static int refuse(const TV
     return fail(&message);
 }
 
-/* An int64_t in a format. */
+/* The printf format of an int64_t. */
 #define N "%" PRId64
 
 /* -- spans of slots ----------------------------------------------------------------------------------------------- */
 
-/* Slots `begin` to `end` - 1, of a request; part tells its spans apart: a column of its table, or a beam. */
+/* Slots `begin` to `end` - 1 of a request. column distinguishes its spans: a column of its table, or a beam. */
 typedef struct {
-    int64_t begin, end, request, part;
+    int64_t begin, end, request, column;
 } Span;
 
 enum { SPANS_INSIDE = 128 };
 
-/* So many spans; memory is asked for where they are more than a step of generation has. */
+/* A list of spans. It uses heap memory if there are more spans than a typical generation step has. */
 typedef struct {
     Span* items;
     int64_t count;
     Span inside[SPANS_INSIDE];
 } Spans;
 
-/* Room for `most` spans; 0 where there is no memory. */
-static inline int open_spans(Spans* spans, int64_t most) {
+/* Allocate room for `capacity` spans. Return 0 if memory is exhausted. */
+static inline int open_spans(Spans* spans, int64_t capacity) {
     spans->count = 0;
-    spans->items = most <= SPANS_INSIDE ? spans->inside : malloc((size_t)most * sizeof(Span));
+    spans->items = capacity <= SPANS_INSIDE ? spans->inside : malloc((size_t)capacity * sizeof(Span));
     return spans->items != NULL;
 }
 
@@ -90,11 +89,11 @@ static inline void close_spans(Spans* spans) {
     if (spans->items != spans->inside) free(spans->items);
 }
 
-static inline void add_span(Spans* spans, int64_t begin, int64_t end, int64_t request, int64_t part) {
-    spans->items[spans->count++] = (Span){begin, end, request, part};
+static inline void add_span(Spans* spans, int64_t begin, int64_t end, int64_t request, int64_t column) {
+    spans->items[spans->count++] = (Span){begin, end, request, column};
 }
 
-/* Sorts n spans by where they begin, in place: n^1.3 steps at most, n where they are in order. */
+/* Sort n spans by `begin`, in place, in at most n^1.3 steps, or n if they are already sorted. */
 static inline void sort_spans(Spans* spans) {
     int64_t gap = 1;
     while (gap < spans->count / 3) gap = 3 * gap + 1;
@@ -110,17 +109,18 @@ static inline void sort_spans(Spans* spans) {
     }
 }
 
-/* The second of two neighbors that overlap, of sorted spans; NULL if none do. Where any two overlap, neighbors do. */
-static inline const Span* overlapping(const Spans* spans) {
+/* Return the second of two neighbors that overlap, among sorted spans; NULL if none do. If any two spans overlap, two
+ * neighbors do. */
+static inline const Span* find_neighbor_overlap(const Spans* spans) {
     for (int64_t i = 1; i < spans->count; ++i) {
         if (spans->items[i].begin < spans->items[i - 1].end) return &spans->items[i];
     }
     return NULL;
 }
 
-/* The first of the sorted spans without overlaps that overlaps this one and is another part or request's; or NULL.
- * log n steps. */
-static inline const Span* meeting(const Spans* spans, Span span) {
+/* Return the first of the sorted, disjoint spans that overlaps this one and has another column or request, or NULL. It
+ * takes log n steps. */
+static inline const Span* find_overlap(const Spans* spans, Span span) {
     int64_t low = 0, high = spans->count;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
@@ -132,15 +132,15 @@ static inline const Span* meeting(const Spans* spans, Span span) {
     }
     for (; low < spans->count && spans->items[low].begin < span.end; ++low) {
         const Span* other = &spans->items[low];
-        if (other->request != span.request || other->part != span.part) return other;
+        if (other->request != span.request || other->column != span.column) return other;
     }
     return NULL;
 }
 
 /* -- a filter of slots -------------------------------------------------------------------------------------------- */
 
-/* Cells of 2^shift slots of which some slot was marked, by their numbers modulo CELLS: most pages that are read are
- * told from those that are written without a search. */
+/* Cells of 2^shift slots that contain a marked slot, by cell number modulo CELLS. The filter separates most pages that
+ * are read from those that are written, without a search. */
 enum { CELLS = 4096 };
 
 typedef struct {
@@ -148,7 +148,7 @@ typedef struct {
     int shift;
 } Filter;
 
-/* An empty filter for pages of that size: one of them has slots of three cells at most. */
+/* Clear the filter, for pages of that size: each page has slots in at most three cells. */
 static inline void open_filter(Filter* filter, int64_t page) {
     memset(filter->bits, 0, sizeof filter->bits);
     filter->shift = 63 - __builtin_clzll((uint64_t)page);
@@ -160,12 +160,12 @@ static inline void mark(Filter* filter, Span span) {
     }
 }
 
-static inline int marked(const Filter* filter, Span span) {
-    uint64_t found = 0;
+static inline int is_marked(const Filter* filter, Span span) {
+    uint64_t bits = 0;
     for (int64_t cell = span.begin >> filter->shift; cell <= (span.end - 1) >> filter->shift; ++cell) {
-        found |= filter->bits[cell / 64 % (CELLS / 64)] >> (cell % 64) & 1;
+        bits |= filter->bits[cell / 64 % (CELLS / 64)] >> (cell % 64) & 1;
     }
-    return found != 0;
+    return bits != 0;
 }
 
 #endif

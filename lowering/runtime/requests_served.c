@@ -1,10 +1,10 @@
-/* Whether the tables of a served decoder fit each other, its rows and its cache; linked into every model.so. */
+/* Check that the tables of a served decoder fit each other, its rows and its cache; linked into every model.so. */
 #define _GNU_SOURCE
 #include "requests.h"
 
-/* Sizes, in the order of lowering/ops/served/packed_requests.py: packed rows, the most tokens of a request, blocks of the
- * cache, tokens of a block, slots of states; and in that of packed_sources.py: blocks of the cache, rows of a block,
- * and 1 where they are written. */
+/* Sizes, in the order of lowering/ops/served/packed_requests.py: rows of the ragged batch, the most tokens of a
+ * request, blocks of the cache, tokens of a block, slots of states. And in the order of packed_sources.py: blocks of
+ * the cache, rows of a block, and 1 if they are written. */
 enum { ROWS, CONTEXT, BLOCKS, TOKENS, SLOTS, SIZES };
 enum { SOURCE_BLOCKS, SOURCE_ROWS, SOURCE_WRITTEN, SOURCE_SIZES };
 
@@ -15,7 +15,8 @@ typedef struct {
     int64_t requests, columns;
 } Call;
 
-/* The blocks of a cache that requests have: what errors call table, cache and tokens, and how many of these a block has. */
+/* The blocks of a cache that requests own. The names of table, cache and unit are for errors; tokens is the number of
+ * units of a block. */
 typedef struct {
     const char *table_name, *cache_name, *unit;
     const Table* table;
@@ -27,22 +28,23 @@ static int64_t rows_of(const Call* call, int64_t r) { return at(&call->row_start
 static int check_starts(const Call* call) {
     const int64_t rows = at(&call->row_starts, call->requests);
     if (at(&call->row_starts, 0) != 0) {
-        return refuse(call->node, "row_starts of request 0 is " N ": make it 0, its first row.", at(&call->row_starts, 0));
+        return reject(call->node, "row_starts of request 0 is " N ": make it 0, its first row.",
+                      at(&call->row_starts, 0));
     }
     for (int64_t r = 0; r < call->requests; ++r) {
         if (at(&call->row_starts, r + 1) < at(&call->row_starts, r)) {
-            return refuse(call->node,
+            return reject(call->node,
                           "row_starts decreases at request " N ", from " N " to " N
                           ": make them the numbers of tokens of all requests before.",
                           r, at(&call->row_starts, r), at(&call->row_starts, r + 1));
         }
     }
     if (rows == 0 && call->requests > 0) {
-        return refuse(call->node, "row_starts gives none of " N " requests a token: call with those that have some.",
+        return reject(call->node, "row_starts gives none of " N " requests a token: call with those that have some.",
                       call->requests);
     }
     if (rows == call->sizes[ROWS]) return 0;
-    return refuse(call->node,
+    return reject(call->node,
                   "row_starts of " N " requests ends with " N ", and there are " N
                   " token ids: give as many as all requests have.",
                   call->requests, rows, call->sizes[ROWS]);
@@ -52,7 +54,7 @@ static int check_lengths(const Call* call) {
     for (int64_t r = 0; r < call->requests; ++r) {
         const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
         if (past >= 0 && past <= call->sizes[CONTEXT] - rows) continue;
-        return refuse(call->node,
+        return reject(call->node,
                       "past_lengths of request " N " is " N ", and its " N
                       " new tokens come behind them: a request has 0 to " N " tokens.",
                       r, past, rows, call->sizes[CONTEXT]);
@@ -60,11 +62,11 @@ static int check_lengths(const Call* call) {
     return 0;
 }
 
-/* Every block that a request of so many tokens needs is in its table, and in the cache. */
+/* Check that every block that a request of that length needs is in its table, and in the cache. */
 static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int64_t length) {
     const int64_t columns = length / pages->tokens + (length % pages->tokens != 0);
     if (columns > pages->columns) {
-        return refuse(node,
+        return reject(node,
                       "%s has " N " blocks of " N " %s for each request, and request " N " has " N
                       " %s: give it " N " blocks.",
                       pages->table_name, pages->columns, pages->tokens, pages->unit, r, length, pages->unit, columns);
@@ -72,16 +74,19 @@ static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int
     for (int64_t c = 0; c < columns; ++c) {
         const int64_t block = at(pages->table, r * pages->columns + c);
         if (block >= 0 && block < pages->blocks) continue;
-        return refuse(node, "%s of request " N ", column " N " is " N ", and %s has " N " blocks: give one that is there.",
+        return reject(node,
+                      "%s of request " N ", column " N " is " N ", and %s has " N
+                      " blocks: give one that is there.",
                       pages->table_name, r, c, block, pages->cache_name, pages->blocks);
     }
     return 0;
 }
 
-/* The same of all requests; written are the columns that the call writes to. */
+/* Check the blocks of all requests. written is the number of columns that the call writes to. */
 static int check_blocks(const Call* call, int64_t* written) {
     const int64_t tokens = call->sizes[TOKENS];
-    const Pages pages = {"block_table", "kv_cache", "tokens", &call->block_table, call->columns, call->sizes[BLOCKS], tokens};
+    const Pages pages = {"block_table", "kv_cache", "tokens", &call->block_table, call->columns, call->sizes[BLOCKS],
+                         tokens};
     for (int64_t r = 0; r < call->requests; ++r) {
         const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
         if (check_pages(call->node, &pages, r, past + rows)) return -1;
@@ -90,7 +95,7 @@ static int check_blocks(const Call* call, int64_t* written) {
     return 0;
 }
 
-/* A block that the call writes is that of one request, once in its table, and nobody else reads it. */
+/* Check that a block that the call writes belongs to one request, once in its table, and is not read by others. */
 static int check_shared(const Call* call, Spans* spans) {
     const int64_t tokens = call->sizes[TOKENS];
     for (int64_t r = 0; r < call->requests; ++r) {
@@ -102,12 +107,12 @@ static int check_shared(const Call* call, Spans* spans) {
     }
     if (spans->count == 0) return 0;
     sort_spans(spans);
-    const Span* twice = overlapping(spans);
-    if (twice != NULL) {
-        return refuse(call->node,
+    const Span* duplicate = find_neighbor_overlap(spans);
+    if (duplicate != NULL) {
+        return reject(call->node,
                       "block_table has request " N " and request " N " write to block " N
                       ": give each, and each column, a block of its own.",
-                      (twice - 1)->request, twice->request, twice->begin);
+                      (duplicate - 1)->request, duplicate->request, duplicate->begin);
     }
     Filter written;
     open_filter(&written, 1);
@@ -117,9 +122,9 @@ static int check_shared(const Call* call, Spans* spans) {
         for (int64_t c = 0; c < columns; ++c) {
             const int64_t block = at(&call->block_table, r * call->columns + c);
             const Span read = {block, block + 1, r, c};
-            const Span* writer = marked(&written, read) ? meeting(spans, read) : NULL;
+            const Span* writer = is_marked(&written, read) ? find_overlap(spans, read) : NULL;
             if (writer == NULL) continue;
-            return refuse(call->node,
+            return reject(call->node,
                           "block_table has request " N " write to block " N ", which request " N
                           " reads in column " N ": only blocks that nobody writes may be shared.",
                           writer->request, block, r, c);
@@ -128,39 +133,40 @@ static int check_shared(const Call* call, Spans* spans) {
     return 0;
 }
 
-/* Blocks that are there, and fit each other. */
+/* Check that blocks exist, and that requests do not conflict. */
 static int check_cache(const Call* call) {
     int64_t written = 0;
     if (check_blocks(call, &written)) return -1;
     Spans spans;
-    if (!open_spans(&spans, written)) return refuse(call->node, "there is no memory to check block_table in.");
+    if (!open_spans(&spans, written)) return reject(call->node, "there is no memory to check block_table in.");
     const int failed = check_shared(call, &spans);
     close_spans(&spans);
     return failed;
 }
 
-/* Every request with rows has a slot of states that is there, and that no other one has. */
+/* Check that every request with rows has a valid slot of states, and that no other request has it. */
 static int check_slots(const Call* call) {
     Spans spans;
-    if (!open_spans(&spans, call->requests)) return refuse(call->node, "there is no memory to check state_slots in.");
+    if (!open_spans(&spans, call->requests)) return reject(call->node, "there is no memory to check state_slots in.");
     int failed = 0;
     for (int64_t r = 0; r < call->requests && !failed; ++r) {
         const int64_t slot = at(&call->state_slots, r);
         if (rows_of(call, r) == 0) continue;
         if (slot < 0 || slot >= call->sizes[SLOTS]) {
-            failed = refuse(call->node,
-                            "state_slots of request " N " is " N ", and states have " N " slots: give one that is there.",
+            failed = reject(call->node,
+                            "state_slots of request " N " is " N ", and states have " N
+                            " slots: give one that is there.",
                             r, slot, call->sizes[SLOTS]);
         } else {
             add_span(&spans, slot, slot + 1, r, 0);
         }
     }
     sort_spans(&spans);
-    const Span* twice = failed ? NULL : overlapping(&spans);
-    if (twice != NULL) {
-        failed = refuse(call->node, "state_slots has request " N " and request " N " share slot " N
+    const Span* duplicate = failed ? NULL : find_neighbor_overlap(&spans);
+    if (duplicate != NULL) {
+        failed = reject(call->node, "state_slots has request " N " and request " N " share slot " N
                         ": give each a slot of its own.",
-                        (twice - 1)->request, twice->request, twice->begin);
+                        (duplicate - 1)->request, duplicate->request, duplicate->begin);
     }
     close_spans(&spans);
     return failed;
@@ -168,18 +174,18 @@ static int check_slots(const Call* call) {
 
 /* lowering_check_served(row_starts, sizes, node, past_lengths, block_table, state_slots) -> row_starts
  *
- * int64 [R + 1], [R], [R, M] and [R]; the last two where there are caches, and states. Costs a look at each block that is
- * used, and a sort of those that are written, and of slots. */
+ * int64 [R + 1], [R], [R, M] and [R]; the last two exist if there are caches, and states. The cost is a lookup of each
+ * used block, and a sort of the written blocks, and of the slots. */
 CHECK(check_served) {
     (void)self, (void)count;
     const TVMFFIShapeCell* sizes = shape_of(&args[1]);
     Call call = {.node = &args[2], .sizes = sizes->data, .row_starts = table_of(&args[0])};
-    Table* others[] = {&call.past_lengths, &call.block_table, &call.state_slots};
-    for (int k = 0; k < 3; ++k) *others[k] = table_of(&args[3 + k]);
+    Table* tables[] = {&call.past_lengths, &call.block_table, &call.state_slots};
+    for (int k = 0; k < 3; ++k) *tables[k] = table_of(&args[3 + k]);
     call.requests = call.past_lengths.ndim == 1 ? call.past_lengths.shape[0] : -1;
-    const int has_cache = given(&call.block_table), has_states = given(&call.state_slots);
-    int fits = sizes->size == SIZES && call.requests >= 0 && has(&call.row_starts, call.requests + 1);
-    fits = fits && has(&call.state_slots, call.requests);
+    const int has_cache = is_given(&call.block_table), has_states = is_given(&call.state_slots);
+    int fits = sizes->size == SIZES && call.requests >= 0 && has_size(&call.row_starts, call.requests + 1);
+    fits = fits && has_size(&call.state_slots, call.requests);
     fits = fits && (!has_cache || (call.block_table.ndim == 2 && call.block_table.shape[0] == call.requests));
     if (!fits) return pass(&args[0], result);
     call.columns = has_cache ? call.block_table.shape[1] : 0;
@@ -188,12 +194,12 @@ CHECK(check_served) {
     return failed ? -1 : pass(&args[0], result);
 }
 
-/* Blocks of sources that a call writes are different ones; all requests have as many as their lengths take. */
+/* Check that blocks of sources that a call writes are distinct. All requests have as many as their lengths need. */
 static int check_written(const TVMFFIAny* node, const Pages* pages, const Table* lengths) {
     int64_t blocks = 0;
     for (int64_t r = 0; r < lengths->shape[0]; ++r) blocks += (at(lengths, r) + pages->tokens - 1) / pages->tokens;
     Spans spans;
-    if (!open_spans(&spans, blocks)) return refuse(node, "there is no memory to check %s in.", pages->table_name);
+    if (!open_spans(&spans, blocks)) return reject(node, "there is no memory to check %s in.", pages->table_name);
     for (int64_t r = 0; r < lengths->shape[0]; ++r) {
         for (int64_t c = 0; c * pages->tokens < at(lengths, r); ++c) {
             const int64_t block = at(pages->table, r * pages->columns + c);
@@ -201,19 +207,20 @@ static int check_written(const TVMFFIAny* node, const Pages* pages, const Table*
         }
     }
     sort_spans(&spans);
-    const Span* twice = overlapping(&spans);
-    const int failed = twice == NULL ? 0
-                                     : refuse(node,
-                                              "%s has request " N " and request " N " write to block " N
-                                              ": give each, and each column, a block of its own.",
-                                              pages->table_name, (twice - 1)->request, twice->request, twice->begin);
+    const Span* duplicate = find_neighbor_overlap(&spans);
+    const int failed = duplicate == NULL
+                           ? 0
+                           : reject(node,
+                                    "%s has request " N " and request " N " write to block " N
+                                    ": give each, and each column, a block of its own.",
+                                    pages->table_name, (duplicate - 1)->request, duplicate->request, duplicate->begin);
     close_spans(&spans);
     return failed;
 }
 
 /* lowering_check_sources(source_lengths, sizes, node, source_table) -> source_lengths
  *
- * int64 [R] and [R, M]. Costs a look at each block that is used, and a sort of those that are written. */
+ * int64 [R] and [R, M]. The cost is a lookup of each used block, and a sort of the written blocks. */
 CHECK(check_sources) {
     (void)self, (void)count;
     const TVMFFIShapeCell* sizes = shape_of(&args[1]);
@@ -225,7 +232,8 @@ CHECK(check_sources) {
     for (int64_t r = 0; r < lengths.shape[0]; ++r) {
         const int64_t length = at(&lengths, r);
         if (length < 0) {
-            return refuse(&args[2], "source_lengths of request " N " is " N ": make it the number of its source's rows.", r,
+            return reject(&args[2],
+                          "source_lengths of request " N " is " N ": make it the number of its source's rows.", r,
                           length);
         }
         if (check_pages(&args[2], &pages, r, length)) return -1;

@@ -1,33 +1,33 @@
-/* Whether the tables of a GptAttention fit each other and its rows; linked into every model.so. The same rules are in
- * lowering/functions/gpt_checks, for the function over NumPy arrays. */
+/* Check that the tables of a GptAttention fit each other and its rows; linked into every model.so.
+ * lowering/functions/gpt_checks has the same rules for the function over NumPy arrays. */
 #define _GNU_SOURCE
 #include "requests_tensorrt_llm.h"
 
-/* Reads the window and the number of sinks, which an encoder's keys have not. */
+/* Read the window and the number of sinks, which do not apply to an encoder's keys. */
 static int check_window(Call* call) {
     int64_t window = -1, sinks = 0;
-    if (given(&call->windows)) {
+    if (is_given(&call->windows)) {
         window = at(&call->windows, call->numbers[LAYER] % call->windows.shape[0]);
-        if (window < 1 && !call->numbers[CROSS]) {
-            return refuse(call->node,
+        if (window < 1 && !call->numbers[IS_CROSS]) {
+            return reject(call->node,
                           "host_max_attention_window_sizes has a window of " N
                           " tokens: make it at least 1, or leave it out.",
                           window);
         }
-        window = least(window, LONGEST);
+        window = min_of(window, MAX_LENGTH);
     }
-    if (given(&call->sink_length)) {
+    if (is_given(&call->sink_length)) {
         sinks = at(&call->sink_length, 0);
         if (sinks < 0)
-            return refuse(call->node, "host_sink_token_length is " N ": give an integer of at least 0.", sinks);
-        sinks = least(sinks, LONGEST);
+            return reject(call->node, "host_sink_token_length is " N ": give an integer of at least 0.", sinks);
+        sinks = min_of(sinks, MAX_LENGTH);
     }
-    if (call->numbers[CROSS]) {
+    if (call->numbers[IS_CROSS]) {
         window = -1;
         sinks = 0;
     }
     if (window >= 0 && sinks >= window) {
-        return refuse(call->node,
+        return reject(call->node,
                       "host_sink_token_length is " N ", and host_max_attention_window_sizes has a window of " N
                       " tokens, sinks included: make the window larger, or the sinks fewer.",
                       sinks, window);
@@ -37,20 +37,20 @@ static int check_window(Call* call) {
     return 0;
 }
 
-/* Counts the requests in the context phase, which come first. */
+/* Count the requests in the context phase, which come first. */
 static int check_phases(Call* call) {
     call->contexts = call->requests;
-    if (!given(&call->types)) return 0;
+    if (!is_given(&call->types)) return 0;
     call->contexts = 0;
     for (int64_t b = 0; b < call->requests; ++b) {
         const int64_t type = at(&call->types, b);
         if (type != 0 && type != 1) {
-            return refuse(call->node,
+            return reject(call->node,
                           "host_request_types of request " N " is " N ": use 0 for context and 1 for generation.", b,
                           type);
         }
         if (type == 0 && call->contexts < b) {
-            return refuse(call->node,
+            return reject(call->node,
                           "host_request_types says that request " N
                           " is in the context phase, behind one in the generation phase: put all requests in the "
                           "context phase first.",
@@ -58,14 +58,14 @@ static int check_phases(Call* call) {
         }
         call->contexts += type == 0;
     }
-    if (!call->numbers[CACHED] && call->contexts < call->requests) {
-        return refuse(call->node,
+    if (!call->numbers[USES_CACHE] && call->contexts < call->requests) {
+        return reject(call->node,
                       "use_cache is 0, and host_request_types says that request " N
                       " is in the generation phase: give a cache, or requests in the context phase alone.",
                       call->contexts);
     }
-    if (call->numbers[EACH] >= 0 && call->contexts > 0 && call->contexts < call->requests) {
-        return refuse(call->node,
+    if (call->numbers[ROWS_EACH] >= 0 && call->contexts > 0 && call->contexts < call->requests) {
+        return reject(call->node,
                       "qkv is padded, and host_request_types has requests in both phases, the second from request " N
                       " on: pack the rows, or make a call for each phase.",
                       call->contexts);
@@ -77,46 +77,46 @@ static int check_lengths(const Call* call) {
     const int64_t repeats = call->requests ? volume(&call->sequence_length) / call->requests : 1;
     for (int64_t b = 0; b < call->requests; ++b) {
         const Request r = request_of(call, b);
-        if (r.context && (r.own < 1 || r.own > LONGEST)) {
-            return refuse(call->node,
+        if (r.is_context && (r.new_tokens < 1 || r.new_tokens > MAX_LENGTH)) {
+            return reject(call->node,
                           "context_lengths of request " N ", which is in the context phase, is " N
                           ": give it at least one token, or leave it out.",
-                          b, r.own);
+                          b, r.new_tokens);
         }
-        if (r.past < 0 || r.past > LONGEST) {
-            return refuse(call->node,
+        if (r.past < 0 || r.past > MAX_LENGTH) {
+            return reject(call->node,
                           "host_past_key_value_lengths of request " N " is " N
                           ": give the number of tokens in the cache.",
                           b, r.past);
         }
-        if (!call->numbers[CACHED] && r.past) {
-            return refuse(call->node,
+        if (!call->numbers[USES_CACHE] && r.past) {
+            return reject(call->node,
                           "use_cache is 0, and host_past_key_value_lengths says that " N " tokens of request " N
                           " are cached: give the cache, or 0.",
                           r.past, b);
         }
-        for (int64_t k = 0; given(&call->sequence_length) && k < repeats; ++k) {
-            const int64_t whole = at(&call->sequence_length, b * repeats + k);
-            if (whole == r.total) continue;
-            return refuse(call->node,
+        for (int64_t k = 0; is_given(&call->sequence_length) && k < repeats; ++k) {
+            const int64_t length = at(&call->sequence_length, b * repeats + k);
+            if (length == r.total) continue;
+            return reject(call->node,
                           "sequence_length of request " N " is " N ", and host_past_key_value_lengths " N " and the " N
                           " tokens of this call make " N ": make it the length behind the call.",
-                          b, whole, r.past, r.own, r.total);
+                          b, length, r.past, r.new_tokens, r.total);
         }
-        if (given(&call->again) && at(&call->again, b) != r.prompt) {
-            return refuse(call->node,
+        if (is_given(&call->host_context_lengths) && at(&call->host_context_lengths, b) != r.prompt) {
+            return reject(call->node,
                           "host_context_lengths of request " N " is " N ", and context_lengths " N
                           ": give the same numbers twice, or leave host_context_lengths out.",
-                          b, at(&call->again, b), r.prompt);
+                          b, at(&call->host_context_lengths, b), r.prompt);
         }
-        if (call->numbers[STREAMING] && r.context && r.past) {
-            return refuse(call->node,
+        if (call->numbers[IS_STREAMING] && r.is_context && r.past) {
+            return reject(call->node,
                           "streamingllm is 1, and host_past_key_value_lengths says that " N " tokens of request " N
                           " came before, which is in the context phase: give the whole prompt in one call.",
                           r.past, b);
         }
         if (call->numbers[BEAMS] > 1 && call->window >= 0 && r.total > call->window) {
-            return refuse(call->node,
+            return reject(call->node,
                           "host_max_attention_window_sizes gives a window of " N " tokens, and request " N " has " N
                           " and " N " beams: use a window as long as the sequences, or one beam.",
                           call->window, b, r.total, call->numbers[BEAMS]);
@@ -125,80 +125,83 @@ static int check_lengths(const Call* call) {
     return 0;
 }
 
-/* The rows of qkv are those of all requests. */
+/* Check that qkv has the rows of all requests. */
 static int check_rows(const Call* call) {
-    const int64_t each = call->numbers[EACH], beams = call->numbers[BEAMS], steps = call->requests - call->contexts;
-    if (each < 0) {
+    const int64_t rows_each = call->numbers[ROWS_EACH], beams = call->numbers[BEAMS];
+    const int64_t steps = call->requests - call->contexts;
+    if (rows_each < 0) {
         int64_t needed = steps * beams;
         for (int64_t b = 0; b < call->contexts; ++b) needed += at(&call->context_lengths, b);
         if (needed == call->numbers[ROWS]) return 0;
-        return refuse(call->node,
+        return reject(call->node,
                       "qkv has " N " rows, and context_lengths of " N " requests in the context phase, with " N
                       " in the generation phase of " N " beams, make " N
                       ": give as many rows, in the order of the requests.",
                       call->numbers[ROWS], call->contexts, steps, beams, needed);
     }
     const int64_t sequences = call->requests * (steps ? beams : 1);
-    if (call->numbers[SEQUENCES] != sequences || (steps && each != 1)) {
-        return refuse(
+    if (call->numbers[SEQUENCES] != sequences || (steps && rows_each != 1)) {
+        return reject(
             call->node,
             "qkv has " N " sequences of " N " rows, and by context_lengths and host_request_types there are " N
             " in the %s phase: give a sequence for each%s.",
-            call->numbers[SEQUENCES], each, sequences, steps ? "generation" : "context", steps ? ", of one row" : "");
+            call->numbers[SEQUENCES], rows_each, sequences, steps ? "generation" : "context",
+            steps ? ", of one row" : "");
     }
     for (int64_t b = 0; b < call->contexts; ++b) {
-        if (at(&call->context_lengths, b) > each) {
-            return refuse(call->node,
+        if (at(&call->context_lengths, b) > rows_each) {
+            return reject(call->node,
                           "qkv has " N " rows for each request, and context_lengths of request " N " is " N
                           ": pad to the longest.",
-                          each, b, at(&call->context_lengths, b));
+                          rows_each, b, at(&call->context_lengths, b));
         }
     }
     return 0;
 }
 
-/* cross_kv has the tokens of the requests that bring theirs, in their first call. */
+/* Check that cross_kv has the tokens of the requests that bring theirs, in their first call. */
 static int check_encoder(const Call* call) {
-    const int64_t rows = call->numbers[CROSS_ROWS], each = call->numbers[CROSS_EACH];
-    int64_t new = 0, tokens = 0;
+    const int64_t rows = call->numbers[CROSS_ROWS], rows_each = call->numbers[CROSS_ROWS_EACH];
+    int64_t new_requests = 0, tokens = 0;
     for (int64_t b = 0; b < call->requests; ++b) {
         const Request r = request_of(call, b);
         const int64_t length = at(&call->encoder, b);
-        if (length < 0 || length > LONGEST) {
-            return refuse(call->node, "encoder_input_lengths of request " N " is " N ": give the number of its keys.",
+        if (length < 0 || length > MAX_LENGTH) {
+            return reject(call->node, "encoder_input_lengths of request " N " is " N ": give the number of its keys.",
                           b, length);
         }
-        if (!r.context || r.past) continue;
+        if (!r.is_context || r.past) continue;
         if (rows < 0) {
-            return refuse(call->node,
+            return reject(call->node,
                           "cross_kv is missing, and request " N
                           " is in the context phase with no past: give the keys and values of its encoder.",
                           b);
         }
-        if (each >= 0 && length > each) {
-            return refuse(call->node,
+        if (rows_each >= 0 && length > rows_each) {
+            return reject(call->node,
                           "cross_kv has " N " tokens of each request, and encoder_input_lengths of request " N " is " N
                           ": pad to the longest.",
-                          each, b, length);
+                          rows_each, b, length);
         }
-        ++new;
+        ++new_requests;
         tokens += length;
     }
     if (rows < 0) return 0;
-    const int64_t wanted = each >= 0 ? new : tokens, there = each >= 0 ? call->numbers[CROSS_SEQUENCES] : rows;
-    if (there == wanted) return 0;
-    return refuse(call->node,
+    const int64_t expected = rows_each >= 0 ? new_requests : tokens;
+    const int64_t actual = rows_each >= 0 ? call->numbers[CROSS_SEQUENCES] : rows;
+    if (actual == expected) return 0;
+    return reject(call->node,
                   "cross_kv has " N " %s, and encoder_input_lengths of the " N
                   " requests in the context phase with no past make " N ": give those of these requests alone.",
-                  there, each >= 0 ? "sequences" : "tokens", new, wanted);
+                  actual, rows_each >= 0 ? "sequences" : "tokens", new_requests, expected);
 }
 
-/* Masks have a column for each key, tables an entry for each position. */
+/* Check that masks have a column for each key, and tables an entry for each position. */
 static int check_tables(const Call* call) {
     static const struct {
         int number;
         const char* name;
-        int keys; /* else positions */
+        int is_for_keys; /* otherwise for positions */
     } TABLES[] = {
         {MASK_KEYS, "attention_mask", 1},
         {PACKED_MASK_KEYS, "attention_packed_mask", 1},
@@ -213,29 +216,29 @@ static int check_tables(const Call* call) {
         for (int64_t b = 0; size >= 0 && b < call->requests; ++b) {
             const Request r = request_of(call, b);
             int64_t needed = r.total;
-            if (TABLES[k].keys) {
-                needed = call->numbers[CROSS] ? at(&call->encoder, b) : r.total;
-            } else if (call->numbers[STREAMING] && call->window >= 0 && !r.context) {
-                needed = least(r.past, call->window - !call->numbers[COMPATIBLE]) + 1;
+            if (TABLES[k].is_for_keys) {
+                needed = call->numbers[IS_CROSS] ? at(&call->encoder, b) : r.total;
+            } else if (call->numbers[IS_STREAMING] && call->window >= 0 && !r.is_context) {
+                needed = min_of(r.past, call->window - !call->numbers[IS_COMPATIBLE]) + 1;
             }
             const int64_t original = call->numbers[ORIGINAL];
             if (TABLES[k].number == COS_POSITIONS && original >= 0 && needed > original) continue;
             if (TABLES[k].number == LONG_COS_POSITIONS && needed <= original) continue;
             if (needed <= size) continue;
-            return refuse(call->node, "%s has " N " %s, and request " N " needs " N ": give as many.", TABLES[k].name,
-                          size, TABLES[k].keys ? "keys" : "positions", b, needed);
+            return reject(call->node, "%s has " N " %s, and request " N " needs " N ": give as many.", TABLES[k].name,
+                          size, TABLES[k].is_for_keys ? "keys" : "positions", b, needed);
         }
     }
     return 0;
 }
 
-/* Entries of cache_indirection for tokens that are read name beams. Others are never looked at. */
+/* Check that the entries of cache_indirection for tokens that are read name beams. Other entries are never read. */
 static int check_beams(const Call* call) {
     const int64_t beams = call->numbers[BEAMS], tokens = call->indirection.shape[2];
     for (int64_t b = call->contexts; b < call->requests; ++b) {
         const Request r = request_of(call, b);
         if (r.prompt < 0 || r.prompt > r.past) {
-            return refuse(
+            return reject(
                 call->node,
                 "context_lengths of request " N " is " N ", host_past_key_value_lengths " N
                 ": give the length of its whole prompt, which all its beams share and which lies in the cache.",
@@ -245,7 +248,7 @@ static int check_beams(const Call* call) {
         for (int64_t t = r.prompt; t < r.past; ++t) {
             if (t >= call->sinks && t < oldest) continue;
             if (t >= tokens) {
-                return refuse(call->node,
+                return reject(call->node,
                               "cache_indirection is for " N " tokens, and request " N " needs " N
                               ": make its last axis as long.",
                               tokens, b, t + 1);
@@ -253,7 +256,7 @@ static int check_beams(const Call* call) {
             for (int64_t k = 0; k < beams; ++k) {
                 const int64_t beam = at(&call->indirection, (b * beams + k) * tokens + t);
                 if (beam >= 0 && beam < beams) continue;
-                return refuse(call->node,
+                return reject(call->node,
                               "cache_indirection of request " N ", beam " N ", token " N ", is " N ", and there are " N
                               " beams: name a beam from 0 to " N ".",
                               b, k, t, beam, beams, beams - 1);
@@ -266,37 +269,40 @@ static int check_beams(const Call* call) {
 static int check_call(Call* call) {
     if (check_window(call) || check_phases(call) || check_lengths(call) || check_rows(call)) return -1;
     if (call->requests == 0) return 0;
-    if (call->numbers[CROSS] && check_encoder(call)) return -1;
+    if (call->numbers[IS_CROSS] && check_encoder(call)) return -1;
     if (check_tables(call)) return -1;
-    if (given(&call->indirection) && !call->numbers[CROSS] && check_beams(call)) return -1;
-    return call->numbers[CACHED] ? lowering_tensorrt_llm_slots(call) : 0;
+    if (is_given(&call->indirection) && !call->numbers[IS_CROSS] && check_beams(call)) return -1;
+    return call->numbers[USES_CACHE] ? lowering_tensorrt_llm_slots(call) : 0;
 }
 
 /* lowering_check_tensorrt_llm(context_lengths, numbers, node, host_request_types, host_past_key_value_lengths,
  *     sequence_length, host_context_lengths, host_max_attention_window_sizes, host_sink_token_length,
  *     cache_indirection, kv_cache_block_offsets, host_kv_cache_pool_mapping, encoder_input_lengths) -> context_lengths
  *
- * Tables as the operator has them, or a number in the place of one. */
+ * Tables as the operator has them; an absent one is a number. */
 CHECK(check_tensorrt_llm) {
     (void)self, (void)count;
     const TVMFFIShapeCell* numbers = shape_of(&args[1]);
     Call call = {.node = &args[2], .numbers = numbers->data, .context_lengths = table_of(&args[0])};
-    Table* const others[] = {&call.types,       &call.past,        &call.sequence_length, &call.again,   &call.windows,
-                             &call.sink_length, &call.indirection, &call.offsets,         &call.mapping, &call.encoder};
-    for (int k = 0; k < 10; ++k) *others[k] = table_of(&args[3 + k]);
+    Table* const tables[] = {
+        &call.types,   &call.past,        &call.sequence_length, &call.host_context_lengths,
+        &call.windows, &call.sink_length, &call.indirection,     &call.offsets,
+        &call.mapping, &call.encoder};
+    for (int k = 0; k < 10; ++k) *tables[k] = table_of(&args[3 + k]);
     if (numbers->size != NUMBERS || call.context_lengths.ndim != 1) return pass(&args[0], result);
     const int64_t requests = call.requests = call.context_lengths.shape[0], sequences = requests * call.numbers[BEAMS];
-    int fits = has(&call.types, requests) && has(&call.past, requests) && has(&call.again, requests);
-    fits = fits && (has(&call.sequence_length, requests) || has(&call.sequence_length, sequences));
-    fits = fits && (!given(&call.windows) || volume(&call.windows) > 0);
-    fits = fits && (!given(&call.sink_length) || volume(&call.sink_length) > 0);
-    fits = fits && has(&call.encoder, requests) && (given(&call.encoder) || !call.numbers[CROSS]);
-    fits = fits && (!given(&call.indirection) || call.indirection.shape[0] == requests);
-    if (given(&call.offsets)) {
+    int fits = has_size(&call.types, requests) && has_size(&call.past, requests) &&
+               has_size(&call.host_context_lengths, requests);
+    fits = fits && (has_size(&call.sequence_length, requests) || has_size(&call.sequence_length, sequences));
+    fits = fits && (!is_given(&call.windows) || volume(&call.windows) > 0);
+    fits = fits && (!is_given(&call.sink_length) || volume(&call.sink_length) > 0);
+    fits = fits && has_size(&call.encoder, requests) && (is_given(&call.encoder) || !call.numbers[IS_CROSS]);
+    fits = fits && (!is_given(&call.indirection) || call.indirection.shape[0] == requests);
+    if (is_given(&call.offsets)) {
         const int64_t* shape = call.offsets.shape + call.offsets.ndim - 4;
         fits = fits && shape[0] == requests && shape[1] > 0 && shape[2] == 2;
     }
-    if (given(&call.mapping)) {
+    if (is_given(&call.mapping)) {
         fits = fits && call.mapping.shape[0] > call.numbers[LAYER] && call.mapping.shape[1] == 2;
     }
     if (fits && check_call(&call)) return -1;

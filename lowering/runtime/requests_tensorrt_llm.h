@@ -1,28 +1,28 @@
-/* A call of GptAttention, as its checks see it. */
+/* A call of GptAttention, as its checks read it. */
 #ifndef LOWERING_REQUESTS_TENSORRT_LLM_H
 #define LOWERING_REQUESTS_TENSORRT_LLM_H
 
 #include "requests.h"
 
-/* Numbers, in the order of lowering/ops/tensorrt_llm/table_checks.py. -1: there is no such thing. */
+/* Numbers, in the order of lowering/ops/tensorrt_llm/table_checks.py. -1 marks an absent one. */
 enum {
-    CACHED,
-    CROSS,
-    STREAMING,
-    COMPATIBLE,
-    ONE_MORE_BLOCK,
+    USES_CACHE,
+    IS_CROSS,
+    IS_STREAMING,
+    IS_COMPATIBLE,
+    HAS_EXTRA_BLOCK,
     ROWS,
-    SEQUENCES, /* of padded rows, `EACH` for each */
-    EACH,
+    SEQUENCES, /* of padded rows, `ROWS_EACH` for each */
+    ROWS_EACH,
     BEAMS,
     LAYER,
     BLOCK, /* tokens in a block; 0: a contiguous cache, of `SLOTS` */
     SLOTS,
     POOL_BLOCKS,
-    POOL_LAYERS, /* 0: the pool has no such axis */
+    POOL_LAYERS, /* 0: the pool lacks this axis */
     CROSS_ROWS,
     CROSS_SEQUENCES,
-    CROSS_EACH,
+    CROSS_ROWS_EACH,
     MASK_KEYS,
     PACKED_MASK_KEYS,
     LOGN_POSITIONS,
@@ -34,40 +34,40 @@ enum {
     NUMBERS
 };
 
-/* Lengths beyond it are refused: then no sum of some of them overflows. */
-static const int64_t LONGEST = INT64_C(1) << 40;
+/* Longer lengths are rejected, so that the addition of a few lengths does not overflow. */
+static const int64_t MAX_LENGTH = INT64_C(1) << 40;
 
 typedef struct {
     const TVMFFIAny* node;
     const int64_t* numbers;
-    Table context_lengths, types, past, sequence_length, again, windows, sink_length, indirection, offsets, mapping,
-        encoder;
-    int64_t requests, contexts; /* the first of them are in the context phase */
+    Table context_lengths, types, past, sequence_length, host_context_lengths, windows, sink_length, indirection,
+        offsets, mapping, encoder;
+    int64_t requests, contexts; /* the first `contexts` requests are in the context phase */
     int64_t window, sinks;      /* -1: no window */
 } Call;
 
-/* A request: its tokens in this call, before it, and with it; prompt is what context_lengths says. */
+/* A request: its new tokens in this call, its past tokens, and both together. prompt is its context length. */
 typedef struct {
-    int context;
-    int64_t own, past, total, prompt;
+    int is_context;
+    int64_t new_tokens, past, total, prompt;
 } Request;
 
 static inline Request request_of(const Call* call, int64_t b) {
     Request r = {b < call->contexts, 1, 0, 0, at(&call->context_lengths, b)};
-    if (r.context) r.own = r.prompt;
-    if (given(&call->past)) r.past = at(&call->past, b);
-    r.total = r.past + r.own;
+    if (r.is_context) r.new_tokens = r.prompt;
+    if (is_given(&call->past)) r.past = at(&call->past, b);
+    r.total = r.past + r.new_tokens;
     return r;
 }
 
-/* The oldest token behind the sinks that a request sees. */
+/* Return the oldest token after the sinks that a request attends to. */
 static inline int64_t oldest_of(const Call* call, const Request* r) {
     if (call->window < 0) return 0;
-    const int more = call->numbers[COMPATIBLE] && !r->context;
-    return most(r->past - (call->window - call->sinks - 1) - more, 0);
+    const int extra = call->numbers[IS_COMPATIBLE] && !r->is_context;
+    return max_of(r->past - (call->window - call->sinks - 1) - extra, 0);
 }
 
-/* Whether the slots that a call needs are there, and are written by one alone. Lengths were checked before. */
+/* Check that the slots that a call needs exist, and are written by one request only. Lengths were checked before. */
 __attribute__((visibility("hidden"))) int lowering_tensorrt_llm_slots(const Call* call);
 
 #endif

@@ -1,9 +1,9 @@
-/* The slots of a cache that a GptAttention reads and writes: whether they are there, and written by one alone. Entries
- * of kv_cache_block_offsets that no request needs may hold anything. */
+/* Check the cache slots that a GptAttention reads and writes: they must exist, and be written by one request only.
+ * Entries of kv_cache_block_offsets that no request needs may have any value. */
 #define _GNU_SOURCE
 #include "requests_tensorrt_llm.h"
 
-/* Slots by token: sinks first, then, from `start` on, `length` slots that are used over and over. */
+/* Slots by token: sinks first, then, from `start` on, `length` slots that form a ring. */
 typedef struct {
     int64_t sinks, start, length;
 } Ring;
@@ -14,86 +14,86 @@ static Ring ring_of(const Call* call) {
     const int64_t block = call->numbers[BLOCK];
     Ring ring = {call->sinks, call->sinks, ENDLESS};
     if (block) ring.start = (call->sinks + block - 1) / block * block;
-    if (call->window >= 0) ring.length = call->window - call->sinks + (call->numbers[ONE_MORE_BLOCK] ? block : 0);
+    if (call->window >= 0) ring.length = call->window - call->sinks + (call->numbers[HAS_EXTRA_BLOCK] ? block : 0);
     return ring;
 }
 
-/* From, and to (not included). */
+/* A half-open range. */
 typedef struct {
     int64_t from, to;
 } Range;
 
-/* The slots of tokens behind the sinks from `from` to `to` - 1: one range, or two where the ring turns over. */
-static void turned(const Ring* ring, int64_t from, int64_t to, Range found[2]) {
-    const int64_t behind = most(from, ring->sinks) - ring->sinks,
-                  count = least(to - ring->sinks - behind, ring->length);
-    const int64_t begin = behind % ring->length, end = begin + count;
-    found[0] = (Range){ring->start + begin, ring->start + least(end, ring->length)};
-    found[1] = (Range){ring->start, ring->start + (count > 0 ? end - ring->length : 0)};
+/* Compute the slots of the tokens after the sinks from `from` to `to` - 1: one range, or two if the ring wraps. */
+static void find_ring_ranges(const Ring* ring, int64_t from, int64_t to, Range ranges[2]) {
+    const int64_t index_after_sinks = max_of(from, ring->sinks) - ring->sinks,
+                  count = min_of(to - ring->sinks - index_after_sinks, ring->length);
+    const int64_t begin = index_after_sinks % ring->length, end = begin + count;
+    ranges[0] = (Range){ring->start + begin, ring->start + min_of(end, ring->length)};
+    ranges[1] = (Range){ring->start, ring->start + (count > 0 ? end - ring->length : 0)};
 }
 
-/* What a request reads or writes, and what it writes in the context phase: sinks, then the rest. */
+/* Compute the slots that a request reads or writes, and those that it writes in the context phase, sinks first. */
 static void slots_of(const Call* call, const Ring* ring, int64_t b, Range needed[3], Range written[3]) {
     const Request r = request_of(call, b);
-    if (call->numbers[CROSS]) { /* the first call of a request brings the keys of its encoder, later ones read them */
+    if (call->numbers[IS_CROSS]) { /* a request's first call brings the keys of its encoder, later ones read them */
         const int64_t keys = at(&call->encoder, b);
         needed[0] = needed[1] = written[0] = written[1] = (Range){0, 0};
         needed[2] = (Range){0, keys};
         written[2] = (Range){0, r.past == 0 ? keys : 0};
         return;
     }
-    needed[0] = (Range){0, least(r.total, ring->sinks)};
-    written[0] = (Range){r.past, least(r.total, ring->sinks)};
-    turned(ring, oldest_of(call, &r), r.total, needed + 1);
-    turned(ring, r.past, r.total, written + 1);
+    needed[0] = (Range){0, min_of(r.total, ring->sinks)};
+    written[0] = (Range){r.past, min_of(r.total, ring->sinks)};
+    find_ring_ranges(ring, oldest_of(call, &r), r.total, needed + 1);
+    find_ring_ranges(ring, r.past, r.total, written + 1);
 }
 
 static int64_t slot_of(const Ring* ring, int64_t token) {
     return token < ring->sinks ? token : ring->start + (token - ring->sinks) % ring->length;
 }
 
-/* Where the layer is in the table of blocks: entries below `entries` are its own. */
+/* Offsets of a layer in the table of blocks. Entries less than `entries` belong to the layer. */
 typedef struct {
     int64_t first, beams, columns, entries;
 } Blocks;
 
-static int64_t entry(const Call* call, const Blocks* blocks, int64_t b, int64_t beam, int part, int64_t column) {
-    return at(&call->offsets, blocks->first + ((b * blocks->beams + beam) * 2 + part) * blocks->columns + column);
+static int64_t entry(const Call* call, const Blocks* blocks, int64_t b, int64_t beam, int is_value, int64_t column) {
+    return at(&call->offsets, blocks->first + ((b * blocks->beams + beam) * 2 + is_value) * blocks->columns + column);
 }
 
 static int find_blocks(const Call* call, Blocks* blocks) {
-    const int64_t layers = most(call->numbers[POOL_LAYERS], 1);
-    const int several = call->offsets.ndim == 5;
-    const int64_t pools = several ? call->offsets.shape[0] : 1, *shape = call->offsets.shape + several;
-    int64_t which = 0, layer = call->numbers[POOL_LAYERS] ? call->numbers[LAYER] : 0;
-    if (given(&call->mapping)) {
-        which = at(&call->mapping, 2 * call->numbers[LAYER]);
+    const int64_t layers = max_of(call->numbers[POOL_LAYERS], 1);
+    const int has_pools = call->offsets.ndim == 5;
+    const int64_t pools = has_pools ? call->offsets.shape[0] : 1, *shape = call->offsets.shape + has_pools;
+    int64_t pool = 0, layer = call->numbers[POOL_LAYERS] ? call->numbers[LAYER] : 0;
+    if (is_given(&call->mapping)) {
+        pool = at(&call->mapping, 2 * call->numbers[LAYER]);
         layer = at(&call->mapping, 2 * call->numbers[LAYER] + 1);
     }
-    if ((several && (which < 0 || which >= pools)) || layer < 0 || layer >= layers) {
-        return refuse(call->node,
+    if ((has_pools && (pool < 0 || pool >= pools)) || layer < 0 || layer >= layers) {
+        return reject(call->node,
                       "host_kv_cache_pool_mapping says that layer_idx " N " is layer " N " of pool " N
                       ", and there are " N " pools, of " N " layers: count both from 0.",
-                      call->numbers[LAYER], layer, which, pools, layers);
+                      call->numbers[LAYER], layer, pool, pools, layers);
     }
     *blocks = (Blocks){0, shape[1], shape[3], (call->numbers[POOL_BLOCKS] * layers - layer) * 2};
-    if (several) blocks->first = which * shape[0] * shape[1] * 2 * shape[3];
+    if (has_pools) blocks->first = pool * shape[0] * shape[1] * 2 * shape[3];
     return 0;
 }
 
 static int check_entry(const Call* call, const Blocks* blocks, int64_t b, int64_t beam, int64_t column) {
-    for (int part = 0; part < 2; ++part) {
-        const int64_t found = entry(call, blocks, b, beam, part, column);
-        if (found >= 0 && found < blocks->entries) continue;
-        return refuse(call->node,
+    for (int is_value = 0; is_value < 2; ++is_value) {
+        const int64_t offset = entry(call, blocks, b, beam, is_value, column);
+        if (offset >= 0 && offset < blocks->entries) continue;
+        return reject(call->node,
                       "the entry of kv_cache_block_offsets for request " N ", beam " N ", %s, column " N ", is " N
                       ", and entries of this layer in its pool are 0 to " N ": give a block that is in the pool.",
-                      b, beam, part ? "V" : "K", column, found, blocks->entries - 1);
+                      b, beam, is_value ? "V" : "K", column, offset, blocks->entries - 1);
     }
     return 0;
 }
 
-/* The entries of a beam for some ranges of slots. */
+/* Check the entries of a beam for some ranges of slots. */
 static int check_entries(const Call* call, const Blocks* blocks, int64_t b, int64_t beam, const Range ranges[3]) {
     const int64_t block = call->numbers[BLOCK];
     for (int k = 0; k < 3; ++k) {
@@ -105,13 +105,13 @@ static int check_entries(const Call* call, const Blocks* blocks, int64_t b, int6
     return 0;
 }
 
-/* Of several beams each needs what it writes, and what some of them reads of it. They have no window that is shorter
- * than their sequences, so that every earlier token is read. */
+/* Check the entries of several beams: each needs the slots that it writes, and those of other beams that it reads.
+ * Their windows are never shorter than their sequences, so every earlier token is read. */
 static int check_beams(const Call* call, const Blocks* blocks, const Ring* ring, int64_t b) {
     const int64_t block = call->numbers[BLOCK], beams = call->numbers[BEAMS], tokens = call->indirection.shape[2];
     const Request r = request_of(call, b);
-    Range prompt[3] = {{0, least(r.prompt, ring->sinks)}, {0, 0}, {0, 0}};
-    turned(ring, 0, r.prompt, prompt + 1);
+    Range prompt[3] = {{0, min_of(r.prompt, ring->sinks)}, {0, 0}, {0, 0}};
+    find_ring_ranges(ring, 0, r.prompt, prompt + 1);
     if (check_entries(call, blocks, b, 0, prompt)) return -1;
     for (int64_t k = 0; k < beams; ++k) {
         if (check_entry(call, blocks, b, k, slot_of(ring, r.past) / block)) return -1;
@@ -129,17 +129,17 @@ static int check_beams(const Call* call, const Blocks* blocks, const Ring* ring,
 }
 
 static void add_block(Spans* spans, const Call* call, const Blocks* blocks, int64_t b, int64_t beam, int64_t column) {
-    for (int part = 0; part < 2; ++part) {
-        const int64_t found = entry(call, blocks, b, beam, part, column);
-        add_span(spans, found, found + 1, b, beam);
+    for (int is_value = 0; is_value < 2; ++is_value) {
+        const int64_t offset = entry(call, blocks, b, beam, is_value, column);
+        add_span(spans, offset, offset + 1, b, beam);
     }
 }
 
-/* The blocks that request b writes to, or with no spans their number at most. */
+/* Add the blocks that request b writes to. Without spans only return an upper bound of their number. */
 static int64_t written_blocks(const Call* call, const Blocks* blocks, const Ring* ring, int64_t b, Spans* spans) {
     const int64_t block = call->numbers[BLOCK];
     if (b >= call->contexts) {
-        if (call->numbers[CROSS]) return 0;
+        if (call->numbers[IS_CROSS]) return 0;
         const int64_t column = slot_of(ring, request_of(call, b).past) / block;
         for (int64_t k = 0; spans != NULL && k < call->numbers[BEAMS]; ++k)
             add_block(spans, call, blocks, b, k, column);
@@ -151,34 +151,35 @@ static int64_t written_blocks(const Call* call, const Blocks* blocks, const Ring
     for (int k = 0; k < 3; ++k) {
         if (written[k].to <= written[k].from) continue;
         for (int64_t column = written[k].from / block; column <= (written[k].to - 1) / block; ++column) {
-            int before = 0; /* a block that a ring comes back to is in two ranges */
+            int is_duplicate = 0; /* a block that the ring returns to is in two ranges */
             for (int j = 0; j < k; ++j) {
-                before |= written[j].to > written[j].from && column >= written[j].from / block &&
+                is_duplicate |= written[j].to > written[j].from && column >= written[j].from / block &&
                           column <= (written[j].to - 1) / block;
             }
             count += 2;
-            if (spans != NULL && !before) add_block(spans, call, blocks, b, 0, column);
+            if (spans != NULL && !is_duplicate) add_block(spans, call, blocks, b, 0, column);
         }
     }
     return count;
 }
 
-/* K or V of one block belongs to one request and beam. */
+/* Check that K or V of a block belongs to one request and beam. */
 static int check_written(const Call* call, const Blocks* blocks, const Ring* ring) {
     int64_t count = 0;
     for (int64_t b = 0; b < call->requests; ++b) count += written_blocks(call, blocks, ring, b, NULL);
     Spans spans;
-    if (!open_spans(&spans, count)) return refuse(call->node, "there is no memory to check kv_cache_block_offsets in.");
+    if (!open_spans(&spans, count)) return reject(call->node, "there is no memory to check kv_cache_block_offsets in.");
     for (int64_t b = 0; b < call->requests; ++b) written_blocks(call, blocks, ring, b, &spans);
     sort_spans(&spans);
     int failed = 0;
-    const Span* twice = overlapping(&spans);
-    if (twice != NULL) {
-        failed = refuse(call->node,
+    const Span* duplicate = find_neighbor_overlap(&spans);
+    if (duplicate != NULL) {
+        failed = reject(call->node,
                         "kv_cache_block_offsets has request " N ", beam " N ", and request " N ", beam " N
                         ", write to the block of entry " N
                         ": give each, and K and V, a block of its own; only what nobody writes may be shared.",
-                        twice[-1].request, twice[-1].part, twice->request, twice->part, twice->begin);
+                        duplicate[-1].request, duplicate[-1].column, duplicate->request, duplicate->column,
+                        duplicate->begin);
     }
     close_spans(&spans);
     return failed;
@@ -194,30 +195,30 @@ int lowering_tensorrt_llm_slots(const Call* call) {
     for (int64_t b = 0; b < call->requests; ++b) {
         slots_of(call, &ring, b, needed, written);
         int64_t end = 0;
-        for (int k = 0; k < 3; ++k) end = most(end, needed[k].to > needed[k].from ? needed[k].to : 0);
+        for (int k = 0; k < 3; ++k) end = max_of(end, needed[k].to > needed[k].from ? needed[k].to : 0);
         if (end <= slots) continue;
         if (!block) {
-            return refuse(call->node,
+            return reject(call->node,
                           "past_key_value has " N " slots for tokens, and request " N " needs " N
                           ": give a larger cache.",
                           slots, b, end);
         }
-        return refuse(call->node,
+        return reject(call->node,
                       "kv_cache_block_offsets has " N " columns of " N " tokens, and request " N " needs " N
                       ": give as many.",
                       blocks.columns, block, b, (end - 1) / block + 1);
     }
     if (!block) return 0;
-    const int several = call->numbers[BEAMS] > 1 && !call->numbers[CROSS];
-    if (several && call->contexts < call->requests && blocks.beams < call->numbers[BEAMS]) {
-        return refuse(call->node,
+    const int has_beams = call->numbers[BEAMS] > 1 && !call->numbers[IS_CROSS];
+    if (has_beams && call->contexts < call->requests && blocks.beams < call->numbers[BEAMS]) {
+        return reject(call->node,
                       "kv_cache_block_offsets is for " N " beams, and request " N ", in the generation phase, has " N
                       ": give the blocks of each beam.",
                       blocks.beams, call->contexts, call->numbers[BEAMS]);
     }
     for (int64_t b = 0; b < call->requests; ++b) {
         slots_of(call, &ring, b, needed, written);
-        const int by_beam = several && b >= call->contexts;
+        const int by_beam = has_beams && b >= call->contexts;
         if (by_beam ? check_beams(call, &blocks, &ring, b) : check_entries(call, &blocks, b, 0, needed)) return -1;
     }
     return check_written(call, &blocks, &ring);

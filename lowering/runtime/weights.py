@@ -1,4 +1,4 @@
-"""Weights: read into memory of the process, shared by all calls."""
+"""Weights, read into memory of the process and shared by all calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..errors import ArtifactError
 from ..manifest import WEIGHTS, Manifest
 from .checks import check_weights
 from .devices import Gpu
-from .files import Files
-from .tensors import copy_of, view_as
+from .files import ArtifactFiles
+from .tensors import copy_tensor, view_as
 
 
-class Weights:
-    """The weights of a model, in the memory that `read_weights` gave, copied to a GPU if the model runs on one.
+class ModelWeights:
+    """The weights of a model in the memory that `read_weights` returned, or copied to the model's GPU.
 
-    argument is the last argument of the compiled main, () for models without weights.
+    argument is the last argument of the compiled main; it is () for models without weights.
     """
 
     def __init__(self, memory: memoryview, manifest: Manifest, gpu: Gpu | None = None) -> None:
         self.argument: tuple[tvm_ffi.Array, ...] = ()
-        # Where each begins and ends, by address.
+        # Sorted first and end addresses of the weights.
         self._begins: list[int] = []
         self._ends: list[int] = []
         if not manifest.weights:
@@ -36,27 +36,27 @@ class Weights:
             for w in manifest.weights
         ]
         if gpu is not None:
-            tensors = [copy_of(tensor, gpu.device) for tensor in tensors]
+            tensors = [copy_tensor(tensor, gpu.device) for tensor in tensors]
             gpu.wait()
         spans = sorted((t.data_ptr(), t.data_ptr() + w.nbytes) for t, w in zip(tensors, manifest.weights))
         self._begins, self._ends = [begin for begin, _ in spans], [end for _, end in spans]
         self.argument = (tvm_ffi.convert(tensors),)
 
-    def hold(self, address: int) -> bool:
-        """Whether the address lies in the memory of a weight."""
+    def contains(self, address: int) -> bool:
+        """Return whether the address is in the memory of a weight."""
         k = bisect_right(self._begins, address) - 1
         return k >= 0 and address < self._ends[k]
 
 
-def read_weights(files: Files, manifest: Manifest, whole: bool) -> memoryview:
-    """weights.bin, if there is one, in pages of its own, of 2 MiB where the machine has them.
+def read_weights(files: ArtifactFiles, manifest: Manifest, is_full_check: bool) -> memoryview:
+    """Return weights.bin, if it exists, in anonymous pages, of 2 MiB if the machine has them.
 
-    It is read, not mapped: a mapping, private or not, dies with SIGBUS where the file has become shorter, and shows
-    what is written over it (POSIX leaves the latter open, Linux does it for pages that nobody has written to).
-    Processes share it by forking after the load. whole looks at all of it, however large it is. Raises ArtifactError
-    where it is not what the manifest was written with, or does not fit into memory.
+    The file is read and not mapped: a mapping, private or not, raises SIGBUS if the file becomes shorter. It also shows
+    later writes to the file: POSIX leaves that open, and Linux does it for unmodified pages. Processes share the memory
+    by forking after the load. is_full_check checks all weights, whatever their size. Raises ArtifactError if they do
+    not match the manifest, or do not fit into memory.
 
-    A matmul that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.
+    A matmul bound by weight bandwidth takes 0.6 to 0.9 of its time with pages of 4 KiB.
     """
     if WEIGHTS not in manifest.hashes:
         return memoryview(b"")
@@ -67,9 +67,9 @@ def read_weights(files: Files, manifest: Manifest, whole: bool) -> memoryview:
         raise ArtifactError(
             f"'{files.folder / WEIGHTS}' has {size / 2**30:.1f} GiB, which do not fit into memory."
         ) from error
-    with suppress(OSError, AttributeError):  # advice, which not every kernel takes
+    with suppress(OSError, AttributeError):  # advice that not every kernel supports
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = memoryview(pages)
     memory = memory[: files.read_into(WEIGHTS, memory)]
-    check_weights(files, manifest, len(memory), lambda at, count: memory[at : at + count], whole)
+    check_weights(files, manifest, len(memory), lambda begin, count: memory[begin : begin + count], is_full_check)
     return memory

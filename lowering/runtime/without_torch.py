@@ -1,7 +1,7 @@
-"""Imports tvm_ffi without PyTorch, which it would import wherever it is installed: a second for nothing.
+"""Import tvm_ffi without PyTorch, which it would import wherever it is installed, at a cost of a second.
 
-What PyTorch's tensors need of tvm_ffi is DLPack, which does not ask when PyTorch is imported. Where it is imported
-already, tvm_ffi finds it.
+tvm_ffi exchanges PyTorch tensors through DLPack, which works whenever PyTorch is imported. If PyTorch is already
+imported, tvm_ffi finds it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-class _NoTorch(MetaPathFinder):
-    """Says that there is no PyTorch, to the thread that made it alone: another may be about to import it."""
+class _TorchBlocker(MetaPathFinder):
+    """Import hook that hides PyTorch from the creating thread only: another thread may be about to import it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -30,9 +30,9 @@ class _NoTorch(MetaPathFinder):
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
-    """Around imports of what would import PyTorch if there were one."""
-    finder = _NoTorch()
+def hide_torch() -> Iterator[None]:
+    """Hide PyTorch from imports in the block."""
+    finder = _TorchBlocker()
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -40,5 +40,5 @@ def hidden() -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
-with hidden():
+with hide_torch():
     import tvm_ffi  # noqa: F401

@@ -1,4 +1,4 @@
-"""Serving many requests at once: needs NumPy, never the compiler nor the runtime."""
+"""Serve many requests at once. Needs NumPy, but neither the compiler nor the runtime."""
 
 from .batcher import Batcher as Batcher
 from .blocks import PoolFullError as PoolFullError

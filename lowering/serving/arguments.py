@@ -1,4 +1,4 @@
-"""What callers pass, as plain Python and NumPy values: each of another kind is an InputError."""
+"""Convert callers' values to plain Python and NumPy values; values of other types raise InputError."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {
 }
 
 
-def unhashable(name: Any) -> InputError:
+def make_unhashable_error(name: Any) -> InputError:
     return InputError(f"the name of a request must be hashable, and {name!r} is not.")
 
 
@@ -32,37 +32,37 @@ def is_integer(value: Any) -> bool:
     return True
 
 
-def integer(value: Any, what: str, least: int) -> int:
-    if not is_integer(value) or (number := operator.index(value)) < least:
-        raise InputError(f"{what} must be an integer of at least {least}, not {value!r}.")
+def check_integer(value: Any, what: str, minimum: int) -> int:
+    if not is_integer(value) or (number := operator.index(value)) < minimum:
+        raise InputError(f"{what} must be an integer of at least {minimum}, not {value!r}.")
     return number
 
 
-def token_ids(tokens: Any, request: Hashable) -> list[int]:
+def read_token_ids(tokens: Any, request: Hashable) -> list[int]:
     try:
-        # numbers of Python compare and hash faster than NumPy's
+        # Python integers compare and hash faster than NumPy integers
         return [operator.index(i) for i in (tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)]
-    except (TypeError, ValueError, RuntimeError):  # the latter are of other libraries' arrays
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError is raised by arrays of other libraries
         raise InputError(f"tokens of request {request!r} must be a sequence of integers, not {tokens!r}.") from None
 
 
-def numbers(values: Any) -> np.ndarray | None:
-    """Return the array of numbers that NumPy makes of these; None for values that are none, or that a mask hides."""
+def read_numbers(values: Any) -> np.ndarray | None:
+    """Return the values as a NumPy array of numbers, or None if they are not numbers or a masked array."""
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):  # rows of several lengths, and arrays that NumPy cannot read
+    except (TypeError, ValueError, RuntimeError):  # rows of different lengths, or arrays that NumPy cannot read
         return None
     is_number = array.dtype.kind in "iuf" or array.dtype.name == "bfloat16"
     return array if is_number and not isinstance(values, np.ma.MaskedArray) else None
 
 
-def listed(requests: Iterable[Any]) -> list[Any]:
+def read_request_names(requests: Iterable[Any]) -> list[Any]:
     if isinstance(requests, str | bytes) or not isinstance(requests, Iterable):
         raise InputError(f"requests must be a list of names, not {requests!r}.")
     return list(requests)
 
 
-def cache_dtype(dtype: Any) -> Any:
+def read_cache_dtype(dtype: Any) -> Any:
     try:
         name = np.dtype(dtype).name
     except TypeError:

@@ -1,4 +1,4 @@
-"""The pools that a served decoder needs, of the sizes that a caller asks for, and the arrays that they are of."""
+"""The pools of a served decoder, of requested sizes, and the arrays that they consist of."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import CachePool, Manifest, ServedCache
-from .arguments import integer, numbers
-from .blocks import Blocks
+from .arguments import check_integer, read_numbers
+from .blocks import BlockPool
 from .paged_cache import PagedKVCache
-from .source_pool import RunsSetup, SourcePool
+from .source_pool import SetupModel, SourcePool
 
 
-class Runs(Protocol):
-    """What is asked of a compiled model."""
+class ServedModel(Protocol):
+    """The interface of a compiled model."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -27,7 +27,7 @@ class Runs(Protocol):
     def gpu(self) -> Any: ...
 
     @property
-    def setup(self) -> RunsSetup | None: ...
+    def setup(self) -> SetupModel | None: ...
 
     def run(self, inputs: Any) -> Any: ...
 
@@ -35,93 +35,104 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True)
-class Pools:
-    """What requests have parts of: blocks of the cache, slots of states, blocks of sources; and the arrays of all, by
-    input, where the model runs."""
+class ServingPools:
+    """The resources of requests: blocks of the cache, slots of states, blocks of sources.
+
+    arrays are the arrays of all pools by input, on the device that runs the model.
+    """
 
     cache: PagedKVCache | None
-    slots: Blocks
+    slots: BlockPool
     sources: SourcePool | None
-    stores: dict[str, Any]
+    arrays: dict[str, Any]
 
 
-def pools_of(model: Runs, budget: int, blocks: int | None, state_slots: int | None, source_blocks: int | None) -> Pools:
-    """The pools of a served model, of the sizes that are given, or of those that a call of `budget` tokens needs."""
+def create_pools(
+    model: ServedModel, token_budget: int, blocks: int | None, state_slots: int | None, source_blocks: int | None
+) -> ServingPools:
+    """Create the pools of a served model, of the requested sizes.
+
+    Default sizes are those for a call of `token_budget` tokens.
+    """
     served = model.manifest.served
     assert served is not None
-    cache = _cache_of(served, blocks)
-    slots = _slots_of(served, state_slots, budget if blocks is None else min(budget, blocks))
-    sources = _sources_of(None if served.sources is None else model.setup, served, source_blocks, blocks)
-    stores: dict[str, Any] = _stores_of(served, cache, slots.total, sources)
+    cache = _create_cache(served, blocks)
+    slots = _create_slots(served, state_slots, token_budget if blocks is None else min(token_budget, blocks))
+    sources = _create_source_pool(None if served.sources is None else model.setup, served, source_blocks, blocks)
+    arrays: dict[str, Any] = _create_arrays(served, cache, slots.total, sources)
     if model.gpu is not None:
         specs = {spec.name: spec for spec in model.manifest.inputs}
-        stores = {name: model.gpu.zeros(specs[name], array.shape) for name, array in stores.items()}
-    return Pools(cache, slots, sources, stores)
+        arrays = {name: model.gpu.zeros(specs[name], array.shape) for name, array in arrays.items()}
+    return ServingPools(cache, slots, sources, arrays)
 
 
-def _cache_of(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
-    """The cache, with the first pool; None for a decoder that has states alone."""
+def _create_cache(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
+    """Return the cache with the first pool, or None for a decoder that has states only."""
     if not served.pools:
         if blocks is not None:
             raise InputError(f"blocks is {blocks}, and the model keeps states and no cache: leave it out.")
         return None
     first = served.pools[0]
     return PagedKVCache(
-        integer(blocks, "blocks", 1), served.tokens_per_block, layers=first.layers, kv_heads=first.kv_heads,
+        check_integer(blocks, "blocks", 1), served.tokens_per_block, layers=first.layers, kv_heads=first.kv_heads,
         head_dim=first.head_dim, dtype=served.dtype,
     )  # fmt: skip
 
 
-def _slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
-    """The slots of states, of which there are none where the decoder has no states."""
+def _create_slots(served: ServedCache, requested: int | None, default: int) -> BlockPool:
+    """Return the slots of states, of which a decoder without states needs none."""
     if not served.states:
-        if given is not None:
-            raise InputError(f"state_slots is {given}, and the model keeps no states: leave it out.")
-        return Blocks(0)
-    return Blocks(default if given is None else integer(given, "state_slots", 1))
+        if requested is not None:
+            raise InputError(f"state_slots is {requested}, and the model keeps no states: leave it out.")
+        return BlockPool(0)
+    return BlockPool(default if requested is None else check_integer(requested, "state_slots", 1))
 
 
-def _sources_of(
-    setup: RunsSetup | None, served: ServedCache, given: int | None, default: int | None
+def _create_source_pool(
+    setup: SetupModel | None, served: ServedCache, requested: int | None, default: int | None
 ) -> SourcePool | None:
-    """The pools of sources, of which there are none where the decoder reads no encoder's output."""
+    """Return the pool of sources, or None if the decoder does not read an encoder's output."""
     if served.sources is None:
-        if given is not None:
-            raise InputError(f"source_blocks is {given}, and the model reads no sources: leave it out.")
+        if requested is not None:
+            raise InputError(f"source_blocks is {requested}, and the model reads no sources: leave it out.")
         return None
     assert setup is not None
-    return SourcePool(setup, served, served.sources, integer(default if given is None else given, "source_blocks", 1))
+    return SourcePool(
+        setup, served, served.sources, check_integer(default if requested is None else requested, "source_blocks", 1)
+    )
 
 
-def _stores_of(
+def _create_arrays(
     served: ServedCache, cache: PagedKVCache | None, slots: int, sources: SourcePool | None
 ) -> dict[str, np.ndarray]:
-    """What the model writes, and its setup, by input: for one on a GPU the shapes of it, as the caches' own pools stay
-    empty."""
-    stores: dict[str, np.ndarray] = {}
+    """Return the arrays that the model and its setup write, by input.
+
+    For a model on a GPU only their shapes are used, and the caches' own pools stay unused.
+    """
+    arrays: dict[str, np.ndarray] = {}
     if cache is not None:
-        stores |= _arrays_of(served, served.pools, cache)
+        arrays |= _create_pool_arrays(served, served.pools, cache)
     if sources is not None and served.sources is not None:
-        stores |= _arrays_of(served, served.sources.pools, sources.cache)
+        arrays |= _create_pool_arrays(served, served.sources.pools, sources.cache)
     for states in served.states:
         dtype = np.dtype(getattr(ml_dtypes, states.dtype, states.dtype))
-        stores[states.name] = np.zeros((slots, states.layers, *states.shape), dtype)
-    return stores
+        arrays[states.name] = np.zeros((slots, states.layers, *states.shape), dtype)
+    return arrays
 
 
-def fixed_of(manifest: Manifest, served: ServedCache, given: Any) -> dict[str, np.ndarray]:
-    """The arrays of inputs that are the same for all requests, in the types of these."""
-    given = {} if given is None else given
-    if not isinstance(given, Mapping) or given.keys() != set(served.fixed):
-        what = ", ".join(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
-        raise InputError(f"`fixed` must have {', '.join(served.fixed) or 'no inputs'}, and not {what or 'none'}.")
+def read_fixed_inputs(manifest: Manifest, served: ServedCache, fixed: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of inputs that are equal for all requests, in the types of these inputs."""
+    fixed = {} if fixed is None else fixed
+    if not isinstance(fixed, Mapping) or fixed.keys() != set(served.fixed):
+        text = ", ".join(map(str, fixed)) if isinstance(fixed, Mapping) else type(fixed).__name__
+        raise InputError(f"`fixed` must have {', '.join(served.fixed) or 'no inputs'}, and not {text or 'none'}.")
     arrays = {}
     for spec in manifest.inputs:
         if spec.name in served.fixed:
-            array = numbers(given[spec.name])
+            array = read_numbers(fixed[spec.name])
             if array is None or array.shape != spec.dims:
-                what = type(given[spec.name]).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
-                raise InputError(f"`fixed` has '{spec.name}' as {what}, and the model takes {spec}.")
+                text = type(fixed[spec.name]).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
+                raise InputError(f"`fixed` has '{spec.name}' as {text}, and the model takes {spec}.")
             with np.errstate(over="ignore", invalid="ignore"):
                 cast = array.astype(getattr(ml_dtypes, spec.dtype, spec.dtype))
             is_whole = cast.dtype.kind not in "iu" or (cast == array).all()
@@ -131,17 +142,19 @@ def fixed_of(manifest: Manifest, served: ServedCache, given: Any) -> dict[str, n
     return arrays
 
 
-def names_of(pools: tuple[CachePool, ...]) -> list[str]:
-    """The inputs that hold the arrays of pools."""
+def list_pool_inputs(pools: tuple[CachePool, ...]) -> list[str]:
+    """Return the names of the inputs for the arrays of pools."""
     return [name for pool in pools for name in (pool.name, pool.scale) if name]
 
 
-def _arrays_of(served: ServedCache, pools: tuple[CachePool, ...], cache: PagedKVCache) -> dict[str, np.ndarray]:
-    """The arrays of pools with the blocks of a cache, of which the first is the cache's own."""
+def _create_pool_arrays(
+    served: ServedCache, pools: tuple[CachePool, ...], cache: PagedKVCache
+) -> dict[str, np.ndarray]:
+    """Return the arrays of pools with the blocks of a cache. The first one is the cache's own."""
     arrays = {}
     for pool in pools:
-        front = (len(cache.pool), pool.layers, 2, pool.kv_heads, served.tokens_per_block)
-        arrays[pool.name] = cache.pool if pool is pools[0] else np.zeros((*front, pool.head_dim), cache.pool.dtype)
+        dims = (len(cache.pool), pool.layers, 2, pool.kv_heads, served.tokens_per_block)
+        arrays[pool.name] = cache.pool if pool is pools[0] else np.zeros((*dims, pool.head_dim), cache.pool.dtype)
         if pool.scale:
-            arrays[pool.scale] = np.zeros((*front, served.scales), np.float32)
+            arrays[pool.scale] = np.zeros((*dims, served.scales), np.float32)
     return arrays

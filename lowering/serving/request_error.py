@@ -1,4 +1,4 @@
-"""Requests that have ended by an error of their own, beside others that have not."""
+"""The error of requests that failed while other requests continue."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..errors import InputError
 class RequestError(InputError):
     """A served decoder, or its setup, has failed on some requests, which the batcher has freed.
 
-    `errors` has the error of each by the name of the request. `answers` are what the step has answered to the others.
+    `errors` has the error of each failed request by name. `answers` has the step's outputs for the others.
     """
 
     def __init__(self, errors: dict[Hashable, Exception], answers: dict[Hashable, np.ndarray]) -> None:
         self.errors, self.answers = errors, answers
         name, error = next(iter(errors.items()))
-        who = f"request {name!r} has" if len(errors) == 1 else f"request {name!r} and {len(errors) - 1} more have"
-        super().__init__(f"{who} ended: {error}")
+        subject = f"request {name!r} has" if len(errors) == 1 else f"request {name!r} and {len(errors) - 1} more have"
+        super().__init__(f"{subject} ended: {error}")

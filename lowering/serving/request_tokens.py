@@ -1,4 +1,4 @@
-"""What a served decoder reads of a request: ids, or embeddings, which came from elsewhere and tell no ids, or both."""
+"""Tokens of requests: ids, embeddings from another source, or both."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import TensorSpec
-from .arguments import integer, numbers, token_ids
+from .arguments import check_integer, read_numbers, read_token_ids
 
 
 @dataclass(frozen=True)
 class RequestTokens:
-    """How tokens of requests go into inputs [1, N] or [1, N, width]; a mapping by name where there are several.
+    """Conversion of requests' tokens to inputs [1, N] or [1, N, width]; a mapping by name for several inputs.
 
-    vocabularies: the number of ids by input, where it is known.
+    vocabularies is the number of ids by input, if it can be determined.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -26,48 +26,48 @@ class RequestTokens:
 
     @property
     def are_ids(self) -> bool:
-        """Whether equal tokens can be told, so that requests may share what was read of them."""
-        return len(self.specs) == 1 and self._input(self.specs[0]).are_ids
+        """Whether tokens are ids only, so that requests with equal tokens may share cached keys and values."""
+        return len(self.specs) == 1 and self._create_input(self.specs[0]).are_ids
 
-    def of_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
-        """Return the tokens one by one. Raises InputError for anything else, and beyond their type."""
+    def read_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
+        """Return the tokens one by one. Raises InputError for invalid values and values beyond their type."""
         if len(self.specs) == 1:
-            return self._input(self.specs[0]).of_prompt(prompt, request)
-        given = self._by_name(prompt, request)
-        columns = {spec.name: self._input(spec).of_prompt(given[spec.name], request) for spec in self.specs}
+            return self._create_input(self.specs[0]).read_prompt(prompt, request)
+        mapping = self._check_mapping(prompt, request)
+        columns = {spec.name: self._create_input(spec).read_prompt(mapping[spec.name], request) for spec in self.specs}
         if len({len(column) for column in columns.values()}) > 1:
             texts = ", ".join(f"{len(column)} of '{name}'" for name, column in columns.items())
             raise InputError(f"the prompt of request {request!r} has {texts}: give each token a value of every input.")
-        return [dict(zip(columns, values)) for values in zip(*columns.values())]
+        return [dict(zip(columns, token_values)) for token_values in zip(*columns.values())]
 
-    def of_one(self, token: Any, request: Hashable) -> Any:
-        """Return one more token. Raises InputError for what is none."""
+    def read_token(self, token: Any, request: Hashable) -> Any:
+        """Return one more token. Raises InputError if it is invalid."""
         if len(self.specs) == 1:
-            return self._input(self.specs[0]).of_one(token, request)
-        given = self._by_name(token, request)
-        return {spec.name: self._input(spec).of_one(given[spec.name], request) for spec in self.specs}
+            return self._create_input(self.specs[0]).read_token(token, request)
+        values = self._check_mapping(token, request)
+        return {spec.name: self._create_input(spec).read_token(values[spec.name], request) for spec in self.specs}
 
-    def packed(self, tokens: Sequence[list[Any]]) -> dict[str, np.ndarray]:
-        """Return the tokens of all requests side by side, as each input takes them."""
+    def pack(self, tokens: Sequence[list[Any]]) -> dict[str, np.ndarray]:
+        """Return the tokens of all requests concatenated, as each input takes them."""
         if len(self.specs) == 1:
-            return {self.specs[0].name: self._input(self.specs[0]).packed(tokens)}
-        parts = {spec: [[token[spec.name] for token in each] for each in tokens] for spec in self.specs}
-        return {spec.name: self._input(spec).packed(part) for spec, part in parts.items()}
+            return {self.specs[0].name: self._create_input(self.specs[0]).pack(tokens)}
+        by_spec = {spec: [[token[spec.name] for token in row] for row in tokens] for spec in self.specs}
+        return {spec.name: self._create_input(spec).pack(column) for spec, column in by_spec.items()}
 
-    def _input(self, spec: TensorSpec) -> _TokenInput:
+    def _create_input(self, spec: TensorSpec) -> _TokenInput:
         return _TokenInput(spec, self.vocabularies.get(spec.name))
 
-    def _by_name(self, given: Any, request: Hashable) -> Mapping[str, Any]:
+    def _check_mapping(self, values: Any, request: Hashable) -> Mapping[str, Any]:
         names = [spec.name for spec in self.specs]
-        if not isinstance(given, Mapping) or given.keys() != set(names):
-            what = f"a mapping of {list(given)}" if isinstance(given, Mapping) else type(given).__name__
-            raise InputError(f"tokens of request {request!r} must be a mapping of {', '.join(names)}, not {what}.")
-        return given
+        if not isinstance(values, Mapping) or values.keys() != set(names):
+            text = f"a mapping of {list(values)}" if isinstance(values, Mapping) else type(values).__name__
+            raise InputError(f"tokens of request {request!r} must be a mapping of {', '.join(names)}, not {text}.")
+        return values
 
 
 @dataclass(frozen=True)
 class _TokenInput:
-    """One input, [1, N] or [1, N, width]; vocabulary: the number of ids, None where it is not known."""
+    """One input, [1, N] or [1, N, width]. vocabulary is the number of ids, or None if it is unknown."""
 
     spec: TensorSpec
     vocabulary: int | None
@@ -76,41 +76,41 @@ class _TokenInput:
     def are_ids(self) -> bool:
         return len(self.spec.dims) == 2 and self._dtype.kind in "iu"
 
-    def of_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
+    def read_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
         if self.are_ids:
-            return self._checked(token_ids(prompt, request), request)
-        inner, array = self.spec.dims[2:], numbers(prompt)
+            return self._check_ids(read_token_ids(prompt, request), request)
+        inner, array = self.spec.dims[2:], read_numbers(prompt)
         if array is None or array.shape[1:] != inner or not array.ndim:
-            what = type(prompt).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
-            form = ", ".join(map(str, ("tokens", *inner)))
-            raise InputError(f"'{self.spec.name}' of request {request!r} must be [{form}], not {what}.")
+            text = type(prompt).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
+            shape = ", ".join(map(str, ("tokens", *inner)))
+            raise InputError(f"'{self.spec.name}' of request {request!r} must be [{shape}], not {text}.")
         with np.errstate(over="ignore"):
             tokens = array.astype(self._dtype)
         if (np.isinf(tokens) & np.isfinite(array)).any():
             raise InputError(f"tokens of request {request!r} are too large for {self.spec.dtype}: scale them down.")
         return list(tokens)
 
-    def of_one(self, token: Any, request: Hashable) -> Any:
+    def read_token(self, token: Any, request: Hashable) -> Any:
         if self.are_ids:
-            return self._checked([integer(token, "token", 0)], request)[0]
-        array = numbers(token)
-        return self.of_prompt(token if array is None else array[None], request)[0]
+            return self._check_ids([check_integer(token, "token", 0)], request)[0]
+        array = read_numbers(token)
+        return self.read_prompt(token if array is None else array[None], request)[0]
 
-    def packed(self, tokens: Sequence[list[Any]]) -> np.ndarray:
+    def pack(self, tokens: Sequence[list[Any]]) -> np.ndarray:
         return np.concatenate(tokens, dtype=self._dtype, casting="unsafe")[None]
 
     @property
     def _dtype(self) -> np.dtype:
         return np.dtype(getattr(ml_dtypes, self.spec.dtype, self.spec.dtype))
 
-    def _checked(self, ids: list[int], request: Hashable) -> list[int]:
+    def _check_ids(self, ids: list[int], request: Hashable) -> list[int]:
         largest = np.iinfo(self._dtype).max if self.vocabulary is None else self.vocabulary - 1
-        wrong = next((token for token in ids if not 0 <= token <= largest), None)
-        if wrong is not None:
-            why = f"as {self.spec.dtype} '{self.spec.name}' takes them"
+        invalid = next((token for token in ids if not 0 <= token <= largest), None)
+        if invalid is not None:
+            reason = f"as {self.spec.dtype} '{self.spec.name}' takes them"
             if self.vocabulary is not None:
-                why = f"rows of the model's table of {self.vocabulary} tokens"
+                reason = f"rows of the model's table of {self.vocabulary} tokens"
             raise InputError(
-                f"tokens of request {request!r} must be ids from 0 to {largest}, {why}, and {wrong} is not."
+                f"tokens of request {request!r} must be ids from 0 to {largest}, {reason}, and {invalid} is not."
             )
         return ids

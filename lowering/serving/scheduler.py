@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next call reads, and what each request has of the pools for that."""
+"""Scheduling of served requests: the tokens that the next call reads, and the pool resources for them."""
 
 from __future__ import annotations
 
@@ -8,199 +8,214 @@ from typing import Any, TypeVar
 
 from ..manifest import ServedCache
 from .blocks import PoolFullError
-from .pools import Pools, names_of
-from .source_pool import Source
+from .pools import ServingPools, list_pool_inputs
+from .source_pool import RequestSource
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Request:
-    """All tokens, of which `read` are in cache and states, and what it has a source of.
+class ScheduledRequest:
+    """A request: its tokens, of which `read` are in cache and states, and its source.
 
-    admitted: the cache knows it. answered: the number of tokens behind which it had its last answer, 0 before the first
-    one. slot is that of its states, while it is admitted.
+    is_admitted: the cache has it. answered: the number of its tokens at its last output, 0 before the first one. slot
+    is that of its states, while it is admitted.
     """
 
     name: Hashable
     tokens: list[Any]
-    source: Source | None = None
+    source: RequestSource | None = None
     read: int = 0
-    admitted: bool = False
+    is_admitted: bool = False
     answered: int = 0
     slot: int | None = None
 
     @property
-    def left(self) -> int:
-        """Tokens that are not read yet."""
+    def remaining(self) -> int:
+        """Number of tokens that are not read yet."""
         return len(self.tokens) - self.read
 
     @property
-    def waits(self) -> bool:
-        """Whether there is something to answer to: one that was put back behind its answer waits for more tokens."""
+    def is_waiting(self) -> bool:
+        """Whether a further output is due. A request preempted after its last output waits for a new token."""
         return len(self.tokens) > self.answered
 
 
 @dataclass
-class _Plan:
-    """How many tokens of which requests a call reads, and how many rows the sources have whose setup has run for it."""
+class _CallPlan:
+    """The number of tokens that a call reads of each request, and the rows of sources that were set up for it."""
 
-    counts: dict[Request, int] = field(default_factory=dict)
+    counts: dict[ScheduledRequest, int] = field(default_factory=dict)
     rows: int = 0
 
 
-class Scheduler:
-    """Requests in the order in which they came, and the pools that they have parts of.
+class RequestScheduler:
+    """Requests in the order of arrival, and the pools that they share.
 
-    Prompts wait for their turn: oldest first, so many tokens in a call. Where a pool runs out, the youngest requests
-    give up theirs, if that makes enough room for an older one.
+    Prompts are scheduled oldest first, up to a number of tokens in a call. If a pool runs out, the youngest requests
+    are preempted, if that makes enough room for an older one.
     """
 
-    def __init__(self, served: ServedCache, pools: Pools, budget: int, gpu: Any, can_share: bool) -> None:
-        """budget is the largest number of tokens of a call, can_share whether tokens tell all that the cache holds."""
-        self.requests: dict[Hashable, Request] = {}
-        self.failed: dict[Hashable, Exception] = {}  # what no step has raised yet
-        self._served, self._pools, self._budget, self._gpu, self._can_share = served, pools, budget, gpu, can_share
-        self._paged = names_of(served.pools)
-        self._source_arrays = [] if served.sources is None else names_of(served.sources.pools)
+    def __init__(self, served: ServedCache, pools: ServingPools, token_budget: int, gpu: Any, can_share: bool) -> None:
+        """Set the limits. token_budget is the largest number of tokens of a call.
 
-    def plan(self, only: Request | None = None) -> dict[Request, int]:
-        """Return how many tokens of which requests the call reads, for which there is room now; of one if it is given.
-
-        Raises PoolFullError where there is none for any.
+        can_share says whether tokens determine the contents of the cache.
         """
-        plan = _Plan()
-        full: PoolFullError | None = None
-        room = self._budget
-        ready = [ours for ours in self.requests.values() if ours.waits and only in (None, ours)]
-        for ours in sorted(ready, key=lambda ours: not ours.answered):  # who has begun goes first
-            if not room:
+        self.requests: dict[Hashable, ScheduledRequest] = {}
+        self.failed: dict[Hashable, Exception] = {}  # not yet raised by a step
+        self._served, self._pools, self._token_budget, self._gpu, self._can_share = (
+            served,
+            pools,
+            token_budget,
+            gpu,
+            can_share,
+        )
+        self._paged_inputs = list_pool_inputs(served.pools)
+        self._source_inputs = [] if served.sources is None else list_pool_inputs(served.sources.pools)
+
+    def plan(self, only_request: ScheduledRequest | None = None) -> dict[ScheduledRequest, int]:
+        """Return the number of tokens to read of each request, after reserving room for them.
+
+        With `only_request`, plan only that one. Raises PoolFullError without room for any.
+        """
+        plan = _CallPlan()
+        pool_error: PoolFullError | None = None
+        token_room = self._token_budget
+        waiting = [
+            candidate
+            for candidate in self.requests.values()
+            if candidate.is_waiting and only_request in (None, candidate)
+        ]
+        for candidate in sorted(waiting, key=lambda candidate: not candidate.answered):  # running requests come first
+            if not token_room:
                 break
             try:
-                # not before its turn: until then others may write what it can share
-                if not (ours.admitted or self._admit(ours, plan)):
+                # admit late: until then others may write blocks that it can share
+                if not (candidate.is_admitted or self._admit(candidate, plan)):
                     continue
-                count = min(ours.left, room)
-                self._reserve(ours, count, plan)
+                count = min(candidate.remaining, token_room)
+                self._reserve(candidate, count, plan)
             except PoolFullError as error:
-                full = full or error
+                pool_error = pool_error or error
             else:
-                plan.counts[ours] = count
-                room -= count
-        if full is not None and not plan.counts and not self.failed:
-            raise full
+                plan.counts[candidate] = count
+                token_room -= count
+        if pool_error is not None and not plan.counts and not self.failed:
+            raise pool_error
         return plan.counts
 
-    def _admit(self, ours: Request, plan: _Plan) -> bool:
-        """Give a request its source, a slot of states, and the blocks that it shares, unless it cannot begin now."""
-        if not self._has_source(ours, plan):
+    def _admit(self, request: ScheduledRequest, plan: _CallPlan) -> bool:
+        """Assign a request its source, a slot of states, and shared blocks. Return False if it must wait."""
+        if not self._ensure_source(request, plan):
             return False
         if self._served.states:
-            holders = [o for o in self._younger(ours, plan) if o.slot is not None]
-            self._with_room(lambda: self._take_slot(ours), lambda: holders[-1:], self.drop)
+            holders = [other for other in self._list_younger(request, plan) if other.slot is not None]
+            self._make_room(lambda: self._take_slot(request), lambda: holders[-1:], self.drop)
         if self._pools.cache is not None:
-            ours.read = self._pools.cache.add(ours.name, ours.tokens if self._can_share else None)
-        ours.admitted = True
+            request.read = self._pools.cache.add(request.name, request.tokens if self._can_share else None)
+        request.is_admitted = True
         return True
 
-    def _has_source(self, ours: Request, plan: _Plan) -> bool:
-        """Whether the pools hold a request's source, for which the setup runs if its turn has come.
+    def _ensure_source(self, request: ScheduledRequest, plan: _CallPlan) -> bool:
+        """Return whether the pools have a request's source, after running the setup if it fits the budget.
 
-        A request on whose source the setup fails is freed.
+        If the setup fails on the source of a request, that request is freed.
         """
-        pool, source = self._pools.sources, ours.source
+        pool, source = self._pools.sources, request.source
         if pool is None or source is None or source in pool:
             return True
-        if plan.counts and plan.rows and plan.rows + source.rows > self._budget:
+        if plan.counts and plan.rows and plan.rows + source.rows > self._token_budget:
             return False
-        stores = {name: self._pools.stores[name] for name in self._source_arrays}
+        arrays = {name: self._pools.arrays[name] for name in self._source_inputs}
         try:
-            self._with_room(
-                lambda: pool.put(source, ours.name, stores),
-                lambda: pool.fewest(source, self._sources_of_younger(ours, plan)),
+            self._make_room(
+                lambda: pool.compute(source, request.name, arrays),
+                lambda: pool.choose_evictions(source, self._list_younger_sources(request, plan)),
                 self._evict,
             )
         except PoolFullError:
             raise
         except Exception as error:
-            self.fail(ours, error)
+            self.fail(request, error)
         plan.rows += source.rows
-        return ours.name in self.requests
+        return request.name in self.requests
 
-    def _take_slot(self, ours: Request) -> None:
+    def _take_slot(self, request: ScheduledRequest) -> None:
         if not self._pools.slots.free:
-            raise PoolFullError(f"request {ours.name!r}", 1, 0, self._pools.slots.total, "state slot")
-        ours.slot = self._pools.slots.take()
+            raise PoolFullError(f"request {request.name!r}", 1, 0, self._pools.slots.total, "state slot")
+        request.slot = self._pools.slots.take()
 
-    def _reserve(self, ours: Request, count: int, plan: _Plan) -> None:
-        """Room for so many tokens of a request."""
+    def _reserve(self, request: ScheduledRequest, count: int, plan: _CallPlan) -> None:
+        """Reserve room for so many tokens of a request."""
         cache = self._pools.cache
         if cache is None:
             return
-        copies = self._with_room(
-            lambda: cache.reserve(ours.name, count),
-            lambda: cache.fewest(ours.name, count, [o.name for o in self._younger(ours, plan) if o.admitted]),
+        copies = self._make_room(
+            lambda: cache.reserve(request.name, count),
+            lambda: cache.fewest(
+                request.name, count, [other.name for other in self._list_younger(request, plan) if other.is_admitted]
+            ),
             lambda name: self.drop(self.requests[name]),
         )
         for source, target in copies:
-            for store in [self._pools.stores[name] for name in self._paged]:
+            for array in [self._pools.arrays[name] for name in self._paged_inputs]:
                 if self._gpu is not None:
-                    self._gpu.copy_row(store, source, target)
-                elif store is not cache.pool:  # which the cache has copied
-                    store[target] = store[source]
+                    self._gpu.copy_row(array, source, target)
+                elif array is not cache.pool:  # the cache has copied its own pool
+                    array[target] = array[source]
 
-    def _with_room(
-        self, take: Callable[[], _T], fewest: Callable[[], list[Any] | None], give_up: Callable[[Any], None]
+    def _make_room(
+        self, take: Callable[[], _T], choose: Callable[[], list[Any] | None], evict: Callable[[Any], None]
     ) -> _T:
-        """Return what `take` gives where a pool has room, for which those that `fewest` says give up their own."""
+        """Return the result of `take`. If the pool is full, first evict the owners that `choose` returns."""
         try:
             return take()
         except PoolFullError:
-            chosen = fewest()
+            chosen = choose()
             if not chosen:
                 raise
-        for each in chosen:
-            give_up(each)
+        for owner in chosen:
+            evict(owner)
         return take()
 
-    def _younger(self, ours: Request, plan: _Plan) -> list[Request]:
-        """The requests that may give something up for this one, the oldest first."""
+    def _list_younger(self, request: ScheduledRequest, plan: _CallPlan) -> list[ScheduledRequest]:
+        """Return the requests that may be preempted for this one, the oldest first."""
         order = list(self.requests.values())
-        return [other for other in order[order.index(ours) + 1 :] if other not in plan.counts]
+        return [other for other in order[order.index(request) + 1 :] if other not in plan.counts]
 
-    def _sources_of_younger(self, ours: Request, plan: _Plan) -> list[Source]:
-        """The sources in the pools that nobody else reads, those of the oldest ones first."""
-        younger = dict.fromkeys(self._younger(ours, plan))
-        kept = {other.source for other in self.requests.values() if other not in younger}
-        sources = dict.fromkeys(other.source for other in younger if other.source not in kept)
+    def _list_younger_sources(self, request: ScheduledRequest, plan: _CallPlan) -> list[RequestSource]:
+        """Return the pooled sources that only younger requests read, those of the oldest ones first."""
+        younger = dict.fromkeys(self._list_younger(request, plan))
+        shared_sources = {other.source for other in self.requests.values() if other not in younger}
+        sources = dict.fromkeys(other.source for other in younger if other.source not in shared_sources)
         return [
             source for source in sources if source is not None and self._pools.sources and source in self._pools.sources
         ]
 
-    def _evict(self, source: Source) -> None:
-        """Its blocks are free, and all who read it are put back."""
-        for ours in self.requests.values():
-            if ours.source is source:
-                self.drop(ours)
+    def _evict(self, source: RequestSource) -> None:
+        """Free the blocks of a source, and preempt all requests that read it."""
+        for request in self.requests.values():
+            if request.source is source:
+                self.drop(request)
         if self._pools.sources is not None:
             self._pools.sources.evict(source)
 
-    def drop(self, ours: Request) -> None:
-        """Its blocks and its slot are free, and all of its tokens to be read again."""
-        if ours.admitted and self._pools.cache is not None:
-            self._pools.cache.free(ours.name)
-        if ours.slot is not None:
-            self._pools.slots.release([ours.slot])
-        ours.admitted, ours.read, ours.slot = False, 0, None
+    def drop(self, request: ScheduledRequest) -> None:
+        """Preempt a request: free its blocks and its slot, so that all of its tokens are read again."""
+        if request.is_admitted and self._pools.cache is not None:
+            self._pools.cache.free(request.name)
+        if request.slot is not None:
+            self._pools.slots.release([request.slot])
+        request.is_admitted, request.read, request.slot = False, 0, None
 
-    def fail(self, ours: Request, error: Exception) -> None:
-        """Free a request that ends by an error of its own."""
-        self.failed[ours.name] = error
-        self.free(ours)
+    def fail(self, request: ScheduledRequest, error: Exception) -> None:
+        """Free a request that ends with an error of its own."""
+        self.failed[request.name] = error
+        self.free(request)
 
-    def free(self, ours: Request) -> None:
-        """Forgets a request."""
-        self.drop(ours)
-        if self._pools.sources is not None and ours.source is not None:
-            self._pools.sources.release(ours.source)
-        del self.requests[ours.name]
+    def free(self, request: ScheduledRequest) -> None:
+        """Remove a request."""
+        self.drop(request)
+        if self._pools.sources is not None and request.source is not None:
+            self._pools.sources.release(request.source)
+        del self.requests[request.name]

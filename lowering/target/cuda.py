@@ -10,7 +10,7 @@ import tvm
 from schedules.cuda.device import DEVICES
 
 from ..errors import ArtifactError, TargetError
-from ..runtime.gpu import architecture_here, best_for, load_device_runtime, runs_on
+from ..runtime.gpu import choose_architecture, load_device_runtime, read_gpu_architecture, runs_on
 from .record import Target
 
 ARCHITECTURES = tuple(DEVICES)
@@ -29,7 +29,7 @@ def cuda(name: str, arch: str, cc: str | None) -> tuple[Target, ...]:
 def _here() -> str:
     try:
         load_device_runtime(None)
-        here = architecture_here(0)
+        here = read_gpu_architecture(0)
     except ArtifactError as error:
         raise TargetError(
             f"Target 'cuda' is the GPU of this machine, and none can be used: {error} "
@@ -37,7 +37,7 @@ def _here() -> str:
         ) from error
     if not any(runs_on(a, here) for a in ARCHITECTURES):
         raise TargetError(f"The GPU here is {here}; code can be made for {', '.join(ARCHITECTURES)}.")
-    return best_for(ARCHITECTURES, here)
+    return choose_architecture(ARCHITECTURES, here)
 
 
 def _target(arch: str) -> tvm.target.Target:

@@ -1,1 +1,1 @@
-"""Tuning: MetaSchedule measures what a model's kernels could be, and databases keep what was found."""
+"""Tuning: MetaSchedule measures candidates for a model's kernels, and databases record the results."""

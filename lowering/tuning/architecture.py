@@ -1,4 +1,4 @@
-"""What records of a database are for: a CPU by its features and caches, a GPU by its architecture and its card."""
+"""The key of database records: a CPU by its features and caches, a GPU by its architecture and its card."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import tvm
 from ..measuring.machine import Machine, caches
 from ..target import Target
 
-_OWN_CACHES = 2  # levels of a core's own
+_OWN_CACHES = 2  # cache levels that are private to a core
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """kind is that of the CPU, or the GPU's architecture; features are those that code may use; caches are bytes by
-    level, () where code is made for another machine; card is the GPU's name, "" for CPUs and where it is not known.
+    """The architecture that records apply to.
+
+    kind is that of the CPU, or the GPU's architecture. features are those that code may use. caches are bytes by level,
+    () if code is generated for another machine. card is the GPU's name, "" for CPUs and if unknown.
     """
 
     kind: str
@@ -27,40 +29,45 @@ class Architecture:
     card: str = ""
 
     @property
-    def vectors(self) -> str:
-        """The feature that tells how wide a CPU's vectors are."""
+    def vector_feature(self) -> str:
+        """The feature that determines the vector width of a CPU."""
         return next((f for f in ("avx512f", "avx2", "neon") if any(f in feature for feature in self.features)), "")
 
     @property
     def name(self) -> str:
-        """Of its folder: what people tell it by, and a digest of everything."""
+        """The name of its folder: a readable part, and a digest of all fields."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
         sizes = [f"{size >> 10}k" for size in self.caches]
         card = re.sub(r"[^A-Za-z0-9]+", "_", self.card).strip("_")
-        return "-".join([self.kind, *filter(None, [self.vectors, card, *sizes]), digest])
+        return "-".join([self.kind, *filter(None, [self.vector_feature, card, *sizes]), digest])
 
-    def is_for_code_of(self, other: Architecture) -> bool:
-        """Whether both run the same code, whatever machines they are."""
+    def runs_same_code_as(self, other: Architecture) -> bool:
+        """Return whether both run the same code, on whatever machines."""
         return (self.kind, self.features) == (other.kind, other.features)
 
-    def is_like(self, other: Architecture) -> bool:
-        """Whether tiles for one are good for the other: the same vectors, and the same caches of a core's own."""
-        own, its = ((a.kind, a.vectors, a.caches[:_OWN_CACHES]) for a in (self, other))
-        return own == its and len(self.caches) >= _OWN_CACHES
+    def is_similar_to(self, other: Architecture) -> bool:
+        """Return whether tiles for one suit the other: the same vectors and private caches of a core."""
+        own_caches, other_caches = ((a.kind, a.vector_feature, a.caches[:_OWN_CACHES]) for a in (self, other))
+        return own_caches == other_caches and len(self.caches) >= _OWN_CACHES
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-def architecture(target: Target, measured_on: Machine | None = None) -> Architecture:
-    """That of a target on the machine that measured; else on this one, where a CPU's code is for it."""
+def detect_architecture(target: Target, measured_on: Machine | None = None) -> Architecture:
+    """Return the architecture of a target on the measuring machine.
+
+    Without `measured_on`, it is this machine, if a CPU's code is compiled for it.
+    """
     if target.architecture:
-        known = measured_on or Machine(())
-        return Architecture(target.architecture, (), known.caches, known.gpu)
+        machine_info = measured_on or Machine(())
+        return Architecture(target.architecture, (), machine_info.caches, machine_info.gpu)
     features = tuple(str(f) for f in target.tvm.attrs.get("mattr", ()))
-    own = caches() if target.name == "cpu" else ()
-    return Architecture(_machine(target.tvm), features, own if measured_on is None else measured_on.caches)
+    local_caches = caches() if target.name == "cpu" else ()
+    return Architecture(
+        _read_machine(target.tvm), features, local_caches if measured_on is None else measured_on.caches
+    )
 
 
-def _machine(target: tvm.target.Target) -> str:
+def _read_machine(target: tvm.target.Target) -> str:
     return str(target.attrs.get("mtriple", "")).partition("-")[0]

@@ -1,4 +1,4 @@
-"""Candidates become libraries that hold one function, `main`."""
+"""Build candidates into libraries of a single function, `main`."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from ..compiling.objects import Kernels
 from ..passes.alignment import assume_alignment
 from ..passes.guard_divisions import guard_divisions
 from ..target import Target
-from .choices import annotated
-from .loop_space import code
+from .choices import read_choice
+from .loop_space import extract_scheduled_function
 from .task import KERNEL, MAIN, has_kernel
 from .tile_space import TileSpace
 
 
-def library(module: tvm.IRModule, target: Target, path: str) -> None:
-    """Writes the library of a candidate: a task's module after the schedule that was drawn for it.
+def build_library(module: tvm.IRModule, target: Target, path: str) -> None:
+    """Write the library of a candidate: a task's module after its sampled schedule.
 
     Raises TargetError, and ValueError for an illegal choice.
     """
-    Path(path).write_bytes(compiled(kernel(module, target.tvm), target))
+    Path(path).write_bytes(compile_library(schedule_candidate(module, target.tvm), target))
 
 
-def kernel(module: tvm.IRModule, target: tvm.target.Target) -> tirx.PrimFunc:
-    """The function of a candidate: with the tiles of its annotation, or as MetaSchedule scheduled it. Without an
-    annotation it is what serves untuned."""
+def schedule_candidate(module: tvm.IRModule, target: tvm.target.Target) -> tirx.PrimFunc:
+    """Return the function of a candidate: with the tiles of its annotation, or as MetaSchedule scheduled it.
+
+    Without an annotation it is the default function.
+    """
     if not has_kernel(module):
-        return code(module) or schedules.apply(tvm.IRModule({MAIN: module[MAIN]}), target)[MAIN]
-    text = annotated(module)
+        return extract_scheduled_function(module) or schedules.apply(tvm.IRModule({MAIN: module[MAIN]}), target)[MAIN]
+    text = read_choice(module)
     space = TileSpace(module, target)
-    choice = space.usual if text is None else space.read(text)
-    only = tvm.IRModule({KERNEL: module[KERNEL]})
-    return schedules.apply(only, target, lambda func, variants: choice)[KERNEL]
+    choice = space.default_choice if text is None else space.read(text)
+    kernel_module = tvm.IRModule({KERNEL: module[KERNEL]})
+    return schedules.apply(kernel_module, target, lambda func, variants: choice)[KERNEL]
 
 
-def unscheduled(module: tvm.IRModule) -> tirx.PrimFunc:
-    """The function that says what every candidate computes."""
+def get_unscheduled_function(module: tvm.IRModule) -> tirx.PrimFunc:
+    """Return the function that defines the results of every candidate."""
     return module[KERNEL if has_kernel(module) else MAIN]
 
 
-def compiled(func: tirx.PrimFunc, target: Target) -> bytes:
-    """The bytes of a library."""
+def compile_library(func: tirx.PrimFunc, target: Target) -> bytes:
+    """Return the bytes of a library."""
     module = tvm.IRModule({MAIN: func.with_attr("global_symbol", MAIN)})
     with target.tvm:
         module = assume_alignment(guard_divisions(module), 16 if target.architecture else 1)
-    return build(module, target, Kernels(target, kept=False))  # few candidates come again
+    return build(module, target, Kernels(target, kept=False))  # few candidates recur

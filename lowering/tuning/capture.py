@@ -1,4 +1,4 @@
-"""What the kernels of a model are called with: a run of the model tells, whose kernels are timed as `bench` does."""
+"""Arguments of a model's kernels, captured from a run of the model that is timed as `bench` does."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from ..profiling.inputs import synthetic_inputs
 from ..runtime import Model
 from ..runtime.tensors import view_as
 
-Argument = tuple[str, tuple[int, ...]] | int
-"""Type and shape of a tensor, or a number."""
+ArgumentSignature = tuple[str, tuple[int, ...]] | int
+"""Type and shape of a tensor, or an integer."""
 
-Call = tuple[str, tuple[Argument, ...]]
-"""The name of a kernel, and what it is called with."""
+CallSignature = tuple[str, tuple[ArgumentSignature, ...]]
+"""The name of a kernel, and the signatures of its arguments."""
 
 
 @dataclass(frozen=True)
-class Use:
-    """Calls of a kernel with arguments of the same shapes: seconds of all of them in one run of the model, and what
-    they computed and read."""
+class KernelUse:
+    """Calls of a kernel with arguments of the same shapes.
+
+    seconds, flops and bytes are totals of these calls in one run of the model.
+    """
 
     kernel: KernelSpec
-    arguments: tuple[Argument, ...]
+    arguments: tuple[ArgumentSignature, ...]
     nodes: tuple[str, ...]
     calls: int
     seconds: float
@@ -38,7 +40,7 @@ class Use:
     bytes: int
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallSignature:
         return self.kernel.name, self.arguments
 
     @property
@@ -46,79 +48,79 @@ class Use:
         return [a if isinstance(a, int) else a[1] for a in self.arguments]
 
 
-def uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -> list[Use]:
-    """The kernels of a run at these sizes, the costliest first."""
+def profile_kernel_uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -> list[KernelUse]:
+    """Return the kernel uses of a run at these sizes, the most expensive first."""
     inputs = synthetic_inputs(model, sizes)
     profile = bench(model, sizes, inputs, threads, seconds)
-    found: dict[Call, Use] = {}
-    for key, call in zip(called(model, inputs, threads), profile.calls, strict=True):
-        old = found.get(key, Use(call.kernel, key[1], (), 0, 0.0, 0, 0))
-        nodes = tuple(dict.fromkeys((*old.nodes, *call.nodes)))
-        found[key] = Use(
-            call.kernel, key[1], nodes, old.calls + 1, old.seconds + call.seconds, old.flops + call.flops,
-            old.bytes + call.bytes,
+    uses_by_signature: dict[CallSignature, KernelUse] = {}
+    for key, call in zip(record_calls(model, inputs, threads), profile.calls, strict=True):
+        prior = uses_by_signature.get(key, KernelUse(call.kernel, key[1], (), 0, 0.0, 0, 0))
+        nodes = tuple(dict.fromkeys((*prior.nodes, *call.nodes)))
+        uses_by_signature[key] = KernelUse(
+            call.kernel, key[1], nodes, prior.calls + 1, prior.seconds + call.seconds, prior.flops + call.flops,
+            prior.bytes + call.bytes,
         )  # fmt: skip
-    return sorted(found.values(), key=lambda use: -use.seconds)
+    return sorted(uses_by_signature.values(), key=lambda use: -use.seconds)
 
 
-def called(model: Model, inputs: Mapping[str, Any], threads: int) -> list[Call]:
-    """The calls of kernels in a run, in their order."""
-    found: list[Call] = []
+def record_calls(model: Model, inputs: Mapping[str, Any], threads: int) -> list[CallSignature]:
+    """Return the kernel calls of a run, in order."""
+    signatures: list[CallSignature] = []
     kernels = {kernel.name for kernel in model.manifest.kernels}
 
-    def note(function: Any, name: str, before: bool, result: Any, *given: Any) -> int:
+    def note(function: Any, name: str, before: bool, result: Any, *arguments: Any) -> int:
         if before and name in kernels:
-            found.append((name, tuple(map(_described, given))))
+            signatures.append((name, tuple(map(_describe_argument, arguments))))
         return 0
 
-    _run(model, inputs, threads, note)
-    return found
+    _run_instrumented(model, inputs, threads, note)
+    return signatures
 
 
-def keep(
+def save_arguments(
     model: Model,
     sizes: Mapping[str, int],
     threads: int,
-    wanted: Mapping[Call, Sequence[Path]],
-    outputs: Callable[[str], Sequence[bool]],
+    folders: Mapping[CallSignature, Sequence[Path]],
+    find_outputs: Callable[[str], Sequence[bool]],
 ) -> None:
-    """Writes the arguments of the first call of each use that is wanted into the folders that are given for it.
+    """Write the arguments of the first call of each signature in `folders` into its folders.
 
-    outputs tells which parameters of a kernel it writes.
+    find_outputs returns which parameters a kernel writes.
     """
-    left = dict(wanted)
-    kernels = {name for name, _ in wanted}
+    pending = dict(folders)
+    kernels = {name for name, _ in folders}
 
-    def note(function: Any, name: str, before: bool, result: Any, *given: Any) -> int:
+    def note(function: Any, name: str, before: bool, result: Any, *call_arguments: Any) -> int:
         if not before or name not in kernels:
             return 0
-        for folder in left.pop((name, tuple(map(_described, given))), ()):
+        for folder in pending.pop((name, tuple(map(_describe_argument, call_arguments))), ()):
             arguments.write(
                 folder,
                 [
-                    a if isinstance(a, int) else (*_tensor(a), _bytes(a), model.holds(a), written)
-                    for a, written in zip(given, outputs(name), strict=True)
+                    a if isinstance(a, int) else (*_describe_tensor(a), _read_bytes(a), model.holds(a), is_output)
+                    for a, is_output in zip(call_arguments, find_outputs(name), strict=True)
                 ],
             )
         return 0
 
-    _run(model, synthetic_inputs(model, sizes), threads, note)
+    _run_instrumented(model, synthetic_inputs(model, sizes), threads, note)
 
 
-def _run(model: Model, inputs: Mapping[str, Any], threads: int, note: Callable[..., int]) -> None:
+def _run_instrumented(model: Model, inputs: Mapping[str, Any], threads: int, note: Callable[..., int]) -> None:
     with model.instrumented(note):
         model.bind(inputs, threads=threads)()
 
 
-def _described(argument: Any) -> Argument:
-    return _tensor(argument) if isinstance(argument, tvm_ffi.Tensor) else int(argument)
+def _describe_argument(argument: Any) -> ArgumentSignature:
+    return _describe_tensor(argument) if isinstance(argument, tvm_ffi.Tensor) else int(argument)
 
 
-def _tensor(tensor: tvm_ffi.Tensor) -> tuple[str, tuple[int, ...]]:
+def _describe_tensor(tensor: tvm_ffi.Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype), tuple(int(n) for n in tensor.shape)
 
 
-def _bytes(tensor: tvm_ffi.Tensor) -> np.ndarray:
-    """A tensor's contents."""
+def _read_bytes(tensor: tvm_ffi.Tensor) -> np.ndarray:
+    """Return the contents of a tensor as bytes."""
     size = tensor.numel() * tensor.dtype.itemsize
     return np.from_dlpack(view_as(tensor, "uint8", (size,))) if size else np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""What MetaSchedule is told of a task, and how it searches."""
+"""MetaSchedule's context of a task, and its search strategy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from .task import MAIN
 _POPULATION = 48
 
 
-class Context(ms.TuneContext):
-    """MetaSchedule's context without the intrinsics of all targets, which take half a minute to import."""
+class TuningContext(ms.TuneContext):
+    """MetaSchedule's context without the intrinsics of all targets, whose import takes half a minute."""
 
-    def __init__(  # not that of the base class
-        self, module: tvm.IRModule, target: tvm.target.Target, generator: Any, strategy: Any, name: str, seed: int
+    def __init__(  # replaces that of the base class
+        self,
+        module: tvm.IRModule,
+        target: tvm.target.Target,
+        generator: Any,
+        strategy: Any,
+        name: str,
+        seed: int,
     ) -> None:
         log = get_logging_func(get_logger(__name__))
         self.__init_handle_by_constructor__(
@@ -28,7 +34,7 @@ class Context(ms.TuneContext):
         _ffi_api.TuneContextInitialize(self)
 
 
-def strategy() -> ms.search_strategy.EvolutionarySearch:
+def create_search_strategy() -> ms.search_strategy.EvolutionarySearch:
     return ms.search_strategy.EvolutionarySearch(
         population_size=_POPULATION,
         init_measured_ratio=0.2,
@@ -41,8 +47,8 @@ def strategy() -> ms.search_strategy.EvolutionarySearch:
     )
 
 
-def candidate(module: tvm.IRModule, trace: Trace) -> ms.MeasureCandidate:
-    """The candidate of a task that a trace makes."""
+def create_candidate(module: tvm.IRModule, trace: Trace) -> ms.MeasureCandidate:
+    """Return the candidate that a trace produces from a task."""
     schedule = Schedule(module)
     trace.apply_to_schedule(schedule, remove_postproc=False)
     return ms.MeasureCandidate(schedule, ms.arg_info.ArgInfo.from_prim_func(module[MAIN]))

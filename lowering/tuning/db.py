@@ -1,4 +1,4 @@
-"""What the command `db` does."""
+"""The actions of the command `db`."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ from rich.table import Table
 from .. import units
 from ..errors import InputError
 from . import upkeep
-from .table import causes
+from .table import format_failures
 
 
 @dataclass(frozen=True)
-class Done:
-    """What was done: for programs, as JSON has it but for paths, and for people."""
+class CommandResult:
+    """The result of an action: JSON for programs, except that paths are Path objects, and text for people."""
 
     document: dict[str, Any]
     text: str
 
 
-def act(action: str, databases: Sequence[Path], output: Path | None, keep: int, least: float) -> Done:
-    """Raises InputError for what does not go together, and DatabaseError."""
+def run_action(
+    action: str, databases: Sequence[Path], output: Path | None, trials_per_task: int, min_gain: float
+) -> CommandResult:
+    """Run an action. Raises InputError for arguments that do not match it, and DatabaseError."""
     if action != "merge" and len(databases) > 1:
         raise InputError(f"db {action} takes one database, not {len(databases)}.")
     (database, *_) = databases
     if action == "show":
-        summaries = upkeep.show(database)
-        return Done({"tasks": [asdict(summary) for summary in summaries]}, _table(summaries))
+        summaries = upkeep.summarize_database(database)
+        return CommandResult({"tasks": [asdict(summary) for summary in summaries]}, _format_table(summaries))
     if action == "prune":
-        gone = upkeep.prune(database, keep)
-        return Done({"database": database, "gone": gone}, f"{gone} trials went from {database}")
+        removed = upkeep.prune_database(database, trials_per_task)
+        return CommandResult({"database": database, "gone": removed}, f"{removed} trials went from {database}")
     if output is None:
         raise InputError(f"db {action} needs --output.")
     if action == "pack":
-        kernels = upkeep.pack(database, output, least)
-        return Done({"output": output, "kernels": kernels}, f"packed {kernels} kernels into {output}")
+        kernels = upkeep.pack_presets(database, output, min_gain)
+        return CommandResult({"output": output, "kernels": kernels}, f"packed {kernels} kernels into {output}")
     if action == "merge":
-        upkeep.merge(databases, output)
-        return Done({"output": output}, f"merged into {output}")
+        upkeep.merge_databases(databases, output)
+        return CommandResult({"output": output}, f"merged into {output}")
     if action == "export":
-        upkeep.export(database, output)
+        upkeep.export_best_records(database, output)
     else:
-        from .plot import plot
+        from .plot import plot_database
 
-        plot(database, output)
-    return Done({"output": output}, f"wrote {output}")
+        plot_database(database, output)
+    return CommandResult({"output": output}, f"wrote {output}")
 
 
-def _table(summaries: Sequence[upkeep.Summary]) -> str:
-    """A table for each architecture."""
+def _format_table(summaries: Sequence[upkeep.TaskSummary]) -> str:
+    """Return a table for each architecture."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     with console.capture() as captured:
         for name in dict.fromkeys(summary.architecture for summary in summaries):
@@ -64,12 +66,12 @@ def _table(summaries: Sequence[upkeep.Summary]) -> str:
                 table.add_column(heading, justify="right")
             table.add_column("failed")
             for summary in (summary for summary in summaries if summary.architecture == name):
-                table.add_row(*_cells(summary))
+                table.add_row(*_format_cells(summary))
             console.print(table)
     return captured.get().rstrip("\n")
 
 
-def _cells(s: upkeep.Summary) -> tuple[str, ...]:
+def _format_cells(s: upkeep.TaskSummary) -> tuple[str, ...]:
     return (
         " ".join("x".join(map(str, a)) if isinstance(a, tuple) else str(a) for a in s.shapes),
         str(s.trials),
@@ -78,5 +80,5 @@ def _cells(s: upkeep.Summary) -> tuple[str, ...]:
         "-" if s.best is None else units.time(s.best),
         "-" if s.best is None else f"{s.default / s.best:.2f}x",
         "-" if s.estimate is None else f"{s.estimate:.2f}",
-        causes(s.failures),
+        format_failures(s.failures),
     )

@@ -1,6 +1,6 @@
-"""Building candidates on this machine, and measuring them here or elsewhere, in processes of their own.
+"""Build candidates on this machine, and measure them here or elsewhere, in separate processes.
 
-A candidate's library lies in the folder of its task, beside the arguments, the expected answers and the default's
+A candidate's library is in the folder of its task, next to the arguments, the expected results and the default's
 library.
 """
 
@@ -28,64 +28,71 @@ from ..measuring.measure import Job, Measured, expect
 from ..measuring.trial import RUN_MEMORY, compared, runner, tried
 from ..target import resolve
 from . import build
-from .database import Database
-from .whole_runs import WholeRuns, whole_runs
+from .database import TuningDatabase
+from .whole_runs import WholeRunTimes, compare_whole_runs
 
 _BUILD_SECONDS, _BUILD_MEMORY = 120.0, 8 << 30
 _EXPECT_SECONDS = 120.0
-_WHOLE_SECONDS = 600.0  # of large models, each of the fewest turns can take long
+_WHOLE_SECONDS = 600.0  # timeout for large models, which may be slow in each of the minimal rounds
 
 
-# In place of a cause: an InputError, which TVM would make a RuntimeError on the way.
-_NOBODY = "nobody"
+# The cause of an InputError, which TVM would convert to a RuntimeError on the way.
+_NO_DEVICE = "nobody"
 
 
-def failure(cause: str, text: str) -> str:
-    """How a Failed travels through MetaSchedule, which knows messages only."""
+def encode_failure(cause: str, text: str) -> str:
+    """Return the message that carries a Failed through MetaSchedule, which supports only messages."""
     return f"{cause}: {text}"
 
 
-def failed(message: str) -> Failed:
-    """The Failed of such a message. Raises InputError where no device measured it."""
+def decode_failure(message: str) -> Failed:
+    """Return the Failed of such a message. Raises InputError if no device measured the candidate."""
     cause, _, text = message.partition(": ")
-    if cause == _NOBODY:
+    if cause == _NO_DEVICE:
         raise InputError(text)
     return Failed(cast(Cause, cause), text)
 
 
-def _library(module: tvm.IRModule, target: str, cc: str | None, number: int, path: str, plain: bool) -> None:
-    """Runs in a child: builds a candidate, or the unscheduled function, which the CPU runs whatever it is for."""
-    found = resolve(target, cc)[number]
+def _build_in_child(module: tvm.IRModule, target: str, cc: str | None, number: int, path: str, plain: bool) -> None:
+    """Build a candidate, or the unscheduled function, in a child process.
+
+    The unscheduled function always runs on the CPU, whatever the target.
+    """
+    resolved = resolve(target, cc)[number]
     if plain:
-        runs_on = resolve("cpu")[0] if found.architecture else found
-        Path(path).write_bytes(build.compiled(build.unscheduled(module), runs_on))
+        cpu_target = resolve("cpu")[0] if resolved.architecture else resolved
+        Path(path).write_bytes(build.compile_library(build.get_unscheduled_function(module), cpu_target))
     else:
-        build.library(module, found, path)
+        build.build_library(module, resolved, path)
 
 
 class Bench(Protocol):
-    """Where libraries are measured: LocalBench, or a Fleet."""
+    """The interface for measuring libraries: LocalBench, or a Fleet."""
 
     @property
     def width(self) -> int:
-        """Candidates that are measured at once."""
+        """The number of candidates that are measured at once."""
 
     def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
-        """The measurement of a library beside another one, in the folder of their arguments: a trial, or one
-        comparison. Its result may raise Failed."""
+        """Measure a library against another one, in the folder of their arguments.
+
+        It is a trial, or a single comparison. The future may raise Failed.
+        """
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
-    """Machines of one architecture: where they are, the part of the database that is theirs, and how two models in
-    folders are compared there at some sizes, for so many seconds (it may raise Failed), None where models do not run.
+class MeasurementSite:
+    """Machines of one architecture: how to reach them, and their records in the database.
+
+    whole_runs compares two models in folders at some sizes for so many seconds, and may raise Failed. It is None if
+    models cannot run there.
     """
 
     bench: Bench
-    database: Database
-    whole_runs: Callable[[Path, Path, Mapping[str, int], float], WholeRuns] | None = None
+    database: TuningDatabase
+    whole_runs: Callable[[Path, Path, Mapping[str, int], float], WholeRunTimes] | None = None
 
 
 class LocalBench:
@@ -94,26 +101,26 @@ class LocalBench:
     width = 1
 
     def __init__(self, threads: int, gpu: bool) -> None:
-        """Raises ArtifactError where there is no GPU that works."""
+        """Start the measuring process. Raises ArtifactError without a working GPU if one is needed."""
         self._threads, self._runner = threads, runner()
-        self._models = Helper([whole_runs.__module__])
+        self._models = Helper([compare_whole_runs.__module__])
         self.machine = machine(gpu)
 
     def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
         on_gpu = bool(self.machine.gpu)
         job = Job(str(library), str(baseline), str(library.parent), self._threads, pairs, self.machine.largest, on_gpu)
-        done: Future[Measured] = Future()
+        future: Future[Measured] = Future()
         try:
-            done.set_result((tried if trial else compared)(self._runner, job))
+            future.set_result((tried if trial else compared)(self._runner, job))
         except Failed as failed:
-            done.set_exception(failed)
-        return done
+            future.set_exception(failed)
+        return future
 
-    def whole_runs(self, was: Path, became: Path, sizes: Mapping[str, int], seconds: float) -> WholeRuns:
-        """Of models for this CPU. Raises Failed."""
-        patience = _WHOLE_SECONDS + 2 * seconds
+    def whole_runs(self, was: Path, became: Path, sizes: Mapping[str, int], seconds: float) -> WholeRunTimes:
+        """Compare whole runs of models for this CPU. Raises Failed."""
+        timeout = _WHOLE_SECONDS + 2 * seconds
         return self._models.call(
-            whole_runs, str(was), str(became), sizes, self._threads, seconds, seconds=patience, memory=None
+            compare_whole_runs, str(was), str(became), sizes, self._threads, seconds, seconds=timeout, memory=None
         )
 
     def close(self) -> None:
@@ -121,8 +128,8 @@ class LocalBench:
         self._models.close()
 
 
-class Workshop:
-    """Builds candidates, and what they are compared with, in `folder`, that of the task in hand; close it when done."""
+class LibraryBuilder:
+    """Builds candidates and their baselines in `folder`, that of the current task. Close it after use."""
 
     def __init__(self, target: str, cc: str | None, number: int, threads: int) -> None:
         self._target = (target, cc, number)
@@ -134,24 +141,24 @@ class Workshop:
         self.folder = Path(os.devnull)
 
     def build(self, module: tvm.IRModule, name: str = "", plain: bool = False) -> Path:
-        """The library of a candidate in the folder of the task. Raises Failed."""
+        """Build the library of a candidate in the folder of the task. Raises Failed."""
         path = self.folder / (name or f"{next(self._numbers)}.so")
         try:
             self._builder.call(
-                _library, module, *self._target, str(path), plain, seconds=_BUILD_SECONDS, memory=_BUILD_MEMORY
+                _build_in_child, module, *self._target, str(path), plain, seconds=_BUILD_SECONDS, memory=_BUILD_MEMORY
             )
         except Failed as error:
             raise Failed("build", f"{error.cause}: {error.text}") from error
         return path
 
     def build_trace(self, module: tvm.IRModule, trace: Trace, name: str = "") -> Path:
-        """The library of a record. Raises Failed."""
+        """Build the library of a record. Raises Failed."""
         schedule = Schedule(module)
         trace.apply_to_schedule(schedule, remove_postproc=False)
         return self.build(schedule.mod, name)
 
     def expect(self, library: Path) -> None:
-        """Keeps what the library answers for the arguments beside it. Raises Failed."""
+        """Store the library's results for the arguments next to it. Raises Failed."""
         self._answers.call(
             expect, str(library), str(library.parent), self._threads, seconds=_EXPECT_SECONDS, memory=RUN_MEMORY
         )
@@ -162,26 +169,26 @@ class Workshop:
 
 
 @derived_object
-class Builder(ms.builder.PyBuilder):
-    """MetaSchedule's builder."""
+class CandidateBuilder(ms.builder.PyBuilder):
+    """The builder interface of MetaSchedule."""
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, library_builder: LibraryBuilder) -> None:
         super().__init__()
-        self.workshop = workshop
+        self.library_builder = library_builder
 
     def build(self, build_inputs: list[ms.builder.BuilderInput]) -> list[ms.builder.BuilderResult]:
-        return [self._one(given) for given in build_inputs]
+        return [self._build_candidate(build_input) for build_input in build_inputs]
 
-    def _one(self, given: ms.builder.BuilderInput) -> ms.builder.BuilderResult:
+    def _build_candidate(self, build_input: ms.builder.BuilderInput) -> ms.builder.BuilderResult:
         try:
-            return ms.builder.BuilderResult(str(self.workshop.build(given.mod)), None)
+            return ms.builder.BuilderResult(str(self.library_builder.build(build_input.mod)), None)
         except Failed as error:
-            return ms.builder.BuilderResult(None, failure(error.cause, error.text))
+            return ms.builder.BuilderResult(None, encode_failure(error.cause, error.text))
 
 
 @derived_object
-class Trial(ms.runner.PyRunnerFuture):
-    """MetaSchedule's future: seconds are the default's reference times the ratio to it that was measured."""
+class TrialFuture(ms.runner.PyRunnerFuture):
+    """MetaSchedule's future of a trial. Its seconds are the default's reference times the measured ratio."""
 
     def __init__(self, path: Path, measured: Future[Measured], reference: float) -> None:
         super().__init__()
@@ -194,23 +201,23 @@ class Trial(ms.runner.PyRunnerFuture):
         try:
             return ms.runner.RunnerResult([self._reference * self._measured.result().ratio], None)
         except Failed as error:
-            return ms.runner.RunnerResult(None, failure(error.cause, error.text))
+            return ms.runner.RunnerResult(None, encode_failure(error.cause, error.text))
         except InputError as error:
-            return ms.runner.RunnerResult(None, failure(_NOBODY, str(error)))
+            return ms.runner.RunnerResult(None, encode_failure(_NO_DEVICE, str(error)))
         finally:
             self._path.unlink(missing_ok=True)
 
 
 @derived_object
-class Runner(ms.runner.PyRunner):
-    """MetaSchedule's runner, of candidates whose default took `reference` seconds when it was first measured."""
+class CandidateRunner(ms.runner.PyRunner):
+    """The runner interface of MetaSchedule. `reference` is the seconds of the default at its first measurement."""
 
     def __init__(self, bench: Bench, pairs: int, reference: float) -> None:
         super().__init__()
         self.bench, self.pairs, self.reference = bench, pairs, reference
 
     def run(self, runner_inputs: list[ms.runner.RunnerInput]) -> list[Any]:
-        return [self._begun(Path(str(given.artifact_path))) for given in runner_inputs]
+        return [self._start_trial(Path(str(runner_input.artifact_path))) for runner_input in runner_inputs]
 
-    def _begun(self, path: Path) -> Any:
-        return Trial(path, self.bench.submit(path, path.parent / DEFAULT, self.pairs, trial=True), self.reference)
+    def _start_trial(self, path: Path) -> Any:
+        return TrialFuture(path, self.bench.submit(path, path.parent / DEFAULT, self.pairs, trial=True), self.reference)

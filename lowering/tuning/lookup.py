@@ -1,8 +1,8 @@
-"""What databases say of the functions of a model that is compiled: a `choose` for schedules.
+"""Lookup of tuned choices during compilation: a `choose` callback for schedules.
 
-A record applies to a function that, at the record's sizes, is the record's own. So what was tuned for one model serves
-every model with the same kernel, and a function of symbolic sizes finds the records of all sizes that it was tuned
-for. Between them the nearest one counts, by ratios: the function asks for its sizes when it runs.
+A record applies to a function that is identical to the record's own at the record's sizes. So records of one model
+serve every model with the same kernel, and a function of symbolic sizes finds the records of all tuned sizes. Between
+them the nearest one by ratio applies: the function compares its sizes when it runs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,31 @@ import schedules
 from schedules.variant import BySize, Choice, Code, Size, Variant
 
 from ..target import Target
-from .architecture import architecture
-from .choices import DEFAULT, recorded
-from .database import best, parts_for, parts_like
-from .loop_space import code
-from .task import KERNEL, NotTunable, at_sizes, has_kernel, is_loops_task_of, shapes_of, versions, versions_of
+from .architecture import detect_architecture
+from .choices import DEFAULT, read_trace_choice
+from .database import find_matching_folders, find_similar_folders, read_best_records
+from .loop_space import extract_scheduled_function
+from .task import (
+    KERNEL,
+    NotTunable,
+    encode_versions,
+    has_kernel,
+    is_loops_task_for,
+    read_shapes,
+    read_versions,
+    specialize_sizes,
+)
 
-_FARTHEST = 1.0  # of logarithms to base 2
-_TUNED, _PRESET = "tuned", "preset"
+_MAX_DISTANCE = 1.0  # as a logarithm to base 2
+_TUNED_ORIGIN, _PRESET_ORIGIN = "tuned", "preset"
 
 PRESETS = Path(__file__).parents[1] / "presets"
-"""A database that comes with the package."""
+"""A database that is part of the package."""
 
 
 @dataclass(frozen=True)
-class _Record:
-    """What is settled for a task: the choice as text, how many times faster than the default it is, and its trace."""
+class _TunedRecord:
+    """The final record of a task: its choice, its speedup over the default, and its trace."""
 
     task: tvm.IRModule
     shapes: tuple[tuple[int, ...] | int, ...]
@@ -51,62 +60,68 @@ class _Record:
 
     @property
     def source(self) -> str:
-        """For the reader."""
+        """The source of the choice, for people."""
         return f"{self.origin} {self.gain:.2f}x"
 
 
-class Records:
-    """What is settled for an architecture. `choose` is for `schedules.apply`."""
+class TunedRecords:
+    """The final records of an architecture. `choose` is a callback for `schedules.apply`."""
 
     def __init__(self, database: Path | None, target: Target) -> None:
-        """database is a folder of `tune`, or None. What it does not know, presets may."""
+        """Read the records of a folder of `tune`, or of None. Presets apply where it lacks a record."""
         self._target = target.tvm
         self._sources = [
-            *(_best_records(best(part), _TUNED) for part in (parts_for(database, target) if database else ())),
-            *(_presets(part) for part in parts_like(PRESETS, architecture(target))),
+            *(
+                _select_fastest(read_best_records(folder), _TUNED_ORIGIN)
+                for folder in (find_matching_folders(database, target) if database else ())
+            ),
+            *(_read_presets(folder) for folder in find_similar_folders(PRESETS, detect_architecture(target))),
         ]
 
     def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:
-        """The choice for a function's sizes, or one by size for symbolic ones; None where nothing is known. Code runs
-        at just the sizes that it was tuned for, and where it beats what tiles were found to gain. A function of fixed
-        sizes that nobody tuned takes the tiles of the nearest one of its form.
+        """Return the choice for a function's sizes, one by size for symbolic ones, or None without a record.
+
+        Code applies only at the sizes that it was tuned for, and only where it gains more than the tiles there. A
+        function of static sizes without a record gets the tiles of the nearest record of its form.
         """
-        free = _sizes(func)
+        symbolic_sizes = _find_sizes(func)
         for records in self._sources:
-            fitting = [record for record in records if _fits(func, record.shapes)]
-            # The user knows which sizes are to count for all of them; a preset's is one of many.
-            if not fitting or (free and fitting[0].origin == _PRESET):
+            applicable = [record for record in records if _can_apply(func, record.shapes)]
+            # The user selects the sizes that represent all of them; a preset's sizes are arbitrary.
+            if not applicable or (symbolic_sizes and applicable[0].origin == _PRESET_ORIGIN):
                 continue
-            points: dict[tuple[int, ...], Choice] = {}
-            codes: dict[tuple[int, ...], _Record] = {}
+            choices: dict[tuple[int, ...], Choice] = {}
+            code_records: dict[tuple[int, ...], _TunedRecord] = {}
             gains: dict[tuple[int, ...], float] = {}
-            for record in fitting:
-                point = tuple(_value(record.shapes, size) for size in free)
+            for record in applicable:
+                point = tuple(_read_size(record.shapes, size) for size in symbolic_sizes)
                 if has_kernel(record.task):
-                    choice = self._choice(func, variants, record)
+                    choice = self._read_choice(func, variants, record)
                     if choice is not None:
-                        points[point], gains[point] = choice, record.gain
-                elif record.choice != DEFAULT and self._is_of(func, record):
-                    codes[point] = record
-            chosen: Choice | BySize | Code | None = by_size(free, points) if points else None
-            for point, record in codes.items():
-                # A GPU's functions are blocks until TVM lowers them, and cannot hold both.
-                if record.gain > gains.get(point, 1.0) and not (free and self._target.kind.name == "cuda"):
-                    chosen = Code(_code(record), dict(zip(free, point)), chosen, record.source)
+                        choices[point], gains[point] = choice, record.gain
+                elif record.choice != DEFAULT and self._matches_function(func, record):
+                    code_records[point] = record
+            chosen: Choice | BySize | Code | None = choose_by_size(symbolic_sizes, choices) if choices else None
+            for point, record in code_records.items():
+                # Functions for GPUs are blocks until TVM lowers them, and cannot contain both tiles and code.
+                if record.gain > gains.get(point, 1.0) and not (symbolic_sizes and self._target.kind.name == "cuda"):
+                    chosen = Code(_build_function(record), dict(zip(symbolic_sizes, point)), chosen, record.source)
             if chosen is not None:
                 return chosen
-        return self._nearest(func, variants)
+        return self._find_nearest(func, variants)
 
-    def _nearest(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | None:
-        """The tiles of the record whose sizes are nearest, none of them farther than a factor of two, made legal."""
+    def _find_nearest(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | None:
+        """Return the legal tiles nearest to those of the nearest record, within a factor of two in each size."""
         if not variants or not variants[0].tiles:
             return None
-        all_tiles = [(_distance(func, r), r) for records in self._sources for r in records if has_kernel(r.task)]
-        for _, record in sorted((each for each in all_tiles if each[0] <= _FARTHEST), key=lambda each: each[0]):
-            if versions_of(record.task) != versions(variants):
+        by_distance = [
+            (_compute_distance(func, r), r) for records in self._sources for r in records if has_kernel(r.task)
+        ]
+        for _, record in sorted((item for item in by_distance if item[0] <= _MAX_DISTANCE), key=lambda item: item[0]):
+            if read_versions(record.task) != encode_versions(variants):
                 continue
             if record.gain <= 1:
-                return None  # where defaults are best, so will they be here
+                return None  # if the defaults are best there, they are assumed best here
             for variant in variants:
                 try:
                     choice = variant.read(record.choice)
@@ -117,25 +132,25 @@ class Records:
                     continue
         return None
 
-    def _is_of(self, func: tirx.PrimFunc, record: _Record) -> bool:
-        """Whether loops were tuned of this function, compared with what it is by default today."""
+    def _matches_function(self, func: tirx.PrimFunc, record: _TunedRecord) -> bool:
+        """Return whether loops were tuned for this function, against its current default."""
         try:
-            main = at_sizes(func, record.shapes)
+            main = specialize_sizes(func, record.shapes)
         except (NotTunable, ValueError):
             return False
         _, variants = schedules.variants(main, self._target) or ("", ())
-        return is_loops_task_of(record.task, main, variants)
+        return is_loops_task_for(record.task, main, variants)
 
-    def _choice(self, func: tirx.PrimFunc, variants: Sequence[Variant], record: _Record) -> Choice | None:
-        """The record's choice, if it is one of this function."""
+    def _read_choice(self, func: tirx.PrimFunc, variants: Sequence[Variant], record: _TunedRecord) -> Choice | None:
+        """Return the record's choice, if the record belongs to this function."""
         try:
-            kernel = at_sizes(func, record.shapes)
+            kernel = specialize_sizes(func, record.shapes)
         except (NotTunable, ValueError):
             return None
         if not structural_equal(kernel.with_attr("global_symbol", KERNEL), record.task[KERNEL], True):
             return None
-        answer = schedules.variants(kernel, self._target)
-        if answer is None or versions(answer[1]) != versions_of(record.task):
+        result = schedules.variants(kernel, self._target)
+        if result is None or encode_versions(result[1]) != read_versions(record.task):
             return None
         for variant in variants:
             try:
@@ -149,56 +164,59 @@ class Records:
         return None
 
 
-def by_size(sizes: Sequence[Size], points: dict[tuple[int, ...], Choice]) -> Choice | BySize:
-    """A choice for all sizes from those for some: they are parted where two that follow each other are farthest apart,
-    at their geometric mean, and so on.
+def choose_by_size(sizes: Sequence[Size], choices: dict[tuple[int, ...], Choice]) -> Choice | BySize:
+    """Return a choice for all sizes from the choices for some.
+
+    Sizes are split recursively between the two consecutive values with the largest ratio, at their geometric mean.
     """
-    first = next(iter(points.values()))
-    if all(choice.to_json() == first.to_json() for choice in points.values()):
-        return first
+    any_choice = next(iter(choices.values()))
+    if all(choice.to_json() == any_choice.to_json() for choice in choices.values()):
+        return any_choice
     gaps = []
     for axis in range(len(sizes)):
-        values = sorted({point[axis] for point in points})
+        values = sorted({point[axis] for point in choices})
         gaps += [((high + 1) / (low + 1), axis, low, high) for low, high in pairwise(values)]
     _, axis, low, high = max(gaps)
-    most = max(low, math.isqrt(low * high))
-    small = {point: choice for point, choice in points.items() if point[axis] <= most}
-    large = {point: choice for point, choice in points.items() if point[axis] > most}
-    return BySize(sizes[axis], most, by_size(sizes, small), by_size(sizes, large))
+    split = max(low, math.isqrt(low * high))
+    lower = {point: choice for point, choice in choices.items() if point[axis] <= split}
+    upper = {point: choice for point, choice in choices.items() if point[axis] > split}
+    return BySize(sizes[axis], split, choose_by_size(sizes, lower), choose_by_size(sizes, upper))
 
 
 @functools.cache
-def _presets(part: Path) -> list[_Record]:
-    """Those of a folder of the package, whose files stay as they are: reading them takes a fifth of a small compile."""
-    return _best_records(best(part), _PRESET)
+def _read_presets(folder: Path) -> list[_TunedRecord]:
+    """Return the records of a preset folder. They are cached: reading takes a fifth of a small compile."""
+    return _select_fastest(read_best_records(folder), _PRESET_ORIGIN)
 
 
-def _best_records(records: Iterable[ms.database.TuningRecord], source: str) -> list[_Record]:
-    """The fastest of each task; its default is the slowest, or the only one."""
-    found: dict[ms.database.Workload, list[tuple[float, str, Trace]]] = {}
+def _select_fastest(records: Iterable[ms.database.TuningRecord], source: str) -> list[_TunedRecord]:
+    """Return the fastest record of each task. Its default is the slowest record, or the only one."""
+    by_workload: dict[ms.database.Workload, list[tuple[float, str, Trace]]] = {}
     for record in records:
-        choice = recorded(record.trace)
+        choice = read_trace_choice(record.trace)
         if choice is not None and record.run_secs:
-            found.setdefault(record.workload, []).append((float(record.run_secs[0]), choice, record.trace))
-    settled = []
-    for workload, ends in found.items():
-        ends.sort(key=lambda end: end[:2])
-        seconds, choice, trace = ends[0]
-        settled.append(_Record(workload.mod, shapes_of(workload.mod), choice, ends[-1][0] / seconds, trace, source))
-    return settled
+            by_workload.setdefault(record.workload, []).append((float(record.run_secs[0]), choice, record.trace))
+    selected = []
+    for workload, entries in by_workload.items():
+        entries.sort(key=lambda item: item[:2])
+        seconds, choice, trace = entries[0]
+        selected.append(
+            _TunedRecord(workload.mod, read_shapes(workload.mod), choice, entries[-1][0] / seconds, trace, source)
+        )
+    return selected
 
 
-def _code(record: _Record) -> tirx.PrimFunc:
-    """The function of a record of loops."""
+def _build_function(record: _TunedRecord) -> tirx.PrimFunc:
+    """Return the function of a record of loops."""
     schedule = Schedule(record.task)
     record.trace.apply_to_schedule(schedule, remove_postproc=False)
-    found = code(schedule.mod)
-    assert found is not None
-    return found
+    function = extract_scheduled_function(schedule.mod)
+    assert function is not None
+    return function
 
 
-def _fits(func: tirx.PrimFunc, shapes: Sequence[tuple[int, ...] | int]) -> bool:
-    """Whether arguments of such shapes could be the function's: a quick look."""
+def _can_apply(func: tirx.PrimFunc, shapes: Sequence[tuple[int, ...] | int]) -> bool:
+    """Return whether arguments of such shapes could be the function's, by a quick check."""
     if len(func.params) != len(shapes):
         return False
     for parameter, shape in zip(func.params, shapes):
@@ -212,39 +230,40 @@ def _fits(func: tirx.PrimFunc, shapes: Sequence[tuple[int, ...] | int]) -> bool:
     return True
 
 
-def _distance(func: tirx.PrimFunc, record: _Record) -> float:
-    """The logarithm to base 2 of the largest ratio of a size to the record's; infinite for another form of arguments,
-    and where a size is not fixed.
+def _compute_distance(func: tirx.PrimFunc, record: _TunedRecord) -> float:
+    """Return the largest ratio of a size to the record's, as a logarithm to base 2.
+
+    It is infinite for arguments of another form, and if a size is not static.
     """
-    its = record.task[KERNEL].params
-    if len(func.params) != len(its):
+    record_params = record.task[KERNEL].params
+    if len(func.params) != len(record_params):
         return math.inf
-    farthest = 0.0
-    for mine, other, argument in zip(func.params, its, record.shapes):
-        if tirx.is_buffer_var(mine) != tirx.is_buffer_var(other) or mine.ty.dtype != other.ty.dtype:
+    distance = 0.0
+    for own, other, argument in zip(func.params, record_params, record.shapes):
+        if tirx.is_buffer_var(own) != tirx.is_buffer_var(other) or own.ty.dtype != other.ty.dtype:
             return math.inf
         if isinstance(argument, int):
             continue
-        if len(mine.shape) != len(argument) or not all(isinstance(size, tirx.IntImm) for size in mine.shape):
+        if len(own.shape) != len(argument) or not all(isinstance(size, tirx.IntImm) for size in own.shape):
             return math.inf
-        ratios = [(int(a) + 1) / (b + 1) for a, b in zip(mine.shape, argument)]
-        farthest = max(farthest, *(abs(math.log2(ratio)) for ratio in ratios), 0.0)
-    return farthest
+        ratios = [(int(a) + 1) / (b + 1) for a, b in zip(own.shape, argument)]
+        distance = max(distance, *(abs(math.log2(ratio)) for ratio in ratios), 0.0)
+    return distance
 
 
-def _sizes(func: tirx.PrimFunc) -> list[Size]:
-    """The sizes that only a run tells."""
-    found: dict[tirx.Var, Size] = {}
+def _find_sizes(func: tirx.PrimFunc) -> list[Size]:
+    """Return the sizes that are determined only when the function runs."""
+    sizes: dict[tirx.Var, Size] = {}
     for number, parameter in enumerate(func.params):
         if not tirx.is_buffer_var(parameter):
-            found.setdefault(parameter, Size(number, None))
+            sizes.setdefault(parameter, Size(number, None))
             continue
         for axis, dim in enumerate(parameter.shape):
             if isinstance(dim, tirx.Var):
-                found.setdefault(dim, Size(number, axis))
-    return list(found.values())
+                sizes.setdefault(dim, Size(number, axis))
+    return list(sizes.values())
 
 
-def _value(shapes: Sequence[tuple[int, ...] | int], size: Size) -> int:
+def _read_size(shapes: Sequence[tuple[int, ...] | int], size: Size) -> int:
     shape = shapes[size.parameter]
     return shape if isinstance(shape, int) else shape[size.axis or 0]

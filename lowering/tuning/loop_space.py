@@ -1,7 +1,7 @@
-"""The space of loops: what MetaSchedule's own rules make of a function in blocks.
+"""The search space of loops: the schedules that MetaSchedule's own rules generate for a function in blocks.
 
-For functions that none of our kernels for attention and matmuls takes. What is searched is a schedule, with tiling,
-vectors, threads and unrolling; a candidate's text is the hash of what came out.
+It is for functions that no attention or matmul kernel of the compiler supports. A schedule determines tiling,
+vectorization, threads and unrolling. The choice of a candidate is the hash of the scheduled function.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
-from .choices import DEFAULT, annotate, annotated, without
-from .context import Context, strategy
-from .database import identity
+from .choices import DEFAULT, annotate_choice, read_choice, strip_choice
+from .context import TuningContext, create_search_strategy
+from .database import hash_task
 from .task import MAIN
 
 _ROOT = "root"
-_STATIC = 48 << 10  # bytes of static shared memory that a block can have (CUDA C++ Programming Guide)
-_READ = "GetSBlock"  # an instruction that changes nothing
+_MAX_STATIC_SHARED = 48 << 10  # bytes of static shared memory of a thread block (CUDA C++ Programming Guide)
+_READ_INSTRUCTION = "GetSBlock"  # an instruction without effect
 
 
 class LoopSpace:
@@ -30,19 +30,22 @@ class LoopSpace:
 
     def __init__(self, module: tvm.IRModule, target: tvm.target.Target, threads: int) -> None:
         self._module, self._kind = module, target.kind.name
-        # By the number of cores MetaSchedule says how many tasks loops are cut into; its shared memory is static.
-        known = {"num-cores": threads} if self._kind == "llvm" else {"max_shared_memory_per_block": _STATIC}
-        self.target = tvm.target.Target({**target.export(), **known})
+        # From the number of cores MetaSchedule derives the number of parallel tasks of a loop. Its shared memory is
+        # static.
+        attributes = (
+            {"num-cores": threads} if self._kind == "llvm" else {"max_shared_memory_per_block": _MAX_STATIC_SHARED}
+        )
+        self.target = tvm.target.Target({**target.export(), **attributes})
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to choose: MetaSchedule's rules do nothing to the function, or cannot read it."""
-        context = Context(self._module, self.target, self.generator(), strategy(), "", 1)
+        """Whether there is nothing to choose: MetaSchedule's rules do not change the function, or fail on it."""
+        context = TuningContext(self._module, self.target, self.generator(), create_search_strategy(), "", 1)
         try:
             designs = context.generate_design_space()
-        except Exception:  # TVM raises what it likes
+        except Exception:  # TVM may raise any exception
             return True
-        return all(inst.kind.name == _READ for design in designs for inst in design.trace.insts)
+        return all(inst.kind.name == _READ_INSTRUCTION for design in designs for inst in design.trace.insts)
 
     def generator(self) -> ms.space_generator.PostOrderApply:
         kind = self._kind
@@ -52,7 +55,7 @@ class LoopSpace:
             for rule in ms.schedule_rule.ScheduleRule.create(kind)
             if not isinstance(rule, ms.schedule_rule.ApplyCustomRule)
         ]
-        postprocs = [*ms.postproc.Postproc.create(kind), _Name()]
+        postprocs = [*ms.postproc.Postproc.create(kind), _HashAnnotator()]
         return ms.space_generator.PostOrderApply(
             sch_rules=rules, postprocs=postprocs, mutator_probs=ms.mutator.Mutator.create(kind)
         )
@@ -60,27 +63,27 @@ class LoopSpace:
     def default_trace(self, module: tvm.IRModule) -> Trace:
         schedule = Schedule(module)
         schedule.enter_postproc()
-        annotate(schedule, _ROOT, DEFAULT)
+        annotate_choice(schedule, _ROOT, DEFAULT)
         return schedule.trace
 
 
-def code(module: tvm.IRModule) -> tirx.PrimFunc | None:
-    """The function of a candidate; None for the default, which no schedule has made."""
-    if annotated(module) in (None, DEFAULT):
+def extract_scheduled_function(module: tvm.IRModule) -> tirx.PrimFunc | None:
+    """Return the function of a candidate, or None for the unscheduled default."""
+    if read_choice(module) in (None, DEFAULT):
         return None
-    return without(Schedule(module), _ROOT)[MAIN]
+    return strip_choice(Schedule(module), _ROOT)[MAIN]
 
 
 @derived_object
-class _Name(ms.postproc.PyPostproc):
-    """Names a schedule by what came out, so that equal ones are one candidate."""
+class _HashAnnotator(ms.postproc.PyPostproc):
+    """Annotates a schedule with the hash of its result, so that equal results are one candidate."""
 
     def _initialize_with_tune_context(self, context: ms.TuneContext) -> None:
         pass
 
     def apply(self, schedule: Schedule) -> bool:
-        annotate(schedule, _ROOT, identity(schedule.mod))
+        annotate_choice(schedule, _ROOT, hash_task(schedule.mod))
         return True
 
-    def clone(self) -> _Name:
-        return _Name()
+    def clone(self) -> _HashAnnotator:
+        return _HashAnnotator()

@@ -1,4 +1,4 @@
-"""Pictures of a database: how the best of each task came down, and what the cost model was worth."""
+"""Plots of a database: the best of each task over time, and the quality of the cost model."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from pathlib import Path
 
 import numpy as np
 
-from .database import Trial, journal
-from .ranks import rank_correlation
-from .upkeep import parts
+from .database import TrialRecord, read_journal
+from .ranks import compute_rank_correlation
+from .upkeep import list_architecture_folders
 
-_LEAST = 4  # trials of a task that is drawn
+_MIN_TRIALS = 4  # smallest number of trials of a task to draw
 
 
-def plot(folder: Path, path: Path) -> None:
-    """Draws a database as PNG, a row for each architecture. Needs matplotlib. Raises DatabaseError."""
+def plot_database(folder: Path, path: Path) -> None:
+    """Draw a database as PNG, with a row for each architecture. Needs matplotlib. Raises DatabaseError."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = [(part.name, _by_task(journal(part))) for part in parts(folder)]
-    figure, axes = pyplot.subplots(len(found), 3, figsize=(15, 4.2 * len(found)), squeeze=False, layout="constrained")
-    for row, (name, tasks) in zip(axes, found):
+    trials_by_folder = [(own.name, _group_by_task(read_journal(own))) for own in list_architecture_folders(folder)]
+    figure, axes = pyplot.subplots(
+        len(trials_by_folder), 3, figsize=(15, 4.2 * len(trials_by_folder)), squeeze=False, layout="constrained"
+    )
+    for row, (name, tasks) in zip(axes, trials_by_folder):
         for number, trials in enumerate(tasks):
-            best = best_so_far(trials)
+            best = compute_best_so_far(trials)
             minutes = [(trial.at - trials[0].at) / 60 for trial in trials]
             row[0].step(range(1, len(best) + 1), best, where="post", label=f"{number}")
             row[1].step(minutes, best, where="post")
@@ -37,7 +39,7 @@ def plot(folder: Path, path: Path) -> None:
                 np.log(np.array([t.seconds for t in measured], np.float64)),
             )
             row[2].scatter(x - x.mean(), y - y.mean(), s=6)
-            correlations.append(rank_correlation(x, y))
+            correlations.append(compute_rank_correlation(x, y))
         row[0].set(title=name, xlabel="trials", ylabel="best, times the default")
         row[1].set(xlabel="minutes", ylabel="best, times the default")
         mean = f"{np.nanmean(correlations):.2f}" if correlations else "-"
@@ -46,18 +48,22 @@ def plot(folder: Path, path: Path) -> None:
     pyplot.close(figure)
 
 
-def best_so_far(trials: Sequence[Trial]) -> list[float]:
-    """After each trial, the fastest until then by the first, which is the default."""
-    found: list[float] = []
+def compute_best_so_far(trials: Sequence[TrialRecord]) -> list[float]:
+    """Return, after each trial, the fastest time so far relative to the first, which is the default's."""
+    best: list[float] = []
     first = next(t.seconds for t in trials if t.seconds is not None)
     for trial in trials:
-        now = 1.0 if trial.seconds is None else trial.seconds / first
-        found.append(min([now, *found[-1:]]))
-    return found
+        ratio = 1.0 if trial.seconds is None else trial.seconds / first
+        best.append(min([ratio, *best[-1:]]))
+    return best
 
 
-def _by_task(trials: Sequence[Trial]) -> list[list[Trial]]:
-    found: dict[str, list[Trial]] = {}
+def _group_by_task(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
+    trials_by_task: dict[str, list[TrialRecord]] = {}
     for trial in trials:
-        found.setdefault(trial.task, []).append(trial)
-    return [mine for mine in found.values() if sum(t.seconds is not None for t in mine) >= _LEAST]
+        trials_by_task.setdefault(trial.task, []).append(trial)
+    return [
+        task_trials
+        for task_trials in trials_by_task.values()
+        if sum(t.seconds is not None for t in task_trials) >= _MIN_TRIALS
+    ]

@@ -1,4 +1,4 @@
-"""How well an order that was expected is the one that was measured."""
+"""Rank correlation of predicted and measured times."""
 
 from __future__ import annotations
 
@@ -7,36 +7,39 @@ from collections.abc import Iterable
 import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
-from .choices import recorded
+from .choices import read_trace_choice
 from .task import has_kernel
 from .tile_space import TileSpace
 
-_LEAST = 4  # measurements that make an order
+_MIN_MEASUREMENTS = 4  # fewest measurements for meaningful ranks
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's: 1 where both orders are the same, 0 where they have nothing to do with each other."""
+def compute_rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Return Spearman's rank correlation: 1 for equal orders, 0 for unrelated ones."""
     ranks = np.array([np.argsort(np.argsort(x)) for x in (a, b)], np.float64)
     with np.errstate(invalid="ignore"):
         return float(np.asarray(np.corrcoef(ranks))[0, 1])
 
 
-def of_the_estimate(records: Iterable[ms.database.TuningRecord]) -> float | None:
-    """The rank correlation of what was measured of one task with the analytic estimate of its tiles; None where there
-    is too little to tell, where loops were searched, or where these versions of the kernels have no such tiles."""
+def compute_estimate_correlation(records: Iterable[ms.database.TuningRecord]) -> float | None:
+    """Return the rank correlation of a task's measurements with the analytic estimate of its tiles.
+
+    Returns None for too few measurements, for searched loops, and for tiles that these versions of the kernels do not
+    have.
+    """
     measured = {}
     for record in records:
-        choice = recorded(record.trace)
+        choice = read_trace_choice(record.trace)
         if choice is not None and record.run_secs:
             measured[choice] = float(record.run_secs[0])
             last = record
-    if len(measured) < _LEAST or not has_kernel(last.workload.mod):
+    if len(measured) < _MIN_MEASUREMENTS or not has_kernel(last.workload.mod):
         return None
     space = TileSpace(last.workload.mod, last.target)
     try:
-        expected = [space.estimate(space.read(choice)) for choice in measured]
+        estimates = [space.estimate(space.read(choice)) for choice in measured]
     except (ValueError, TypeError):
         return None
-    if np.ptp(expected) == 0:
+    if np.ptp(estimates) == 0:
         return None
-    return rank_correlation(np.array(expected), np.array(list(measured.values())))
+    return compute_rank_correlation(np.array(estimates), np.array(list(measured.values())))

@@ -1,4 +1,4 @@
-"""Lines of MetaSchedule's databases, looked at before TVM reads them: it ends the process where a value is missing."""
+"""Validation of lines in MetaSchedule's databases: TVM ends the process if a value is missing."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from ..errors import LoweringError
 
 
 class DatabaseError(LoweringError):
-    """A database is damaged, or is none."""
+    """A database is damaged, or the folder is not a database."""
 
 
 def check_records(path: Path) -> None:
-    """Raise DatabaseError for a line of a file, which may be missing, that is not a record of a measurement."""
-    _check(path, "record", _wrong_in_record)
+    """Raise DatabaseError for a line of a file, if it exists, that is not a record of a measurement."""
+    _check_lines(path, "record", _find_record_errors)
 
 
 def check_workloads(path: Path) -> None:
-    """Raise DatabaseError for a line of a file, which may be missing, that is not a workload."""
-    _check(path, "workload", _wrong_in_workload)
+    """Raise DatabaseError for a line of a file, if it exists, that is not a workload."""
+    _check_lines(path, "workload", _find_workload_errors)
 
 
-def _check(path: Path, what: str, wrong_in: Callable[[Any], Iterator[str]]) -> None:
+def _check_lines(path: Path, kind: str, find_errors: Callable[[Any], Iterator[str]]) -> None:
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            wrong = next(wrong_in(json.loads(line)), None)
+            problem = next(find_errors(json.loads(line)), None)
         except (ValueError, RecursionError) as error:
-            wrong = str(error)
-        if wrong is not None:
-            raise DatabaseError(f"'{path}' is damaged: line {number} is not a {what}: {wrong}.")
+            problem = str(error)
+        if problem is not None:
+            raise DatabaseError(f"'{path}' is damaged: line {number} is not a {kind}: {problem}.")
 
 
-def _wrong_in_workload(workload: Any) -> Iterator[str]:
-    """A workload is [hash, module], both text."""
-    if not isinstance(workload, list) or [type(part) for part in workload] != [str, str]:
+def _find_workload_errors(workload: Any) -> Iterator[str]:
+    """Yield the errors of a workload, which is [hash, module], both text."""
+    if not isinstance(workload, list) or [type(item) for item in workload] != [str, str]:
         yield "it is not a hash and a module"
 
 
-def _wrong_in_record(record: Any) -> Iterator[str]:
-    """A record is [workload, [[instructions, decisions], seconds, target, arguments]]; seconds are null before they are
-    measured."""
+def _find_record_errors(record: Any) -> Iterator[str]:
+    """Yield the errors of a record.
+
+    A record is [workload, [[instructions, decisions], seconds, target, arguments]]. seconds are null before the
+    measurement.
+    """
     if not isinstance(record, list) or len(record) != 2 or not _is_index(record[0]):
         yield "it is not the number of a workload and what was measured"
         return
@@ -54,7 +57,7 @@ def _wrong_in_record(record: Any) -> Iterator[str]:
     if _has_null([record[0], measured[0], *measured[2:]]):
         yield "it has null in it"
     trace = measured[0]
-    if len(trace) != 2 or not all(isinstance(part, list) for part in trace):
+    if len(trace) != 2 or not all(isinstance(item, list) for item in trace):
         yield "its trace has no instructions and decisions"
         return
     instructions, decisions = trace
@@ -68,5 +71,5 @@ def _is_index(value: Any, count: int = 2**31) -> bool:
 
 
 def _has_null(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return value is None or any(map(_has_null, parts))
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, children))

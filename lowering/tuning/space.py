@@ -1,4 +1,4 @@
-"""What is searched of a task: the tiles of a kernel of ours, or the loops of any other function."""
+"""The search space of a task: the tiles of one of the compiler's kernels, or the loops of another function."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .task import has_kernel
 from .tile_space import TileSpace
 
 
-class Space(Protocol):
-    """kind says what is searched, to people; default is the text of what serves untuned (choices.py)."""
+class SearchSpace(Protocol):
+    """A search space. kind names it for people, and default is the choice of the default (choices.py)."""
 
     @property
     def kind(self) -> str: ...
@@ -24,14 +24,14 @@ class Space(Protocol):
 
     @property
     def target(self) -> tvm.target.Target:
-        """For MetaSchedule."""
+        """The target for MetaSchedule."""
 
     def generator(self) -> ms.space_generator.SpaceGenerator: ...
 
     def default_trace(self, module: tvm.IRModule) -> Trace:
-        """One of a task's module that ends with the default."""
+        """Return a trace of a task's module that ends with the default."""
 
 
-def space_of(module: tvm.IRModule, target: tvm.target.Target, threads: int = 1) -> TileSpace | LoopSpace:
-    """The space of a task; candidates of loops are for so many threads."""
+def create_space(module: tvm.IRModule, target: tvm.target.Target, threads: int = 1) -> TileSpace | LoopSpace:
+    """Return the search space of a task. Candidates of loops are for so many threads."""
     return TileSpace(module, target) if has_kernel(module) else LoopSpace(module, target, threads)

@@ -1,4 +1,4 @@
-"""The model that is tuned, with everything that decides what its kernels are."""
+"""The model to tune, with all options that determine its kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..target import Target
 
 
 @dataclass(frozen=True)
-class Subject:
-    """sizes are those that kernels are tuned at, as for `tune`."""
+class TunedModel:
+    """The model to tune. sizes are those that kernels are tuned at, as for `tune`."""
 
     model: ModelLike
     sizes: Sequence[Mapping[str, int]]
@@ -23,12 +23,14 @@ class Subject:
 
     @property
     def threads(self) -> int:
-        """How many threads kernels are tuned for."""
+        """The number of threads that kernels are tuned for."""
         return self.options.threads or 1
 
     def compile_into(self, folder: Path, database: Path | None = None, stand_in: Target | None = None) -> Compiled:
-        """Compiles it into an artifact folder, with the records of that database; stand_in is as for `compiled`.
-        Raises what that raises."""
-        done = compiled(self.model, replace(self.options, database=database), stand_in)
-        artifact.write(folder, done.parts)
-        return done
+        """Compile the model into an artifact folder, with the records of that database.
+
+        stand_in is as for `compiled`. Raises its exceptions.
+        """
+        result = compiled(self.model, replace(self.options, database=database), stand_in)
+        artifact.write(folder, result.parts)
+        return result

@@ -1,8 +1,8 @@
-"""The space of our kernels' tiles, as MetaSchedule sees it: one categorical sample for each field.
+"""The search space of tiles for MetaSchedule: one categorical sample for each field.
 
-Evolutionary search replays and mutates traces of these samples. Samples are rounded to the legal tiles that are
-nearest, so that all of them can be built; the choice that comes out is annotated to the block of the task's `main`,
-and with it is in the trace that a database keeps.
+Evolutionary search replays and mutates traces of these samples. Samples are rounded to the nearest legal tiles, so that
+all of them can be built. The resulting choice annotates the block of the task's `main`, and is thus in the trace that a
+database stores.
 """
 
 from __future__ import annotations
@@ -23,125 +23,132 @@ import schedules
 from schedules.tiles import Value, nearest_place
 from schedules.variant import Choice, Variant
 
-from .choices import annotate
+from .choices import annotate_choice
 from .task import BLOCK, KERNEL, MAIN
 
 _VARIANT = "lowering.variant"
 _SAMPLE = "SampleCategorical"
 
-# Mutations go to a neighboring value, which is alike, or anywhere.
-_NEAR = 0.6
+# Probability of a mutation to a neighboring value, which is similar; other mutations go anywhere.
+_NEIGHBOR_PROBABILITY = 0.6
 
 
 class TileSpace:
-    """The variants of a task's kernel, and what their tiles can be. Texts are `Choice.to_json`."""
+    """The variants of a task's kernel, and the possible values of their tiles. Choices are `Choice.to_json`."""
 
     kind = "tiles"
 
     def __init__(self, module: tvm.IRModule, target: tvm.target.Target) -> None:
-        answer = schedules.variants(module[KERNEL], target)
-        assert answer is not None
+        result = schedules.variants(module[KERNEL], target)
+        assert result is not None
         self.target = target
-        self.rule, self.variants = answer
+        self.rule, self.variants = result
         self._by_name = {variant.name: variant for variant in self.variants}
-        self._known_fields: dict[str, list[tuple[str, str, tuple[Value, ...]]]] = {}
-        self._known_choices: dict[tuple[str, tuple[int, ...]], Choice] = {}
-        self.usual = Choice(self.variants[0].name, self.variants[0].tiles)
-        self.default = self.usual.to_json()
+        self._cached_fields: dict[str, list[tuple[str, str, tuple[Value, ...]]]] = {}
+        self._cached_choices: dict[tuple[str, tuple[int, ...]], Choice] = {}
+        self.default_choice = Choice(self.variants[0].name, self.variants[0].tiles)
+        self.default = self.default_choice.to_json()
 
-    def fields(self, variant: str) -> list[tuple[str, str, tuple[Value, ...]]]:
-        """By kernel and field, the values that are worth a try, of fields on which this function's code depends."""
-        if variant not in self._known_fields:
-            self._known_fields[variant] = _fields_of(self._by_name[variant])
-        return self._known_fields[variant]
+    def list_fields(self, variant: str) -> list[tuple[str, str, tuple[Value, ...]]]:
+        """Return kernel, field and candidate values of the fields that affect this function's code."""
+        if variant not in self._cached_fields:
+            self._cached_fields[variant] = _find_fields(self._by_name[variant])
+        return self._cached_fields[variant]
 
     def estimate(self, choice: Choice) -> float:
-        """The logarithm of the time that such tiles should take, up to a constant."""
-        found = self._by_name[choice.variant]
-        used = {kernel for kernel, _, _ in self.fields(choice.variant)}
-        return sum(choice.tiles[k].estimate(found.problem, found.machine) for k in sorted(used))
+        """Return the logarithm of the estimated time for such tiles, up to a constant."""
+        variant = self._by_name[choice.variant]
+        kernels = {kernel for kernel, _, _ in self.list_fields(choice.variant)}
+        return sum(choice.tiles[k].estimate(variant.problem, variant.machine) for k in sorted(kernels))
 
-    def nearest(self, variant: str, places: Sequence[int]) -> Choice:
-        """The legal choice nearest to these values of its fields. Raises ValueError where there is none."""
-        key = variant, tuple(places)
-        if key not in self._known_choices:
-            self._known_choices[key] = self._nearest(*key)
-        return self._known_choices[key]
+    def find_nearest(self, variant: str, indices: Sequence[int]) -> Choice:
+        """Return the legal choice nearest to these values of its fields. Raises ValueError if there is none."""
+        key = variant, tuple(indices)
+        if key not in self._cached_choices:
+            self._cached_choices[key] = self._find_legal(*key)
+        return self._cached_choices[key]
 
     def read(self, text: str) -> Choice:
-        """Raises ValueError for what is none of the variants."""
-        return _read(self._by_name, text)
+        """Return the choice of a text. Raises ValueError if no variant has it."""
+        return _parse_choice(self._by_name, text)
 
     def sample(self, schedule: Schedule) -> list[Schedule]:
-        """A design for each variant: MetaSchedule's ScheduleFn."""
+        """Return a design for each variant. It is MetaSchedule's ScheduleFn."""
         designs = []
         for variant in self.variants:
             design = schedule.copy()
             block = design.get_sblock(BLOCK, MAIN)
             design.annotate(block, _VARIANT, variant.name)
-            for number, (_, _, values) in enumerate(self.fields(variant.name)):
-                place = design.sample_categorical(list(range(len(values))), [1 / len(values)] * len(values))
-                design.annotate(block, _place(number), place)  # what nothing uses, MetaSchedule drops
+            for number, (_, _, values) in enumerate(self.list_fields(variant.name)):
+                index = design.sample_categorical(list(range(len(values))), [1 / len(values)] * len(values))
+                design.annotate(block, _name_annotation(number), index)  # MetaSchedule drops unused samples
             designs.append(design)
         return designs
 
     def trace(self, module: tvm.IRModule, choice: Choice) -> Trace:
-        """One that ends with the choice: samples that lie nearest to it, and the annotation."""
+        """Return a trace that ends with the choice: the nearest samples, and the annotation."""
         schedule = Schedule(module)
         block = schedule.get_sblock(BLOCK, MAIN)
         schedule.annotate(block, _VARIANT, choice.variant)
-        for number, (kernel, field, values) in enumerate(self.fields(choice.variant)):
-            near = nearest_place(values, getattr(choice.tiles[kernel], field))
-            place = schedule.sample_categorical(list(range(len(values))), [1 / len(values)] * len(values), near)
-            schedule.annotate(block, _place(number), place)
+        for number, (kernel, field, values) in enumerate(self.list_fields(choice.variant)):
+            nearest_index = nearest_place(values, getattr(choice.tiles[kernel], field))
+            index = schedule.sample_categorical(
+                list(range(len(values))), [1 / len(values)] * len(values), nearest_index
+            )
+            schedule.annotate(block, _name_annotation(number), index)
         schedule.enter_postproc()
-        annotate(schedule, BLOCK, choice.to_json())
+        annotate_choice(schedule, BLOCK, choice.to_json())
         return schedule.trace
 
     def default_trace(self, module: tvm.IRModule) -> Trace:
-        return self.trace(module, self.usual)
+        return self.trace(module, self.default_choice)
 
     def generator(self) -> ms.space_generator.ScheduleFn:
         return ms.space_generator.ScheduleFn(
-            self.sample, sch_rules=[], postprocs=[_Round(self)], mutator_probs={_Redraw(): 1.0}
+            self.sample, sch_rules=[], postprocs=[_LegalizeChoice(self)], mutator_probs={_RedrawSample(): 1.0}
         )
 
-    def _nearest(self, variant: str, places: tuple[int, ...]) -> Choice:
-        found = self._by_name[variant]
-        drawn: dict[str, dict[str, Any]] = {kernel: {} for kernel in found.tiles}
-        for (kernel, field, values), place in zip(self.fields(variant), places, strict=True):
-            drawn[kernel][field] = values[place]
+    def _find_legal(self, variant: str, indices: tuple[int, ...]) -> Choice:
+        chosen_variant = self._by_name[variant]
+        sampled: dict[str, dict[str, Any]] = {kernel: {} for kernel in chosen_variant.tiles}
+        for (kernel, field, values), index in zip(self.list_fields(variant), indices, strict=True):
+            sampled[kernel][field] = values[index]
         tiles = {
-            kernel: type(own).from_data(own.to_data() | drawn[kernel]).nearest_legal(found.problem, found.machine)
-            for kernel, own in found.tiles.items()
+            kernel: type(tiles_of_kernel)
+            .from_data(tiles_of_kernel.to_data() | sampled[kernel])
+            .nearest_legal(chosen_variant.problem, chosen_variant.machine)
+            for kernel, tiles_of_kernel in chosen_variant.tiles.items()
         }
         return Choice(variant, tiles)
 
 
-def _place(number: int) -> str:
-    """The annotation that holds which value of a field was drawn."""
+def _name_annotation(number: int) -> str:
+    """Return the annotation for the sampled value index of a field."""
     return f"lowering.place{number}"
 
 
-def _fields_of(variant: Variant) -> list[tuple[str, str, tuple[Value, ...]]]:
-    """Fields that matter: a function of fixed sizes is served by one of its kernels, whose tiles alone count."""
-    usual = variant.make().body
-    found = []
+def _find_fields(variant: Variant) -> list[tuple[str, str, tuple[Value, ...]]]:
+    """Return the fields with an effect: static sizes use only one of the function's kernels."""
+    default_body = variant.make().body
+    fields = []
     for kernel, tiles in variant.tiles.items():
         for field, values in tiles.space(variant.problem, variant.machine).items():
             extremes = [values[0], values[-1]] if len(values) > 1 else []
-            if any(not structural_equal(_with(variant, kernel, field, v).body, usual, True) for v in extremes):
-                found.append((kernel, field, values))
-    return found
+            if any(
+                not structural_equal(_change_field(variant, kernel, field, v).body, default_body, True)
+                for v in extremes
+            ):
+                fields.append((kernel, field, values))
+    return fields
 
 
-def _with(variant: Variant, kernel: str, field: str, value: Any) -> tirx.PrimFunc:
-    """The function with another value of one field, and of others as far as that makes them illegal."""
+def _change_field(variant: Variant, kernel: str, field: str, value: Any) -> tirx.PrimFunc:
+    """Return the function with another value of a field, and of others if they would be illegal with it."""
     tiles = dataclasses.replace(variant.tiles[kernel], **{field: value})
     return variant.make(**{kernel: tiles.nearest_legal(variant.problem, variant.machine)})
 
 
-def _read(variants: dict[str, Variant], text: str) -> Choice:
+def _parse_choice(variants: dict[str, Variant], text: str) -> Choice:
     for variant in variants.values():
         try:
             choice = variant.read(text)
@@ -153,8 +160,8 @@ def _read(variants: dict[str, Variant], text: str) -> Choice:
 
 
 @derived_object
-class _Round(ms.postproc.PyPostproc):
-    """Annotates the legal choice that is nearest to what was sampled."""
+class _LegalizeChoice(ms.postproc.PyPostproc):
+    """Annotates the legal choice nearest to the samples."""
 
     def __init__(self, space: TileSpace) -> None:
         super().__init__()
@@ -167,23 +174,23 @@ class _Round(ms.postproc.PyPostproc):
         block = schedule.get_sblock(BLOCK, MAIN)
         annotations = schedule.get(block).annotations
         variant = str(annotations[_VARIANT])
-        keys = [_place(number) for number in range(len(self.space.fields(variant)))]
+        keys = [_name_annotation(number) for number in range(len(self.space.list_fields(variant)))]
         try:
-            choice = self.space.nearest(variant, [int(annotations[key]) for key in keys])
+            choice = self.space.find_nearest(variant, [int(annotations[key]) for key in keys])
         except ValueError:
             return False
-        for key in keys:  # candidates of the same choice are the same
+        for key in keys:  # equal choices are equal candidates
             schedule.unannotate(block, key)
-        annotate(schedule, BLOCK, choice.to_json())
+        annotate_choice(schedule, BLOCK, choice.to_json())
         return True
 
-    def clone(self) -> _Round:
-        return _Round(self.space)
+    def clone(self) -> _LegalizeChoice:
+        return _LegalizeChoice(self.space)
 
 
 @derived_object
-class _Redraw(ms.mutator.PyMutator):
-    """Draws one sample again, most often a neighbor; MetaSchedule has no mutator for plain categoricals."""
+class _RedrawSample(ms.mutator.PyMutator):
+    """Redraws one sample, most often a neighbor. MetaSchedule lacks a mutator for plain categoricals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,12 +204,12 @@ class _Redraw(ms.mutator.PyMutator):
         if not samples:
             return None
         sample = self.random.choice(samples)
-        count, place = len(sample.attrs[0]), int(trace.decisions[sample])
-        if self.random.random() < _NEAR:
-            place = min(max(place + self.random.choice((-1, 1)), 0), count - 1)
+        count, index = len(sample.attrs[0]), int(trace.decisions[sample])
+        if self.random.random() < _NEIGHBOR_PROBABILITY:
+            index = min(max(index + self.random.choice((-1, 1)), 0), count - 1)
         else:
-            place = self.random.randrange(count)
-        return trace.with_decision(sample, place, remove_postproc=True)
+            index = self.random.randrange(count)
+        return trace.with_decision(sample, index, remove_postproc=True)
 
-    def clone(self) -> _Redraw:
-        return _Redraw()
+    def clone(self) -> _RedrawSample:
+        return _RedrawSample()

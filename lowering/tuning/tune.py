@@ -1,8 +1,8 @@
-"""`tune`: measures what the kernels of a model could be, and keeps what is faster than the default."""
+"""`tune`: measure candidates for the kernels of a model, and record those that beat the default."""
 
 from __future__ import annotations
 
-from ..compiling import without_torch  # noqa: F401  (before whatever imports tvm)
+from ..compiling import without_torch  # noqa: F401  (before any import of tvm)
 
 # isort: split
 
@@ -21,40 +21,43 @@ from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
 from ..manifest import MOST_THREADS
-from ..runtime.checks import whole_number
-from ..runtime.gpu import architecture_here, runs_on
+from ..runtime.checks import check_integer
+from ..runtime.gpu import read_gpu_architecture, runs_on
 from ..target import Target, resolve
-from .database import Database, last_measured_on
-from .local import LocalBench, Site, Workshop
-from .session import EFFORTS, Effort, End, Outcome, Progress, Session
-from .subject import Subject
+from .database import TuningDatabase, find_last_machine
+from .local import LibraryBuilder, LocalBench, MeasurementSite
+from .session import EFFORTS, Effort, End, Progress, TuningOutcome, TuningSession
+from .subject import TunedModel
 
-_CANDIDATES = 32  # of each task, to be measured elsewhere
+_DEFAULT_CANDIDATES = 32  # candidates of each task for measuring elsewhere
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` did; database is the part for the (first) architecture. gain is that of a whole run there, as the
-    shares of its kernels tell it; whole_gain was measured, on geometric average over the sizes, None where models do
-    not run: on other machines. It had `budget` seconds and took `seconds`; ended says what ended the search: "time",
-    "trials", "candidates" (none was left that is new) or "interrupt"."""
+    """The result of `tune`.
+
+    database is the folder of the (first) architecture. gain is the speedup of a whole run there, estimated from the
+    shares of its kernels. whole_gain is the measured speedup, a geometric mean over the sizes, or None if models cannot
+    run there, on other machines. budget and seconds are the time limit and the time used. ended is the reason for the
+    end of the search: "time", "trials", "candidates" (no new ones were left) or "interrupt".
+    """
 
     database: Path
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TuningOutcome, ...]
     seconds: float
     budget: float
     ended: End
     whole_gain: float | None = None
 
     def __repr__(self) -> str:
-        from .table import summary
+        from .table import format_summary
 
-        return f"Tuning({summary(self)}; records: {self.database})"
+        return f"Tuning({format_summary(self)}; records: {self.database})"
 
     def _repr_html_(self) -> str:
-        from .table import html
+        from .table import render_html
 
-        return html(self)
+        return render_html(self)
 
     @property
     def interrupted(self) -> bool:
@@ -89,93 +92,113 @@ def tune(
     export: str | Path | None = None,
     precision: Precision | None = None,
 ) -> Tuning:
-    """Searches the tiles of a model's kernels, for so many seconds or trials, and files all measurements in a database.
+    """Search the tiles and loops of a model's kernels, and record all measurements in a database.
 
-    sizes are settings of the symbolic dimensions (names and numbers, as for `bench`): kernels are tuned at all of
-    them. target, dims, static_cache, weights, precision and donate must be what `compile` is given, or its kernels are
-    others. effort says how small a share of a run is still looked at, and how often is measured. Ctrl-C ends the search
-    early, and what was found until then is compared and kept. progress is called after every trial.
+    Ctrl-C ends the search early; the results so far are compared and recorded. With `tracker`, candidates are measured
+    on the devices of the tracker, as many at once as there are devices, those of each key for its own architecture.
+    With `export`, candidates are written to a folder: `onnx-lowering measure` measures them on a machine that has only
+    the runtime, and `file_results` files the results; later exports are selected by the latest measurements. target may
+    be a GPU, or another CPU whose code this one can run: this machine's CPU computes the expected results.
 
-    tracker is host and port of a TVM tracker, and keys are those of devices that `onnx-lowering device` registered
-    there: candidates are measured on them, as many at once as there are, those of each key for its own architecture.
+    Args:
+        model: The model.
+        database: Folder of the database.
+        target: Target of the kernels, as for `compile`.
+        budget: Time limit in seconds.
+        trials: Largest number of trials; with `export`, candidates of each task (32).
+        effort: "quick" or "full": the smallest share of a run that is tuned, and the number of measurements.
+        sizes: Settings of the symbolic dimensions (names and numbers, as for `bench`). Kernels are tuned at all of
+            them.
+        threads: Number of threads.
+        dims: As for `compile`. This and the next options must equal those of `compile`, or its kernels differ.
+        static_cache: As for `compile`.
+        weights: As for `compile`.
+        donate: As for `compile`.
+        seed: Seed of the search.
+        progress: Function that is called after every trial.
+        tracker: Host and port of a TVM tracker.
+        keys: Keys of devices that `onnx-lowering device` registered at the tracker.
+        export: Folder to write candidates to, instead of measuring them.
+        precision: As for `compile`.
 
-    export is a folder to write candidates into instead, `trials` of each task (32): `onnx-lowering measure` measures
-    them on a machine that has the runtime alone, and `file_results` files what came out; those that follow are chosen
-    by what was measured last. target may be a GPU, or another CPU whose code this one can run: this machine's CPU
-    computes the expected answers.
+    Returns:
+        The result, with an outcome for each kernel.
 
-    Raises what `compile` and `bench` raise, and InputError for numbers that make no sense.
+    Raises:
+        InputError: A number is out of range, or an argument is invalid. `compile` and `bench` may raise further errors.
     """
     if budget <= 0:
         raise InputError(f"budget={budget}: a number of seconds above 0 is needed.")
     if effort not in EFFORTS:
         raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
-    threads = whole_number(threads, "threads", 1, MOST_THREADS)
-    # What runs of a tuner are fed is made up: tables of serving operators would be refused.
+    threads = check_integer(threads, "threads", 1, MOST_THREADS)
+    # Inputs for tuning are synthetic: checks would reject the tables of serving operators.
     options = Options(target, donate, threads, None, dims, static_cache, weights, checks=False, precision=precision)
-    most = None if trials is None else whole_number(trials, "trials", 0, 2**31)
+    max_trials = None if trials is None else check_integer(trials, "trials", 0, 2**31)
     begin = time.monotonic()
-    found, *others = resolve(target)
-    if others:
+    resolved, *other_targets = resolve(target)
+    if other_targets:
         raise InputError(f"target='{target}': tune for one architecture after the other, each has records of its own.")
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as temporary, ExitStack() as stack:
-        folder = Path(temporary) if export is None else _empty(Path(export))
-        sites = [] if export is not None else _sites(Path(database), found, threads, tracker, keys, stack)
-        workshop = Workshop(target, None, 0, threads)
-        stack.callback(workshop.close)
-        subject = Subject(model, sizes, options)
-        session = Session(folder, subject, sites, found, workshop, effort, seed)
+        folder = Path(temporary) if export is None else _create_empty_folder(Path(export))
+        sites = [] if export is not None else _create_sites(Path(database), resolved, threads, tracker, keys, stack)
+        library_builder = LibraryBuilder(target, None, 0, threads)
+        stack.callback(library_builder.close)
+        subject = TunedModel(model, sizes, options)
+        session = TuningSession(folder, subject, sites, resolved, library_builder, effort, seed)
         with stage("finding kernels to tune"):
             session.extract(Path(temporary) / "model")
         if export is not None:
-            known = Database(Path(database), found, last_measured_on(Path(database), found))
+            records = TuningDatabase(Path(database), resolved, find_last_machine(Path(database), resolved))
             with stage("building candidates"):
-                session.export(known, _CANDIDATES if most is None else most)
+                session.export(records, _DEFAULT_CANDIDATES if max_trials is None else max_trials)
         else:
-            known = sites[0].database
+            records = sites[0].database
             with stage("searching"):
-                session.search(begin + budget, most, progress or (lambda state: None))
+                session.search(begin + budget, max_trials, progress or (lambda state: None))
         seconds = time.monotonic() - begin
-        return Tuning(known.folder, session.outcomes(), seconds, budget, session.ended, session.whole_gain)
+        return Tuning(records.folder, session.outcomes(), seconds, budget, session.ended, session.whole_gain)
 
 
-def _empty(folder: Path) -> Path:
-    """A new folder. Raises InputError for one that holds anything."""
+def _create_empty_folder(folder: Path) -> Path:
+    """Return a new folder. Raises InputError if it has any content."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise InputError(f"'{folder}' is not empty: candidates need a folder of their own.")
     return folder
 
 
-def _local(target: Target, threads: int) -> LocalBench:
-    """This machine. Raises InputError for a GPU that is not here."""
+def _create_local_bench(target: Target, threads: int) -> LocalBench:
+    """Return this machine. Raises InputError for a GPU that is not installed."""
     try:
         bench = LocalBench(threads, bool(target.architecture))
-        here = architecture_here(0) if target.architecture else ""
+        local_architecture = read_gpu_architecture(0) if target.architecture else ""
     except ArtifactError as error:
         raise InputError(
             f"Target '{target.name}' is not tuned on this machine: {error} Use the devices of a tracker (--runner "
             "rpc), or --export-candidates for a machine that the network does not reach."
         ) from error
-    if target.architecture and not runs_on(target.architecture, here):
-        raise InputError(f"The GPU here is {here}, which does not run code for {target.architecture}.")
+    if target.architecture and not runs_on(target.architecture, local_architecture):
+        raise InputError(f"The GPU here is {local_architecture}, which does not run code for {target.architecture}.")
     return bench
 
 
-def _sites(
+def _create_sites(
     database: Path,
     target: Target,
     threads: int,
     tracker: tuple[str, int] | None,
     keys: Sequence[str],
     stack: ExitStack,
-) -> list[Site]:
-    """This machine, or the devices of each key. Raises InputError where such code cannot run."""
+) -> list[MeasurementSite]:
+    """Return this machine, or the devices of each key. Raises InputError if they cannot run the code."""
     gpu = target.architecture
     if tracker is None:
-        bench = _local(target, threads)
+        bench = _create_local_bench(target, threads)
         stack.callback(bench.close)
-        return [Site(bench, Database(database, target, bench.machine), None if gpu else bench.whole_runs)]
+        return [
+            MeasurementSite(bench, TuningDatabase(database, target, bench.machine), None if gpu else bench.whole_runs)
+        ]
     if not keys:
         raise InputError("A tracker has devices by keys: name at least one.")
     sites = []
@@ -189,5 +212,5 @@ def _sites(
             raise InputError(
                 f"Devices with the key '{key}' lack {', '.join(missing)}: name a smaller target, such as cpu:x86-64-v3."
             )
-        sites.append(Site(fleet, Database(database, target, fleet.machine)))
+        sites.append(MeasurementSite(fleet, TuningDatabase(database, target, fleet.machine)))
     return sites

@@ -1,4 +1,4 @@
-"""What people do with databases: look at them, join them, and keep what matters."""
+"""Maintenance of databases: summarize, merge, prune, export and pack them."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from pathlib import Path
 
 from tvm.s_tir import meta_schedule as ms
 
-from .choices import recorded
+from .choices import read_trace_choice
 from .database import (
     ARCHITECTURE,
     BEST,
     TRIALS,
     DatabaseError,
-    Trial,
-    identity,
-    journal,
+    TrialRecord,
+    compress_records,
+    hash_task,
+    list_records,
     open_database,
-    opened,
-    records_of,
-    seconds_of,
+    open_writable,
+    read_journal,
+    read_seconds,
     write_journal,
 )
-from .database import pack as pack_files
-from .ranks import of_the_estimate
-from .shared_records import RECORDS, WORKLOADS, locked
-from .task import is_current, shapes_of
+from .ranks import compute_estimate_correlation
+from .shared_records import RECORDS, WORKLOADS, lock_folder
+from .task import is_current, read_shapes
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A task of a database: the shapes of its arguments, and seconds of its default, fastest trial, and what won.
+class TaskSummary:
+    """A task of a database: the shapes of its arguments, and seconds of default, fastest trial and winner.
 
-    estimate is the rank correlation of the analytic estimate with what was measured (ranks.py).
+    estimate is the rank correlation of the analytic estimate with the measurements (ranks.py).
     """
 
     architecture: str
@@ -50,170 +50,179 @@ class Summary:
     estimate: float | None
 
 
-def show(folder: Path) -> list[Summary]:
-    """The tasks of a database by architecture, those that took longest first. Raises DatabaseError."""
-    return [summary for part in parts(folder) for summary in _summaries(part)]
+def summarize_database(folder: Path) -> list[TaskSummary]:
+    """Return the tasks of a database by architecture, the slowest first. Raises DatabaseError."""
+    return [summary for path in list_architecture_folders(folder) for summary in _summarize_folder(path)]
 
 
-def parts(folder: Path) -> list[Path]:
-    """The folders of the architectures. Raises DatabaseError where there is none."""
-    found = sorted(part.parent for part in folder.glob(f"*/{ARCHITECTURE}")) if folder.is_dir() else []
-    if not found:
+def list_architecture_folders(folder: Path) -> list[Path]:
+    """Return the folders of the architectures. Raises DatabaseError if there is none."""
+    folders = sorted(path.parent for path in folder.glob(f"*/{ARCHITECTURE}")) if folder.is_dir() else []
+    if not folders:
         raise DatabaseError(f"'{folder}' holds no database: the folder of `tune --database` is wanted.")
-    return found
+    return folders
 
 
-def merge(sources: Sequence[Path], target: Path) -> None:
-    """Adds the records of databases to another one, which is made where it is missing.
+def merge_databases(sources: Sequence[Path], target: Path) -> None:
+    """Add the records of databases to another one, which is created if it is missing.
 
-    Seconds are those of a reference (database.py): of a task that both have they are rescaled to that of the target.
-    Records that are there already are left out. Raises DatabaseError.
+    Seconds relate to a reference (database.py): for a task in both databases they are rescaled to the target's
+    reference. Existing records are skipped. Raises DatabaseError.
     """
     for source in sources:
-        for part in parts(source):
-            mine = target / part.name
+        for source_folder in list_architecture_folders(source):
+            target_folder = target / source_folder.name
             for name in (TRIALS, BEST):
-                (mine / name).mkdir(parents=True, exist_ok=True)
-            if not (mine / ARCHITECTURE).exists():
-                shutil.copy(part / ARCHITECTURE, mine)
-            with locked(mine):
-                scales = _scales(open_database(part / TRIALS), open_database(mine / TRIALS))
+                (target_folder / name).mkdir(parents=True, exist_ok=True)
+            if not (target_folder / ARCHITECTURE).exists():
+                shutil.copy(source_folder / ARCHITECTURE, target_folder)
+            with lock_folder(target_folder):
+                scales = _compute_scales(open_database(source_folder / TRIALS), open_database(target_folder / TRIALS))
                 for name in (TRIALS, BEST):
-                    _add(open_database(part / name), opened(mine / name), scales)
-                known = set(journal(mine))
-                new = [trial for trial in _rescaled(journal(part), scales) if trial not in known]
-                write_journal(mine, [*journal(mine), *new])
+                    _add_new_records(open_database(source_folder / name), open_writable(target_folder / name), scales)
+                existing = set(read_journal(target_folder))
+                added = [
+                    trial for trial in _rescale_trials(read_journal(source_folder), scales) if trial not in existing
+                ]
+                write_journal(target_folder, [*read_journal(target_folder), *added])
 
 
-def prune(folder: Path, keep: int) -> int:
-    """Leaves of each task so many of the fastest trials, and the best records; answers with how many went.
+def prune_database(folder: Path, keep: int) -> int:
+    """Remove all but the fastest trials of each task and the best records. Return the number removed.
 
-    The journal stays, so that candidates that failed are not tried again.
+    The journal stays, so that failed candidates are not tried again.
     """
-    gone = 0
-    for part in parts(folder):
-        with locked(part):
-            gone += _prune(part, keep)
-    return gone
+    removed = 0
+    for path in list_architecture_folders(folder):
+        with lock_folder(path):
+            removed += _prune_folder(path, keep)
+    return removed
 
 
-def _prune(part: Path, keep: int) -> int:
-    """Puts other records in place of those that are there, in one step; the workloads, which they number, stay."""
-    gone, old, best = 0, open_database(part / TRIALS), open_database(part / BEST)
-    with tempfile.TemporaryDirectory(prefix=f".{TRIALS}-", dir=part) as place:
-        shutil.copy(part / TRIALS / WORKLOADS, place)
-        (Path(place) / RECORDS).touch()
-        new = opened(Path(place))
-        for workload in _workloads(old):
-            settled = {recorded(record.trace) for record in records_of(best, workload.mod)}
-            for rank, record in enumerate(records_of(old, workload.mod)):
-                if rank < keep or recorded(record.trace) in settled:
-                    _commit(new, record, seconds_of(record))
+def _prune_folder(path: Path, keep: int) -> int:
+    """Replace the trial records in one step. The workloads stay, since records refer to their numbers."""
+    removed, trials, best = 0, open_database(path / TRIALS), open_database(path / BEST)
+    with tempfile.TemporaryDirectory(prefix=f".{TRIALS}-", dir=path) as temporary:
+        shutil.copy(path / TRIALS / WORKLOADS, temporary)
+        (Path(temporary) / RECORDS).touch()
+        pruned = open_writable(Path(temporary))
+        for workload in _list_workloads(trials):
+            best_choices = {read_trace_choice(record.trace) for record in list_records(best, workload.mod)}
+            for rank, record in enumerate(list_records(trials, workload.mod)):
+                if rank < keep or read_trace_choice(record.trace) in best_choices:
+                    _commit_record(pruned, record, read_seconds(record))
                 else:
-                    gone += 1
-        (Path(place) / RECORDS).replace(part / TRIALS / RECORDS)
-    return gone
+                    removed += 1
+        (Path(temporary) / RECORDS).replace(path / TRIALS / RECORDS)
+    return removed
 
 
-def export(folder: Path, target: Path) -> None:
-    """A database of the best records alone: all that `compile` reads. Raises DatabaseError."""
-    for part in parts(folder):
-        mine = target / part.name
+def export_best_records(folder: Path, target: Path) -> None:
+    """Write a database of the best records only, which is all that `compile` reads. Raises DatabaseError."""
+    for source_folder in list_architecture_folders(folder):
+        target_folder = target / source_folder.name
         for name in (TRIALS, BEST):
-            (mine / name).mkdir(parents=True, exist_ok=True)
-        shutil.copy(part / ARCHITECTURE, mine)
-        _add(open_database(part / BEST), opened(mine / BEST), {})
+            (target_folder / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(source_folder / ARCHITECTURE, target_folder)
+        _add_new_records(open_database(source_folder / BEST), open_writable(target_folder / BEST), {})
 
 
-def pack(folder: Path, target: Path, least: float) -> int:
-    """What won by at least that factor, with the defaults that it beat where they are those of today, compressed:
-    presets for `compile`. Answers with how many tasks they are. Raises DatabaseError, also for a folder that holds
-    something.
+def pack_presets(folder: Path, target: Path, min_gain: float) -> int:
+    """Write the winners by at least that factor, and the defaults, compressed: presets for `compile`.
+
+    Winners over outdated defaults are omitted. Returns the number of tasks. Raises DatabaseError, also for a folder
+    that is not empty.
     """
     if target.exists() and any(target.iterdir()):
         raise DatabaseError(f"'{target}' is not empty: name a new folder to pack into.")
     tasks = 0
-    for part in parts(folder):
-        settled, mine = open_database(part / BEST), target / part.name
-        both = [records for w in _workloads(settled) if len(records := records_of(settled, w.mod)) > 1]
-        won = [r for r in both if _gain(r) >= least and is_current(r[0].workload.mod, r[0].target)]
-        if not won:
+    for source_folder in list_architecture_folders(folder):
+        best_records, target_folder = open_database(source_folder / BEST), target / source_folder.name
+        compared = [
+            records for w in _list_workloads(best_records) if len(records := list_records(best_records, w.mod)) > 1
+        ]
+        winners = [r for r in compared if _compute_gain(r) >= min_gain and is_current(r[0].workload.mod, r[0].target)]
+        if not winners:
             continue
-        (mine / BEST).mkdir(parents=True)
-        shutil.copy(part / ARCHITECTURE, mine)
-        new = opened(mine / BEST)
-        for records in won:
+        (target_folder / BEST).mkdir(parents=True)
+        shutil.copy(source_folder / ARCHITECTURE, target_folder)
+        packed = open_writable(target_folder / BEST)
+        for records in winners:
             for record in (records[0], records[-1]):
-                _commit(new, record, seconds_of(record))
-        pack_files(mine)
-        tasks += len(won)
+                _commit_record(packed, record, read_seconds(record))
+        compress_records(target_folder)
+        tasks += len(winners)
     return tasks
 
 
-def _gain(records: Sequence[ms.database.TuningRecord]) -> float:
-    """Of the best records, the fastest first; the default is the slowest."""
-    return seconds_of(records[-1]) / seconds_of(records[0])
+def _compute_gain(records: Sequence[ms.database.TuningRecord]) -> float:
+    """Return the gain of the best records, the fastest first; the default is the slowest."""
+    return read_seconds(records[-1]) / read_seconds(records[0])
 
 
-def _summaries(part: Path) -> list[Summary]:
-    trials, best = open_database(part / TRIALS), open_database(part / BEST)
+def _summarize_folder(path: Path) -> list[TaskSummary]:
+    trials, best = open_database(path / TRIALS), open_database(path / BEST)
     failures: dict[str, Counter[str]] = {}
     first: dict[str, float] = {}
-    for trial in journal(part):
+    for trial in read_journal(path):
         if trial.cause is not None:
             failures.setdefault(trial.task, Counter())[trial.cause] += 1
         elif trial.seconds is not None:
             first.setdefault(trial.task, trial.seconds)
-    found = []
-    for workload in _workloads(trials):
-        records = records_of(trials, workload.mod)
-        times = [seconds_of(record) for record in records]
-        name = identity(workload.mod)
-        won = [seconds_of(record) for record in records_of(best, workload.mod)]
+    summaries = []
+    for workload in _list_workloads(trials):
+        records = list_records(trials, workload.mod)
+        times = [read_seconds(record) for record in records]
+        name = hash_task(workload.mod)
+        best_seconds = [read_seconds(record) for record in list_records(best, workload.mod)]
         causes = dict(failures.get(name, {}))
         default = first.get(name, max(times))
-        settled, estimate = min(won, default=None), of_the_estimate(records)
-        found.append(
-            Summary(
-                part.name, name, shapes_of(workload.mod), len(times), causes, default, min(times), settled, estimate
+        best_time, estimate = min(best_seconds, default=None), compute_estimate_correlation(records)
+        summaries.append(
+            TaskSummary(
+                path.name, name, read_shapes(workload.mod), len(times), causes, default, min(times), best_time, estimate
             )
         )
-    return sorted(found, key=lambda s: -s.default)
+    return sorted(summaries, key=lambda s: -s.default)
 
 
-def _workloads(database: ms.database.JSONDatabase) -> list[ms.database.Workload]:
+def _list_workloads(database: ms.database.JSONDatabase) -> list[ms.database.Workload]:
     return list(dict.fromkeys(record.workload for record in database.get_all_tuning_records()))
 
 
-def _scales(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase) -> dict[str, float]:
-    """By task, the target's seconds by the source's: the median over the choices that both have measured."""
-    found = {}
-    for workload in _workloads(source):
-        mine, theirs = (
-            {recorded(r.trace): seconds_of(r) for r in records_of(database, workload.mod)}
+def _compute_scales(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase) -> dict[str, float]:
+    """Return the target's seconds by the source's for each task: the median over the choices in both."""
+    scales = {}
+    for workload in _list_workloads(source):
+        target_seconds, source_seconds = (
+            {read_trace_choice(r.trace): read_seconds(r) for r in list_records(database, workload.mod)}
             for database in (target, source)
         )
-        both = sorted(mine[choice] / seconds for choice, seconds in theirs.items() if choice in mine)
-        if both:
-            found[identity(workload.mod)] = both[len(both) // 2]
-    return found
+        ratios = sorted(
+            target_seconds[choice] / seconds for choice, seconds in source_seconds.items() if choice in target_seconds
+        )
+        if ratios:
+            scales[hash_task(workload.mod)] = ratios[len(ratios) // 2]
+    return scales
 
 
-def _rescaled(trials: Iterable[Trial], scales: Mapping[str, float]) -> list[Trial]:
+def _rescale_trials(trials: Iterable[TrialRecord], scales: Mapping[str, float]) -> list[TrialRecord]:
     return [t if t.seconds is None else replace(t, seconds=t.seconds * scales.get(t.task, 1.0)) for t in trials]
 
 
-def _add(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase, scales: Mapping[str, float]) -> None:
-    """Adds the records whose choices the target does not know."""
-    for workload in _workloads(source):
-        known = {recorded(record.trace) for record in records_of(target, workload.mod)}
-        scale = scales.get(identity(workload.mod), 1.0)
-        for record in records_of(source, workload.mod):
-            if recorded(record.trace) not in known:
-                _commit(target, record, seconds_of(record) * scale)
+def _add_new_records(
+    source: ms.database.JSONDatabase, target: ms.database.JSONDatabase, scales: Mapping[str, float]
+) -> None:
+    """Add the records whose choices the target does not have."""
+    for workload in _list_workloads(source):
+        existing = {read_trace_choice(record.trace) for record in list_records(target, workload.mod)}
+        scale = scales.get(hash_task(workload.mod), 1.0)
+        for record in list_records(source, workload.mod):
+            if read_trace_choice(record.trace) not in existing:
+                _commit_record(target, record, read_seconds(record) * scale)
 
 
-def _commit(database: ms.database.JSONDatabase, record: ms.database.TuningRecord, seconds: float) -> None:
+def _commit_record(database: ms.database.JSONDatabase, record: ms.database.TuningRecord, seconds: float) -> None:
     workload = database.commit_workload(record.workload.mod)
     database.commit_tuning_record(
         ms.database.TuningRecord(record.trace, workload, [seconds], record.target, record.args_info)

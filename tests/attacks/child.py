@@ -100,7 +100,7 @@ def _guard_weights(model: Any) -> None:
     """Copies the weights out of their file, where they lie side by side."""
     weights = model._weights
     if weights.argument:
-        copies = [tensors.copy_of(tensor) for tensor in weights.argument[0]]
+        copies = [tensors.copy_tensor(tensor) for tensor in weights.argument[0]]
         weights.argument = (library.tvm_ffi.convert(copies),)
 
 

@@ -70,7 +70,7 @@ class Steps:
 
 def on_host(array: Any) -> np.ndarray:
     """A copy of what an array of the GPU holds."""
-    return np.from_dlpack(tensors.copy_of(array, tvm_ffi.device("cpu")))
+    return np.from_dlpack(tensors.copy_tensor(array, tvm_ffi.device("cpu")))
 
 
 def work(calls: Iterable[device.Call]) -> Counter[str]:
@@ -87,7 +87,7 @@ def own_stream(model: lowering.Model) -> Iterator[int]:
         with tvm_ffi.use_raw_stream(gpu, stream):
             yield stream
     finally:
-        with model.gpu.stream_of([]):  # the next call does not look for this one
+        with model.gpu.use_stream_of([]):  # the next call does not look for this one
             tvm_ffi.get_global_func("runtime.Device_StreamFree")(gpu, stream)
 
 
@@ -158,7 +158,7 @@ def captured_again() -> tuple[str, float]:
 class _Copying(graphs.Graph):
     def __init__(self, library: Any, gpu: Any, arguments: Any, *others: Any) -> None:
         self._originals = arguments
-        super().__init__(library, gpu, [tensors.copy_of(argument) for argument in arguments], *others)
+        super().__init__(library, gpu, [tensors.copy_tensor(argument) for argument in arguments], *others)
 
 
 class _Waiting(library.Machine):
@@ -203,7 +203,7 @@ class _Disturbed(library.Machine):
             _Disturbed.calls += 1
             if _Disturbed.calls == 2:
                 with ThreadPoolExecutor(1) as other, suppress(RuntimeError):
-                    other.submit(tensors.copy_of, arguments[0]).result()
+                    other.submit(tensors.copy_tensor, arguments[0]).result()
             return main(*arguments)
 
         self.main = main_and_allocate

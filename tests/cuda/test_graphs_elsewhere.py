@@ -26,7 +26,7 @@ PYTHON = """
 import sys
 sys.modules["tvm"] = sys.modules["onnx"] = None
 import numpy as np, tvm_ffi, lowering
-from lowering.runtime.tensors import copy_of, copy_to
+from lowering.runtime.tensors import copy_tensor, copy_to
 model = lowering.load(sys.argv[1])
 sizes, rng = {"B": 2, "C": 600}, np.random.default_rng(0)
 def bound(graph):
@@ -40,7 +40,7 @@ for number in range(4):
     for arrays, call in both:
         for name, values in new.items():
             copy_to(tvm_ffi.from_dlpack(values), arrays[name])
-        results.append([np.from_dlpack(copy_of(y, tvm_ffi.device("cpu"))) for y in call().values()])
+        results.append([np.from_dlpack(copy_tensor(y, tvm_ffi.device("cpu"))) for y in call().values()])
     assert all((a == b).all() and a.any() for a, b in zip(*results))
 print("equal")
 """

@@ -21,8 +21,8 @@ from test_matmul_on_gpus import SMALL, Case, check, first_variant, made
 from tvm.tirx import reinterpret
 
 import lowering
-from lowering.tuning.database import identity
-from lowering.tuning.task import tiles_task
+from lowering.tuning.database import hash_task
+from lowering.tuning.task import create_tiles_task
 from schedules.cuda import ptx, tensor_types
 from schedules.cuda.matmul_tiles import MatmulTiles
 from schedules.cuda.ptx import store_element
@@ -228,11 +228,11 @@ def test_records_of_one_way_are_none_of_another() -> None:
     shapes, target = [(16, 72), (72, 96), (96,), (16, 96)], tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, "llvm")
     names = set()
     for matmuls in ("tf32", "3xtf32"):
-        task = tiles_task(float32(matmuls).function(), shapes, target)
+        task = create_tiles_task(float32(matmuls).function(), shapes, target)
         assert task is not None
-        names.add(identity(task))
+        names.add(hash_task(task))
     plain = dataclasses.replace(float32("tf32"), matmuls="")
-    assert len(names) == 2 and tiles_task(plain.function(), shapes, target) is None
+    assert len(names) == 2 and create_tiles_task(plain.function(), shapes, target) is None
 
 
 @pytest.mark.no_gpu

@@ -231,7 +231,7 @@ def error_served(name: str, precision: Any) -> float:
     fixed = {name: np.ones(()) for name in model.manifest.served.fixed}
     batcher = lowering.Batcher(model, blocks, 13, slots, None if sources is None else 5, fixed)
     for pool in () if sources is None else sources.pools:
-        batcher._pools.stores[pool.name][:] = np.nan
+        batcher._pools.arrays[pool.name][:] = np.nan
     for number, tokens in enumerate(sequences):
         prompt = part(tokens, slice(max(1, length(tokens) // 2)))
         batcher.add(number, given(prompt), fixed=source_of(model, number))

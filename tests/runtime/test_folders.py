@@ -97,7 +97,7 @@ def test_the_next_writer_removes_what_a_killed_one_has_left(folder: Path) -> Non
     before = contents(folder)
     killed(folder, "folders._put")
     assert contents(folder) == before and len(os.listdir(folder.parent)) == 2
-    with folders.replaced_folder(folder.parent / "another") as new:
+    with folders.replace_folder(folder.parent / "another") as new:
         (new / "model.h").touch()
     assert len(os.listdir(folder.parent)) == 3, "not those of another folder"
     module.save(folder)
@@ -116,14 +116,14 @@ def test_an_artifact_that_a_killed_writer_had_moved_aside_comes_back(
     with pytest.raises(ArtifactError, match=r"out' has been moved aside by a writer that was ended.*old' back\."):
         lowering.load(folder)
     # Also for a writer that then fails.
-    with pytest.raises(ZeroDivisionError), folders.replaced_folder(folder):
+    with pytest.raises(ZeroDivisionError), folders.replace_folder(folder):
         raise ZeroDivisionError
     assert contents(folder) == before and os.listdir(folder.parent) == ["out"]
 
 
 def test_a_writer_at_work_is_left_alone(folder: Path) -> None:
     module = lowering.load(folder)
-    with folders.replaced_folder(folder) as first:
+    with folders.replace_folder(folder) as first:
         module.save(folder)
         assert first.is_dir()
         (first / "model.h").write_text("the last one stays")

@@ -20,8 +20,8 @@ from lowering.errors import ArtifactError, LoweringError
 from lowering.importing.values import storage_dtype
 from lowering.manifest import Manifest, ServedCache, StatePool, TensorSpec
 from lowering.records import decode
-from lowering.runtime.elements import STORAGE
-from lowering.runtime.rules import contradictions
+from lowering.runtime.elements import STORAGE_TYPES
+from lowering.runtime.manifest_rules import find_contradictions
 
 
 @pytest.fixture
@@ -212,13 +212,13 @@ def test_pools_that_the_code_does_not_have(change: dict[str, Any], folder: Path)
         lowering.load(folder).manifest, inputs=tuple(specs), outputs=(dataclasses.replace(specs[-1], name="after"),),
         donated={"states": "after"}, served=served,
     )  # fmt: skip
-    assert not list(contradictions(right))
+    assert not list(find_contradictions(right))
     wrong = dataclasses.replace(states, **change)
-    found = list(contradictions(dataclasses.replace(right, served=dataclasses.replace(served, states=(wrong,)))))
+    found = list(find_contradictions(dataclasses.replace(right, served=dataclasses.replace(served, states=(wrong,)))))
     assert len(found) == 1 and "is a pool of" in found[0]
     absent = dataclasses.replace(served, per_token=("hidden",), fixed=("gate",))
     said = ["input 'hidden' holds the tokens of requests", "all requests share input 'gate'"]
-    assert list(contradictions(dataclasses.replace(right, served=absent))) == said
+    assert list(find_contradictions(dataclasses.replace(right, served=absent))) == said
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def test_decoding_by_types() -> None:
 
 
 def test_storage_types_are_those_of_the_compiler() -> None:
-    assert all(storage_dtype(name) == storage for name, storage in STORAGE.items())
-    assert np.dtype("float32").name in STORAGE
+    assert all(storage_dtype(name) == storage for name, storage in STORAGE_TYPES.items())
+    assert np.dtype("float32").name in STORAGE_TYPES
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.sig", "model.h", "host.hpp", "model.so"])

@@ -66,10 +66,10 @@ def blocks(cache: PagedKVCache, request: Any, tokens: int) -> list[int]:
 def everything(cache: PagedKVCache) -> Any:
     """What no refused call may change."""
     requests = {
-        name: (list(r.table), r.length, r.reserved, [p.tokens for p in r.prefixes], list(r.tail))
+        name: (list(r.table), r.length, r.reserved, [p.tokens for p in r.prefixes], list(r.partial_ids))
         for name, r in cache._requests.items()
     }
-    owners = [cache._blocks.owners(block) for block in range(cache._blocks.total)]
+    owners = [cache._blocks.count_owners(block) for block in range(cache._blocks.total)]
     return requests, owners, list(cache._blocks._free), cache.usage(), cache.pool.tobytes(), index(cache._root)
 
 

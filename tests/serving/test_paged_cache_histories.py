@@ -69,7 +69,7 @@ class Histories(RuleBasedStateMachine):
             mine = blocks(self.cache, request, end)[start // size :]
             held = [b for other, m in self.model.items() if other != request for b in self.blocks_of(other, m)]
             assert not {*mine} & {*held}  # nobody else has the blocks that are written
-            assert all(self.cache._blocks.owners(block) == 1 for block in mine)
+            assert all(self.cache._blocks.count_owners(block) == 1 for block in mine)
         for i in range(count):
             ours.ids.append(ids[i] if ids is not None else None)
             ours.seeds.append(self.seed(ours.ids))
@@ -217,7 +217,9 @@ class Histories(RuleBasedStateMachine):
     def blocks_are_counted(self) -> None:
         cache, size, used = self.cache, self.cache.tokens_per_block, self.cache.usage()
         owners = Counter(b for name, m in self.model.items() for b in self.blocks_of(name, m))
-        assert [cache._blocks.owners(block) for block in range(used.total)] == [owners[b] for b in range(used.total)]
+        assert [cache._blocks.count_owners(block) for block in range(used.total)] == [
+            owners[b] for b in range(used.total)
+        ]
         assert sorted(cache._blocks._free) == [block for block in range(used.total) if not owners[block]]
         assert (used.used, used.free) == (len(owners), used.total - len(owners))
         assert used.shared == sum(count > 1 for count in owners.values())

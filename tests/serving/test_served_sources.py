@@ -16,7 +16,7 @@ import pytest
 import lowering
 from lowering import Batcher, InputError
 from lowering.manifest import CachePool, SourceCache
-from lowering.runtime.rules import contradictions
+from lowering.runtime.manifest_rules import find_contradictions
 
 EXPORTS = Path(__file__).parents[1] / "exports"
 BART = EXPORTS / "decoders" / "bart.onnx"
@@ -53,7 +53,7 @@ def test_requests_get_what_they_get_alone(bart: lowering.Model) -> None:
     shapes = ((37, 7), (3, 13), (17, 1), (40, 24), (9, 9))
     sequences: dict[Any, Sequence] = {k: Sequence(session, rng, *shape) for k, shape in enumerate(shapes)}
     batcher = Batcher(bart, blocks=10, tokens_per_step=13, source_blocks=4)
-    for store in batcher._pools.stores.values():
+    for store in batcher._pools.arrays.values():
         store[:] = np.nan
     worst, waiting, live, forked = 0.0, dict(sequences), 0, False
     while waiting or live:
@@ -185,10 +185,10 @@ SOURCES = SourceCache((CachePool("source_cache", "", 2, 4, 4),), ("encoder_hidde
 )
 def test_manifests_say_where_sources_are(bart: lowering.Model, sources: SourceCache | None, text: str) -> None:
     served = bart.manifest.served
-    assert served is not None and served.sources == SOURCES and not list(contradictions(bart.manifest))
+    assert served is not None and served.sources == SOURCES and not list(find_contradictions(bart.manifest))
     wrong = replace(bart.manifest, served=replace(served, sources=sources))
-    assert re.search(text, "; ".join(contradictions(wrong)))
-    assert "no setup writes the pools of sources" in list(contradictions(replace(bart.manifest, setup=None)))
+    assert re.search(text, "; ".join(find_contradictions(wrong)))
+    assert "no setup writes the pools of sources" in list(find_contradictions(replace(bart.manifest, setup=None)))
 
 
 def read_elsewhere(model: onnx.ModelProto) -> None:

@@ -12,8 +12,8 @@ import tvm_ffi
 
 from lowering import Batcher, InputError, PoolFullError, RequestError
 from lowering.manifest import CachePool, ServedCache, SourceCache, TensorSpec
-from lowering.runtime.inputs import Port
-from lowering.runtime.strings import Dictionary
+from lowering.runtime.inputs import InputPort
+from lowering.runtime.strings import StringTable
 
 
 class Translator:
@@ -27,12 +27,12 @@ class Translator:
         inputs, outputs = [TensorSpec("ids", "int32", "int32", (1, "tokens"))], [SimpleNamespace(name="logits")]
         self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
         spec = TensorSpec("source", "float32", "float32", (1, "rows", 2))
-        specs, self.port = (spec, TensorSpec("source_table", "", "", ())), Port(spec, "input", {"rows": (0, 60)})
+        specs, self.port = (spec, TensorSpec("source_table", "", "", ())), InputPort(spec, "input", {"rows": (0, 60)})
         self.setup: Any = SimpleNamespace(manifest=SimpleNamespace(inputs=specs), accept=self.accept, run=self.file)
         self.setups = 0
 
     def accept(self, inputs: Any) -> dict[str, Any]:
-        return {"source": self.port.keep(inputs["source"], {}, Dictionary(()))}
+        return {"source": self.port.snapshot(inputs["source"], {}, StringTable(()))}
 
     def to_numpy(self, name: str, array: np.ndarray) -> np.ndarray:
         return array

@@ -17,7 +17,7 @@ from tvm import ir, tirx
 import lowering
 from lowering.compiling import own_device
 from lowering.compiling.compiler import compile_to
-from lowering.runtime.gpu import best_for, runs_on
+from lowering.runtime.gpu import choose_architecture, runs_on
 from lowering.target import resolve
 
 MODEL = onnx.parser.parse_model("""
@@ -107,11 +107,11 @@ def test_what_runs_where(built: str, here: str, runs: bool) -> None:
 
 
 def test_the_best_code_is_chosen_and_foreign_gpus_are_refused() -> None:
-    assert best_for(["sm_80", "sm_86", "sm_90a"], "sm_89") == "sm_86"
-    assert best_for(["sm_100", "sm_100f"], "sm_103") == "sm_100f"
-    assert best_for(["sm_100a", "sm_100f", "sm_100"], "sm_100") == "sm_100a"
+    assert choose_architecture(["sm_80", "sm_86", "sm_90a"], "sm_89") == "sm_86"
+    assert choose_architecture(["sm_100", "sm_100f"], "sm_103") == "sm_100f"
+    assert choose_architecture(["sm_100a", "sm_100f", "sm_100"], "sm_100") == "sm_100a"
     with pytest.raises(lowering.ArtifactError, match=r"architecture sm_80, sm_86 and the one here is sm_90"):
-        best_for(["sm_80", "sm_86"], "sm_90")
+        choose_architecture(["sm_80", "sm_86"], "sm_90")
 
 
 def test_unknown_architectures_name_the_known_ones() -> None:

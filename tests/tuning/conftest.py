@@ -25,7 +25,7 @@ def helpers_live_on() -> Iterator[None]:
         patch.setattr(local, "Helper", helper)
         patch.setattr(local, "runner", lambda: helper([measure.__name__]))
         patch.setattr(local.LocalBench, "close", lambda self: None)
-        patch.setattr(local.Workshop, "close", lambda self: None)
+        patch.setattr(local.LibraryBuilder, "close", lambda self: None)
         yield
     for one in kept.values():
         one.close()

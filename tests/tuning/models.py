@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm.script import tirx as T
 
 from lowering.target import resolve
-from lowering.tuning.build import compiled
+from lowering.tuning.build import compile_library
 
 K, N = 96, 160
 
@@ -99,5 +99,5 @@ def wants_memory(x: T.Buffer((64,), "float32"), y: T.Buffer((64,), "float32")):
 
 def library(func: tvm.tirx.PrimFunc, folder: Path, name: str) -> Path:
     path = folder / f"{name}.so"
-    path.write_bytes(compiled(func, resolve("cpu")[0]))
+    path.write_bytes(compile_library(func, resolve("cpu")[0]))
     return path

@@ -19,7 +19,7 @@ import lowering
 from lowering.commands.cli import main
 from lowering.errors import ArtifactError, InputError
 from lowering.measuring.batch import BATCH, RESULTS, measure, read, results
-from lowering.tuning.database import journal
+from lowering.tuning.database import read_journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
     lowering.tune(matmul(rows=64), database, trials=4, export=tmp_path / "next")
     (folder,) = database.iterdir()
-    before = {trial.candidate for trial in journal(folder)}
+    before = {trial.candidate for trial in read_journal(folder)}
     assert len(before) == 15  # three defaults
     for task in read(tmp_path / "next").tasks:
         choices = (tmp_path / "next" / task.name / "choices.jsonl").read_text().splitlines()
@@ -89,7 +89,7 @@ def test_bad_candidates_are_results(exported: Path, tmp_path: Path) -> None:
     assert causes[0] in ("crash", "error") and causes[1] in ("crash", "error", "wrong") and causes[2] is None
     lowering.file_results(batch, database, "cpu")
     (folder,) = database.iterdir()
-    assert sum(trial.cause is not None for trial in journal(folder)) == 2
+    assert sum(trial.cause is not None for trial in read_journal(folder)) == 2
 
 
 def test_killed_in_the_middle(exported: Path, tmp_path: Path) -> None:

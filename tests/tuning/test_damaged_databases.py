@@ -48,7 +48,7 @@ def outcome(folder: Path, records: list[bytes], workloads: list[bytes]) -> str:
         signal.alarm(60)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            [record.trace for record in database.opened(folder).get_all_tuning_records()]
+            [record.trace for record in database.open_writable(folder).get_all_tuning_records()]
         except database.DatabaseError:
             os._exit(1)
         except BaseException:
@@ -84,5 +84,5 @@ def test_lines_that_are_none(line: bytes, tmp_path: Path) -> None:
     with pytest.raises(
         database.DatabaseError, match=r"database_tuning_record\.json' is damaged: line 2 is not a record"
     ):
-        database.opened(tmp_path)
+        database.open_writable(tmp_path)
     assert outcome(tmp_path, records, [line, *workloads]) == "refused"

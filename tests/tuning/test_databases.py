@@ -14,10 +14,10 @@ from tvm.s_tir import meta_schedule as ms
 import lowering
 from lowering.commands.cli import main
 from lowering.tuning import database, upkeep
-from lowering.tuning.choices import recorded
-from lowering.tuning.database import best, journal, open_database, opened, records_of
-from lowering.tuning.plot import best_so_far
-from lowering.tuning.ranks import rank_correlation
+from lowering.tuning.choices import read_trace_choice
+from lowering.tuning.database import list_records, open_database, open_writable, read_best_records, read_journal
+from lowering.tuning.plot import compute_best_so_far
+from lowering.tuning.ranks import compute_rank_correlation
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def records(folder: Path, name: str) -> int:
-    return sum(len(opened(part / name)) for part in upkeep.parts(folder))
+    return sum(len(open_writable(part / name)) for part in upkeep.list_architecture_folders(folder))
 
 
 def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    summaries = upkeep.show(folders[0])
+    summaries = upkeep.summarize_database(folders[0])
     assert len(summaries) == 6 and sum(s.trials for s in summaries) == records(folders[0], "trials")
     for s in summaries:
         assert s.fastest <= s.default and s.best is not None and s.best <= s.default
@@ -53,7 +53,7 @@ def test_a_database_is_looked_at_while_it_grows(
     """Between the readings of two files a task and its record come; and a line is half written. Nothing is changed."""
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
-    (part,) = upkeep.parts(folder)
+    (part,) = upkeep.list_architecture_folders(folder)
     others = open_database(part / "trials").get_all_tuning_records()
     for path in (part / "trials").iterdir():
         path.write_bytes(b"")
@@ -61,7 +61,7 @@ def test_a_database_is_looked_at_while_it_grows(
 
     def contents(path: Path) -> bytes:
         data = read(path)
-        if "trials" in str(path) and not len(trials := opened(part / "trials")):
+        if "trials" in str(path) and not len(trials := open_writable(part / "trials")):
             record = others[0]
             workload = trials.commit_workload(record.workload.mod)
             trials.commit_tuning_record(
@@ -70,30 +70,30 @@ def test_a_database_is_looked_at_while_it_grows(
         return data
 
     monkeypatch.setattr(database, "_contents", contents)
-    upkeep.show(folder)
+    upkeep.summarize_database(folder)
     with (part / "journal.jsonl").open("a") as file, (part / "best" / "database_workload.json").open("a") as other:
         file.write('{"task": "ab')
         other.write('["-123')
     files = [path for path in part.rglob("*") if path.is_file()]
     before = [path.read_bytes() for path in files]
-    assert len(upkeep.show(folder)) == 1
+    assert len(upkeep.summarize_database(folder)) == 1
     assert before == [path.read_bytes() for path in files]
 
 
 def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "merged"
-    upkeep.merge(folders, target)
-    assert len(upkeep.show(target)) == 6
+    upkeep.merge_databases(folders, target)
+    assert len(upkeep.summarize_database(target)) == 6
     both = [records(folder, "trials") for folder in (*folders, target)]
     assert max(both[:2]) < both[2] < both[0] + both[1]  # the defaults of 8 rows are in both
-    (one,), (merged,) = (upkeep.parts(folder) for folder in (folders[0], target))
-    before = {(s.task, s.default) for s in upkeep.show(folders[0])}
-    assert before == {(s.task, s.default) for s in upkeep.show(target)}
-    assert len(journal(merged)) > len(journal(one))
-    upkeep.merge(folders, target)  # again: nothing is there twice
-    assert records(target, "trials") == both[2] and len(best(merged)) == len(upkeep.show(target)) + sum(
-        s.best is not None and s.best < s.default for s in upkeep.show(target)
-    )
+    (one,), (merged,) = (upkeep.list_architecture_folders(folder) for folder in (folders[0], target))
+    before = {(s.task, s.default) for s in upkeep.summarize_database(folders[0])}
+    assert before == {(s.task, s.default) for s in upkeep.summarize_database(target)}
+    assert len(read_journal(merged)) > len(read_journal(one))
+    upkeep.merge_databases(folders, target)  # again: nothing is there twice
+    assert records(target, "trials") == both[2] and len(read_best_records(merged)) == len(
+        upkeep.summarize_database(target)
+    ) + sum(s.best is not None and s.best < s.default for s in upkeep.summarize_database(target))
     module = lowering.compile(matmul(), database=target)
     assert all(kernel.source for kernel in module.manifest.kernels)
 
@@ -101,9 +101,9 @@ def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tm
 def test_prune_keeps_the_fastest_and_what_is_settled(folders: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "pruned"
     shutil.copytree(folders[0], folder)
-    before = upkeep.show(folder)
-    gone = upkeep.prune(folder, keep=2)
-    after = upkeep.show(folder)
+    before = upkeep.summarize_database(folder)
+    gone = upkeep.prune_database(folder, keep=2)
+    after = upkeep.summarize_database(folder)
     assert gone == sum(s.trials for s in before) - sum(s.trials for s in after) > 0
     assert all(s.trials <= 4 for s in after)
     assert [(s.fastest, s.best) for s in before] == [(s.fastest, s.best) for s in after]
@@ -126,13 +126,15 @@ def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path
     """Compressed; what won by less than asked for is not in it, nor what beat a default of other days."""
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
-    (part,) = upkeep.parts(folder)
-    settled, trials = opened(part / "best"), open_database(part / "trials")
-    tasks = [records for s in trials.get_all_tuning_records() if len(records := records_of(trials, s.workload.mod)) > 1]
+    (part,) = upkeep.list_architecture_folders(folder)
+    settled, trials = open_writable(part / "best"), open_database(part / "trials")
+    tasks = [
+        records for s in trials.get_all_tuning_records() if len(records := list_records(trials, s.workload.mod)) > 1
+    ]
     first, second, *_ = {str(records[0].workload.mod): records for records in tasks}.values()
     for records, gain in ((first, 2), (second, 1.5)):
-        *_, default = records_of(settled, records[0].workload.mod)
-        other = next(r for r in records if recorded(r.trace) != recorded(default.trace))
+        *_, default = list_records(settled, records[0].workload.mod)
+        other = next(r for r in records if read_trace_choice(r.trace) != read_trace_choice(default.trace))
         won = [float(default.run_secs[0]) / gain]
         own = settled.commit_workload(other.workload.mod)
         settled.commit_tuning_record(ms.database.TuningRecord(other.trace, own, won, other.target, other.args_info))
@@ -140,10 +142,12 @@ def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path
     for least, packed in (("1.8", 1), ("1.4", 2)):
         assert main([*command, str(tmp_path / least), "--least", least]) == 0
         assert f"packed {packed} kernels" in capsys.readouterr().out
-        (new,) = upkeep.parts(tmp_path / least)
-        found = {(str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(new)}
+        (new,) = upkeep.list_architecture_folders(tmp_path / least)
+        found = {
+            (str(r.workload.mod), read_trace_choice(r.trace), float(r.run_secs[0])) for r in read_best_records(new)
+        }
         assert len(found) == 2 * packed and found < {
-            (str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(part)
+            (str(r.workload.mod), read_trace_choice(r.trace), float(r.run_secs[0])) for r in read_best_records(part)
         }
     assert sum(file.stat().st_size for file in new.rglob("*.*")) < 20_000
     assert main([*command, str(new.parent)]) == 1
@@ -154,22 +158,24 @@ def test_defaults_of_other_days_are_not_packed(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "is_current", lambda task, target: False)
-    assert upkeep.pack(folders[0], tmp_path / "none", 0.0) == 0 and not (tmp_path / "none").exists()
+    assert upkeep.pack_presets(folders[0], tmp_path / "none", 0.0) == 0 and not (tmp_path / "none").exists()
 
 
 def test_a_picture(folders: list[Path], tmp_path: Path) -> None:
     assert main(["db", "plot", str(folders[0]), "-o", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    (part,) = upkeep.parts(folders[0])
-    task = journal(part)[0].task
-    trials = [t for t in journal(part) if t.task == task]
-    course = best_so_far(trials)
+    (part,) = upkeep.list_architecture_folders(folders[0])
+    task = read_journal(part)[0].task
+    trials = [t for t in read_journal(part) if t.task == task]
+    course = compute_best_so_far(trials)
     assert course[0] == 1 and course == sorted(course, reverse=True) and len(course) == len(trials)
 
 
 def test_rank_correlation() -> None:
     x = np.array([1.0, 2.0, 5.0, 9.0])
-    assert rank_correlation(x, np.exp(x)) == pytest.approx(1) and rank_correlation(x, -x) == pytest.approx(-1)
+    assert compute_rank_correlation(x, np.exp(x)) == pytest.approx(1) and compute_rank_correlation(
+        x, -x
+    ) == pytest.approx(-1)
 
 
 @pytest.mark.parametrize(

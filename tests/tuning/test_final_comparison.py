@@ -12,11 +12,11 @@ import lowering
 from lowering.measuring.isolated import Failed
 from lowering.measuring.measure import Measured
 from lowering.tuning import lookup, upkeep
-from lowering.tuning.database import best, journal
+from lowering.tuning.database import read_best_records, read_journal
 from lowering.tuning.final_comparison import FinalComparison
 from lowering.tuning.local import LocalBench
-from lowering.tuning.scheduler import Search
-from lowering.tuning.whole_runs import WholeRuns, whole_runs
+from lowering.tuning.scheduler import TaskSearch
+from lowering.tuning.whole_runs import WholeRunTimes, compare_whole_runs
 
 SIZES = {"n": 64}
 
@@ -25,11 +25,11 @@ SIZES = {"n": 64}
 def easy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest candidate wins alone, whether or not it is faster than the default."""
 
-    def compare(self: FinalComparison, search: Search) -> None:
+    def compare(self: FinalComparison, search: TaskSearch) -> None:
         search.won, search.won_seconds = search.space.default, search.reference
-        others = [choice for choice in search.known if choice != search.space.default]
+        others = [choice for choice in search.timings if choice != search.space.default]
         if others:
-            search.won, search.won_seconds = min(others, key=search.known.__getitem__), search.reference / 1.5
+            search.won, search.won_seconds = min(others, key=search.timings.__getitem__), search.reference / 1.5
 
     monkeypatch.setattr(FinalComparison, "_compare", compare)
 
@@ -39,18 +39,18 @@ def tune(folder: Path, **options: Any) -> lowering.Tuning:
 
 
 def defaults_alone(folder: Path) -> bool:
-    (part,) = upkeep.parts(folder)
-    records = best(part)
+    (part,) = upkeep.list_architecture_folders(folder)
+    records = read_best_records(part)
     return len(records) == len({str(record.workload.mod) for record in records})
 
 
 def answer(ratio: float, run: float = 0.9) -> Any:
     """Whole runs in which every kernel takes so much of its time, and the run so much of its own."""
 
-    def runs(self: LocalBench, was: Path, became: Path, sizes: Any, seconds: float) -> WholeRuns:
-        true = whole_runs(str(was), str(became), sizes, 1, 0.0)
+    def runs(self: LocalBench, was: Path, became: Path, sizes: Any, seconds: float) -> WholeRunTimes:
+        true = compare_whole_runs(str(was), str(became), sizes, 1, 0.0)
         assert all(len(m.ratios) == len(true.runs.ratios) >= 7 for m in true.calls.values())
-        return WholeRuns(Measured(1e-3, (run,), 0.0), {call: Measured(1e-4, (ratio,), 0.0) for call in true.calls})
+        return WholeRunTimes(Measured(1e-3, (run,), 0.0), {call: Measured(1e-4, (ratio,), 0.0) for call in true.calls})
 
     return runs
 
@@ -75,14 +75,14 @@ def test_what_loses_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("easy")
 def test_what_crashes_there_is_filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: Any) -> WholeRuns:
+    def crash(*_: Any) -> WholeRunTimes:
         raise Failed("crash", "signal 11")
 
     monkeypatch.setattr(LocalBench, "whole_runs", crash)
     tuning = tune(tmp_path)
     assert defaults_alone(tmp_path) and {cause for o in tuning.outcomes for cause in o.failures} == {"crash"}
-    (part,) = upkeep.parts(tmp_path)
-    assert {t.text for t in journal(part) if t.cause} == {"in whole runs: signal 11"}
+    (part,) = upkeep.list_architecture_folders(tmp_path)
+    assert {t.text for t in read_journal(part) if t.cause} == {"in whole runs: signal 11"}
 
 
 @pytest.mark.usefixtures("easy")

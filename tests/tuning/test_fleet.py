@@ -21,8 +21,8 @@ from tvm.rpc.tracker import Tracker
 import lowering
 from lowering.errors import InputError
 from lowering.fleet import devices as fleet
-from lowering.tuning.database import journal
-from lowering.tuning.session import State
+from lowering.tuning.database import read_journal
+from lowering.tuning.session import TuningState
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_two_devices_one_of_which_dies(
     devices = [Device(tracker, "here") for _ in range(2)]
     seen: list[int] = []
 
-    def kill_one(state: State) -> None:
+    def kill_one(state: TuningState) -> None:
         seen.append(sum(search.trials for search in state.searches))
         if seen[-1] >= 4:
             lose_patience(monkeypatch)
@@ -99,7 +99,7 @@ def test_two_devices_one_of_which_dies(
     assert sum(o.trials for o in tuning.outcomes) >= 10
     assert not any(o.failures or o.why for o in tuning.outcomes)
     (folder,) = tmp_path.iterdir()
-    trials = journal(folder)
+    trials = read_journal(folder)
     assert len(trials) >= 12 and all(trial.seconds for trial in trials)  # with two defaults
     module = lowering.compile(matmul(rows=64), database=tmp_path)
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
@@ -114,7 +114,7 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
     devices = [Device(address, "here") for _ in range(count)]
     seen: list[int] = []
 
-    def kill_all(state: State) -> None:
+    def kill_all(state: TuningState) -> None:
         seen.append(sum(search.trials for search in state.searches))
         if seen[-1] >= 4:
             lose_patience(monkeypatch)
@@ -130,10 +130,10 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
         for device in devices:
             device.kill()
     (folder,) = tmp_path.iterdir()
-    before = journal(folder)
+    before = read_journal(folder)
     assert len(before) >= 4 and all(trial.seconds for trial in before)
     lowering.tune(matmul(rows=64), tmp_path, trials=2)
-    after = journal(folder)
+    after = read_journal(folder)
     assert after[: len(before)] == before and len(after) > len(before)
 
 
@@ -168,7 +168,7 @@ def test_a_rack_of_gpus(tracker: tuple[str, int], tmp_path: Path, monkeypatch: p
             device.kill()
     assert sum(o.trials for o in tuning.outcomes) >= 4 and not any(o.failures or o.why for o in tuning.outcomes)
     (folder,) = tmp_path.iterdir()
-    assert folder.name.startswith("sm_80-CPU_emulation") and all(trial.seconds for trial in journal(folder))
+    assert folder.name.startswith("sm_80-CPU_emulation") and all(trial.seconds for trial in read_journal(folder))
 
 
 def test_refusals(tracker: tuple[str, int], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import lowering
 from lowering.errors import InputError
 from lowering.measuring.batch import read, results
 from lowering.tuning.choices import DEFAULT
-from lowering.tuning.database import journal
+from lowering.tuning.database import read_journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,13 +60,13 @@ def test_round_trip_of_tiles(arch: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert done.returncode == 0 and " 0 of candidates that failed" in done.stdout, done.stdout + done.stderr
     filed = lowering.file_results(batch, database, target)
     assert (filed.tasks, filed.trials) == (1, 4)
-    (part,) = (p for p in database.iterdir() if journal(p))
+    (part,) = (p for p in database.iterdir() if read_journal(p))
     assert part.name.startswith(f"{arch}-CPU_emulation_of_{arch.rstrip('a')}")
     module = lowering.compile(attention(), target, database=database)
     assert module.manifest.kernels[0].source.startswith("tuned")
     # What was measured last says which candidates come next.
     lowering.tune(attention(), database, target, trials=2, export=tmp_path / "next")
-    before = {trial.candidate for trial in journal(part)}
+    before = {trial.candidate for trial in read_journal(part)}
     choices = next((tmp_path / "next").glob("*/choices.jsonl")).read_text().splitlines()
     assert len(before) == 5 and len(choices) == 2 and not before & set(choices)
 
@@ -81,7 +81,7 @@ def test_loops_on_the_gpu_that_is_here(tmp_path: Path) -> None:
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, cwd=ROOT, env=here)
     assert done.returncode == 0, done.stderr
     (part,) = (tmp_path / "database").iterdir()
-    trials = journal(part)
+    trials = read_journal(part)
     assert len(trials) >= 6 and all(trial.seconds for trial in trials)  # with two defaults
     assert sum(trial.candidate == DEFAULT for trial in trials) == 2
     module = lowering.compile(matmul(rows=8), "cuda:sm_80", database=tmp_path / "database")

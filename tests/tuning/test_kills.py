@@ -16,7 +16,7 @@ from models import matmul
 
 import lowering
 from lowering.tuning import upkeep
-from lowering.tuning.database import BEST, TRIALS, journal, open_database
+from lowering.tuning.database import BEST, TRIALS, open_database, read_journal
 from lowering.tuning.shared_records import RECORDS, WORKLOADS
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def check_whole(database: Path) -> int:
         count += sum(
             record.run_secs is not None for record in open_database(part.parent / TRIALS).get_all_tuning_records()
         )
-        assert len(journal(part.parent)) >= count
+        assert len(read_journal(part.parent)) >= count
     return count
 
 
@@ -74,7 +74,7 @@ def test_twenty_kills(tmp_path: Path) -> None:
     assert counts == sorted(counts) and counts[-1] > 0
     done = subprocess.run([*command, "--trials", "2"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert check_whole(database) >= counts[-1] and upkeep.show(database)
+    assert check_whole(database) >= counts[-1] and upkeep.summarize_database(database)
     module = lowering.compile(matmul(rows=32), database=database)
     assert all(kernel.source for kernel in module.manifest.kernels)
 

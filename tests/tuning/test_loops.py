@@ -14,10 +14,10 @@ import lowering
 from lowering.compiling.compilation import compiled
 from lowering.compiling.options import Options
 from lowering.target import resolve
-from lowering.tuning.choices import DEFAULT, annotated
-from lowering.tuning.context import Context, strategy
+from lowering.tuning.choices import DEFAULT, read_choice
+from lowering.tuning.context import TuningContext, create_search_strategy
 from lowering.tuning.loop_space import LoopSpace
-from lowering.tuning.task import loops_task, tiles_task
+from lowering.tuning.task import create_loops_task, create_tiles_task
 
 K, N = 96, 160
 
@@ -79,13 +79,13 @@ def first_candidates(seed: int) -> list[str]:
     target = resolve("cpu:x86-64-v3")[0].tvm
     functions = compiled(matmul(64), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
     func = next(f for name, f in functions.items() if "matmul" in name)
-    task = loops_task(func, [tuple(int(n) for n in p.shape) for p in func.params], target)
+    task = create_loops_task(func, [tuple(int(n) for n in p.shape) for p in func.params], target)
     assert task is not None
     space = LoopSpace(task, target, 1)
     assert not space.is_empty
-    context = Context(task, space.target, space.generator(), strategy(), "matmul", seed + 1)
+    context = TuningContext(task, space.target, space.generator(), create_search_strategy(), "matmul", seed + 1)
     context.pre_tuning(16, 8, database=ms.database.MemoryDatabase(), cost_model=ms.cost_model.RandomModel(seed=seed))
-    return [annotated(c.sch.mod) or "" for c in context.generate_measure_candidates()]
+    return [read_choice(c.sch.mod) or "" for c in context.generate_measure_candidates()]
 
 
 def test_the_same_seed_gives_the_same_candidates() -> None:
@@ -98,7 +98,7 @@ def test_kernels_of_attention_and_matmuls_have_no_loops() -> None:
     target = resolve("cpu:x86-64-v3")[0].tvm
     functions = compiled(matmul(64, "float32"), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
     tasks = [
-        (tiles_task(func, shapes, target), loops_task(func, shapes, target))
+        (create_tiles_task(func, shapes, target), create_loops_task(func, shapes, target))
         for func in functions.values()
         if (shapes := [tuple(int(n) for n in p.shape) for p in func.params])
     ]

@@ -38,14 +38,14 @@ def test_what_is_submitted_as_the_last_device_goes(monkeypatch: pytest.MonkeyPat
         assert isinstance(done.exception(10), InputError)
 
 
-def measuring(seconds: float | None, path: Path) -> local.Trial:
+def measuring(seconds: float | None, path: Path) -> local.TrialFuture:
     """What MetaSchedule is given for a measurement that ends in seconds, or without a device."""
     done: Future[Measured] = Future()
     if seconds is None:
         done.set_exception(InputError("No device is left."))
     else:
         done.set_result(Measured(1.0, (seconds,), 0.0))
-    return local.Trial(path, done, 1.0)
+    return local.TrialFuture(path, done, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_what_was_measured_beside_it_is_kept(
     monkeypatch.setattr(scheduler, "predicted", lambda *_: 0.0)
     kept: list[float] = []
     database = SimpleNamespace(commit=lambda module, trace, seconds, *_: kept.append(seconds))
-    search = SimpleNamespace(site=SimpleNamespace(database=database), known={}, model=None, context=None, module=None)
-    batch = scheduler._Batch.__new__(scheduler._Batch)
-    batch.search, batch._told, batch._new = search, [], []
+    search = SimpleNamespace(site=SimpleNamespace(database=database), timings={}, model=None, context=None, module=None)
+    batch = scheduler._CandidateBatch.__new__(scheduler._CandidateBatch)
+    batch.search, batch._results, batch._new_indices = search, [], []
     candidate = SimpleNamespace(sch=SimpleNamespace(trace=None))
-    batch._begun = [(candidate, str(k), measuring(seconds, tmp_path / str(k))) for k, seconds in enumerate(ends)]
+    batch._pending = [(candidate, str(k), measuring(seconds, tmp_path / str(k))) for k, seconds in enumerate(ends)]
     with pytest.raises(InputError, match="No device is left"):
         batch.finish(None, lambda search: None)
-    assert kept == [seconds for seconds in ends if seconds] and not batch._begun
+    assert kept == [seconds for seconds in ends if seconds] and not batch._pending

@@ -15,8 +15,8 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.tuning import lookup, upkeep
-from lowering.tuning.choices import recorded
-from lowering.tuning.database import ARCHITECTURE, BEST, TRIALS, best, opened
+from lowering.tuning.choices import read_trace_choice
+from lowering.tuning.database import ARCHITECTURE, BEST, TRIALS, open_writable, read_best_records
 from lowering.tuning.task import has_kernel, is_current
 from lowering.tuning.tile_space import TileSpace
 
@@ -30,7 +30,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def presets(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    upkeep.export(tuned, tmp_path / "presets")
+    upkeep.export_best_records(tuned, tmp_path / "presets")
     monkeypatch.setattr(lookup, "PRESETS", tmp_path / "presets")
     return tmp_path / "presets"
 
@@ -39,19 +39,19 @@ def test_those_of_the_package_fit_its_kernels() -> None:
     """Records of other versions than the kernels' would be dead weight: tune again, or take them out."""
     parts = sorted(lookup.PRESETS.iterdir())
     assert {part.name.split("-")[1] for part in parts} == {"avx512f", "avx2"}
-    for record in (record for part in parts for record in best(part)):
+    for record in (record for part in parts for record in read_best_records(part)):
         assert is_current(record.workload.mod, record.target)
         if has_kernel(record.workload.mod):
-            TileSpace(record.workload.mod, record.target).read(recorded(record.trace) or "")
+            TileSpace(record.workload.mod, record.target).read(read_trace_choice(record.trace) or "")
 
 
 def win(folder: Path) -> None:
     """Makes other tiles than the defaults win."""
-    (part,) = upkeep.parts(folder)
-    trials, settled = opened(part / TRIALS), opened(part / BEST)
+    (part,) = upkeep.list_architecture_folders(folder)
+    trials, settled = open_writable(part / TRIALS), open_writable(part / BEST)
     for record in trials.get_all_tuning_records():
         task = record.workload.mod
-        if has_kernel(task) and recorded(record.trace) != TileSpace(task, record.target).default:
+        if has_kernel(task) and read_trace_choice(record.trace) != TileSpace(task, record.target).default:
             workload = settled.commit_workload(task)
             won = ms.database.TuningRecord(record.trace, workload, [1e-9], record.target, record.args_info)
             settled.commit_tuning_record(won)

@@ -14,10 +14,10 @@ from lowering.compiling.options import Options
 from lowering.measuring.batch import DEFAULT
 from lowering.measuring.trial import LAST_PAIRS
 from lowering.target import resolve
-from lowering.tuning.database import Database
-from lowering.tuning.local import LocalBench, Site, Workshop
-from lowering.tuning.session import Session
-from lowering.tuning.subject import Subject
+from lowering.tuning.database import TuningDatabase
+from lowering.tuning.local import LibraryBuilder, LocalBench, MeasurementSite
+from lowering.tuning.session import TuningSession
+from lowering.tuning.subject import TunedModel
 from lowering.tuning.tile_space import TileSpace
 from schedules.variant import Choice
 
@@ -28,7 +28,7 @@ def sweep(space: TileSpace) -> list[Choice]:
     """All blocks of rows and keys with the other tiles that serve untuned, and each value of those with its blocks."""
     (variant,) = space.variants
     usual = variant.tiles[KERNEL]
-    values = {field: v for kernel, field, v in space.fields(variant.name) if kernel == KERNEL}
+    values = {field: v for kernel, field, v in space.list_fields(variant.name) if kernel == KERNEL}
     changes = [{"q": q, "kv": kv} for q in values["q"] for kv in values["kv"]]
     changes += [{field: v} for field, each in values.items() if field not in ("q", "kv") for v in each]
     tiles = {dataclasses.replace(usual, **change) for change in changes}
@@ -43,20 +43,22 @@ def test_random_tiles_become_as_good_as_a_sweep(tmp_path: Path, monkeypatch: pyt
     as the best of the sweep, side by side."""
     monkeypatch.setattr(TileSpace, "estimate", lambda self, choice: 0.0)
     (target,) = resolve("cpu")
-    bench, workshop = LocalBench(1, gpu=False), Workshop("cpu", None, 0, 1)
+    bench, workshop = LocalBench(1, gpu=False), LibraryBuilder("cpu", None, 0, 1)
     (tmp_path / "tasks").mkdir()
-    database = Database(tmp_path / "database", target)
+    database = TuningDatabase(tmp_path / "database", target)
     try:
         case = all_cases()["P1 full"]
         model = case.model()
-        subject = Subject(model, [sizes(model, case.own_feeds())], Options(threads=1))
-        session = Session(tmp_path / "tasks", subject, [Site(bench, database)], target, workshop, "full", seed=0)
+        subject = TunedModel(model, [sizes(model, case.own_feeds())], Options(threads=1))
+        session = TuningSession(
+            tmp_path / "tasks", subject, [MeasurementSite(bench, database)], target, workshop, "full", seed=0
+        )
         session.extract(tmp_path / "model")
         session.search(time.monotonic() + SECONDS, None, lambda state: None)
         (search,) = session.searches
         space = search.space
         assert isinstance(space, TileSpace)
-        random = {text: s for text, s in search.known.items() if text != space.default}
+        random = {text: s for text, s in search.timings.items() if text != space.default}
         traces = {choice.to_json(): space.trace(search.module, choice) for choice in sweep(space)}
         workshop.folder = search.folder
         seconds = {}

@@ -18,11 +18,11 @@ from lowering.attention.problem import AttentionProblem, Window
 from lowering.compiling.compilation import compiled
 from lowering.compiling.options import Options
 from lowering.target import resolve
-from lowering.tuning.build import kernel
-from lowering.tuning.choices import annotated, recorded
-from lowering.tuning.context import Context, strategy
-from lowering.tuning.cost_model import TileModel
-from lowering.tuning.task import NotTunable, at_sizes, shapes_of, tiles_task, written
+from lowering.tuning.build import schedule_candidate
+from lowering.tuning.choices import read_choice, read_trace_choice
+from lowering.tuning.context import TuningContext, create_search_strategy
+from lowering.tuning.cost_model import TileCostModel
+from lowering.tuning.task import NotTunable, create_tiles_task, find_written_parameters, read_shapes, specialize_sizes
 from lowering.tuning.tile_space import TileSpace
 
 TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}
@@ -45,7 +45,7 @@ def functions(rows: int | str) -> dict:
 def matmul_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
     (func,) = [f for name, f in functions("n").items() if "matmul" in name]
     shapes = [(rows, K), *[tuple(int(n) for n in p.shape) for p in func.params[1:-1]], (rows, N)]
-    task = tiles_task(func, shapes, target)
+    task = create_tiles_task(func, shapes, target)
     assert task is not None
     return task
 
@@ -53,15 +53,17 @@ def matmul_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("rows, keys", [(1, 64), (100, 128)])
 def test_every_sample_is_legal_and_dull_fields_are_not_drawn(target, rows: int, keys: int) -> None:
-    task = tiles_task(plain(ATTENTION), attention_shapes(rows, keys), target.tvm)
+    task = create_tiles_task(plain(ATTENTION), attention_shapes(rows, keys), target.tvm)
     assert task is not None
     space = TileSpace(task, target.tvm)
-    kernels = {k for k, _, _ in space.fields("tiled")}
+    kernels = {k for k, _, _ in space.list_fields("tiled")}
     assert kernels == ({"decode"} if rows == 1 else {"prefill"})
-    fields = space.fields("tiled")
+    fields = space.list_fields("tiled")
     variant = space.variants[0]
     for seed in range(40):
-        choice = space.nearest("tiled", [(seed * 7 + 3 * k) % len(values) for k, (_, _, values) in enumerate(fields)])
+        choice = space.find_nearest(
+            "tiled", [(seed * 7 + 3 * k) % len(values) for k, (_, _, values) in enumerate(fields)]
+        )
         for tiles in choice.tiles.values():
             tiles.check(variant.problem, variant.machine)
         assert space.read(choice.to_json()) == choice
@@ -71,21 +73,21 @@ def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
     task = matmul_task(16)
     space = TileSpace(task, V4.tvm)
     trace = space.default_trace(task)
-    assert recorded(trace) == space.default
+    assert read_trace_choice(trace) == space.default
     schedule = Schedule(task)
     trace.apply_to_schedule(schedule, remove_postproc=False)
-    assert annotated(schedule.mod) == space.default
+    assert read_choice(schedule.mod) == space.default
     usual = schedules.apply(tvm.IRModule({"f": task["kernel"]}), V4.tvm)["f"]
-    assert structural_equal(kernel(schedule.mod, V4.tvm).body, usual.body, True)
-    assert structural_equal(kernel(task, V4.tvm).body, usual.body, True)
+    assert structural_equal(schedule_candidate(schedule.mod, V4.tvm).body, usual.body, True)
+    assert structural_equal(schedule_candidate(task, V4.tvm).body, usual.body, True)
 
 
 def search(seed: int) -> list[str]:
     """The choices of a first batch, and of one after results that depend on the choice alone."""
     task = matmul_task(16)
     space = TileSpace(task, V4.tvm)
-    model = TileModel(space, seed)
-    context = Context(task, V4.tvm, space.generator(), strategy(), "matmul", seed + 1)
+    model = TileCostModel(space, seed)
+    context = TuningContext(task, V4.tvm, space.generator(), create_search_strategy(), "matmul", seed + 1)
     database = ms.database.MemoryDatabase()
     workload = database.commit_workload(task)
     info = ms.arg_info.ArgInfo.from_prim_func(task["main"])
@@ -93,7 +95,7 @@ def search(seed: int) -> list[str]:
     found: list[str] = []
     for _ in range(2):
         candidates = context.generate_measure_candidates()
-        texts = [annotated(c.sch.mod) or "" for c in candidates]
+        texts = [read_choice(c.sch.mod) or "" for c in candidates]
         results = [ms.runner.RunnerResult([1 + len(t) / 100 + sum(map(ord, t)) / 1e6], None) for t in texts]
         for candidate, result in zip(candidates, results):
             record = ms.database.TuningRecord(candidate.sch.trace, workload, result.run_secs, V4.tvm, info)
@@ -111,22 +113,22 @@ def test_the_same_seed_gives_the_same_candidates() -> None:
 
 
 def test_a_task_is_the_same_whatever_the_model_calls_its_parts() -> None:
-    task = tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
-    again = tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
-    other = tiles_task(plain(ATTENTION), attention_shapes(8, 128), V4.tvm)
+    task = create_tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
+    again = create_tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
+    other = create_tiles_task(plain(ATTENTION), attention_shapes(8, 128), V4.tvm)
     assert structural_equal(task, again) and not structural_equal(task, other)
-    assert task is not None and shapes_of(task) == tuple(attention_shapes(8, 64))
+    assert task is not None and read_shapes(task) == tuple(attention_shapes(8, 64))
 
 
 def test_sizes_that_arguments_do_not_tell() -> None:
     (func,) = [f for name, f in functions("n").items() if "matmul" in name]
-    bound = at_sizes(func, [(16, K), *[tuple(int(n) for n in p.shape) for p in func.params[1:-1]], (16, N)])
+    bound = specialize_sizes(func, [(16, K), *[tuple(int(n) for n in p.shape) for p in func.params[1:-1]], (16, N)])
     assert [int(n) for n in bound.params[-1].shape] == [16, N]
     size = tvm.tirx.Var("n", "int64")
     x, y = (tvm.tirx.decl_buffer((size * 2,), "float32", name) for name in "xy")
     body = tvm.tirx.BufferStore(y, tvm.tirx.BufferLoad(x, [0]), [0])
     with pytest.raises(NotTunable, match="do not tell n"):
-        at_sizes(tvm.tirx.PrimFunc([x, y], body).with_attr("s_tir", True), [(4,), (4,)])
+        specialize_sizes(tvm.tirx.PrimFunc([x, y], body).with_attr("s_tir", True), [(4,), (4,)])
 
 
 def test_a_size_that_is_a_parameter_itself_stays_one() -> None:
@@ -134,12 +136,12 @@ def test_a_size_that_is_a_parameter_itself_stays_one() -> None:
     size = tvm.tirx.Var("n", "int64")
     x, y = (tvm.tirx.decl_buffer((size,), "float32", name) for name in "xy")
     body = tvm.tirx.BufferStore(y, tvm.tirx.BufferLoad(x, [0]) + tvm.tirx.Cast("float32", size), [0])
-    bound = at_sizes(tvm.tirx.PrimFunc([x, y, size], body).with_attr("s_tir", True), [(4,), (4,), 4])
+    bound = specialize_sizes(tvm.tirx.PrimFunc([x, y, size], body).with_attr("s_tir", True), [(4,), (4,), 4])
     assert len(bound.params) == 3 and [int(n) for n in bound.params[1].shape] == [4]
     assert 'T.Cast("float32", T.int64(4))' in str(bound)
 
 
 def test_which_parameters_are_written() -> None:
-    assert written(plain(ATTENTION)) == [False, False, False, False, True]
+    assert find_written_parameters(plain(ATTENTION)) == [False, False, False, False, True]
     (func,) = [f for name, f in functions("n").items() if "matmul" in name]
-    assert written(func) == [False] * (len(func.params) - 1) + [True]
+    assert find_written_parameters(func) == [False] * (len(func.params) - 1) + [True]

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from lowering.shortened import cut_middle, first_and_more
-from lowering.tuning.session import End, Outcome
-from lowering.tuning.table import report, summary
+from lowering.tuning.session import End, TuningOutcome
+from lowering.tuning.table import format_report, format_summary
 from lowering.tuning.tune import Tuning
 
 NODES = tuple(f"MatMul /model/encoder/layer.{k}/output/dense/MatMul" for k in range(12))
-SLOW = Outcome(
+SLOW = TuningOutcome(
     "fused_packed_matmul_add_add_gelu_3", "tiles", NODES, 0.3, 2e-3, 2e-3, 18, {"slower": 12}, "", fastest=2e-3
 )
 FAST = dataclasses.replace(SLOW, name="fused_attention", seconds=1e-3, fastest=0.9e-3, in_model=0.55)
 SEEMED = dataclasses.replace(SLOW, name="fused_softmax", fastest=1.6e-3)
-LEFT = Outcome("gather", "", ("Gather x",), 0.0, 1.0, 1.0, 0, {}, "", why="the time was over before it was begun")
+LEFT = TuningOutcome("gather", "", ("Gather x",), 0.0, 1.0, 1.0, 0, {}, "", why="the time was over before it was begun")
 
 
-def tuning(*outcomes: Outcome, seconds: float = 119.5, ended: End = "time") -> Tuning:
+def tuning(*outcomes: TuningOutcome, seconds: float = 119.5, ended: End = "time") -> Tuning:
     return Tuning(Path("tuned/here"), outcomes, seconds, 120.0, ended, 1.5)
 
 
@@ -31,8 +31,10 @@ def tuning(*outcomes: Outcome, seconds: float = 119.5, ended: End = "time") -> T
 def test_a_model_of_many_nodes_fits_a_terminal(width: int, count: int) -> None:
     """Whatever its width: a line for a kernel, none longer than the terminal, the result first."""
     outcomes = [dataclasses.replace(SLOW, name=f"{SLOW.name}_{k}") for k in range(count)]
-    lines = report(tuning(FAST, *outcomes, LEFT), width)
-    assert lines[0] == summary(tuning(FAST, *outcomes, LEFT)) and lines[0].startswith(f"1 of {count + 2} kernels got")
+    lines = format_report(tuning(FAST, *outcomes, LEFT), width)
+    assert lines[0] == format_summary(tuning(FAST, *outcomes, LEFT)) and lines[0].startswith(
+        f"1 of {count + 2} kernels got"
+    )
     table = lines[lines.index("") + 1 :]
     assert len(lines) < 30 and max(map(len, table)) <= width
     assert re.match(r"kernel +nodes +share +trials +default +tuned +gain", table[0])
@@ -65,7 +67,7 @@ ENDS: dict[str, tuple[Tuning, list[str]]] = {
 def test_why_it_ended_and_what_was_not_confirmed(case: str) -> None:
     """A sentence each, after the result and before the records."""
     done, said = ENDS[case]
-    lines = report(done, 80)
+    lines = format_report(done, 80)
     sentences = lines[1 : lines.index("records: tuned/here")]
     assert len(sentences) == len(said)
     assert all(re.search(pattern, line) and line.endswith(".") for pattern, line in zip(said, sentences))
@@ -77,7 +79,7 @@ def test_what_was_not_tuned_is_said_once_for_each_reason() -> None:
     names = ["gather", "add", "gather", "relu", "exp", "log"]
     left = [dataclasses.replace(LEFT, name=name) for name in names]
     failed = dataclasses.replace(LEFT, name="bad", why="its default failed: it is wrong")
-    lines = report(tuning(*left, failed), 80)
+    lines = format_report(tuning(*left, failed), 80)
     assert lines[-2:] == [
         "not tuned: gather, add, relu and 2 more: the time was over before it was begun",
         "not tuned: bad: its default failed: it is wrong",

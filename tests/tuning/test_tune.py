@@ -25,11 +25,11 @@ from lowering.errors import InputError
 from lowering.measuring import trial as trial_of_one
 from lowering.target import resolve
 from lowering.tuning import local
-from lowering.tuning.build import compiled, unscheduled
-from lowering.tuning.choices import recorded
-from lowering.tuning.database import Database, best, journal, opened
-from lowering.tuning.lookup import by_size
-from lowering.tuning.session import State
+from lowering.tuning.build import compile_library, get_unscheduled_function
+from lowering.tuning.choices import read_trace_choice
+from lowering.tuning.database import TuningDatabase, open_writable, read_best_records, read_journal
+from lowering.tuning.lookup import choose_by_size
+from lowering.tuning.session import TuningState
 from schedules.variant import BySize, Choice, Size
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuni
 
 def trials(folder: Path) -> int:
     (part,) = (f for f in folder.iterdir() if f.is_dir())
-    return len(opened(part / "trials").get_all_tuning_records())
+    return len(open_writable(part / "trials").get_all_tuning_records())
 
 
 def test_every_trial_is_in_the_database(tuned: tuple[Path, lowering.Tuning]) -> None:
@@ -131,25 +131,25 @@ def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four candidates one cannot be built, one answers wrongly and one never ends."""
-    build, count = local.Workshop.build, iter(range(10**6))
+    build, count = local.LibraryBuilder.build, iter(range(10**6))
 
-    def poisoned(self: local.Workshop, module: tvm.IRModule, name: str = "", plain: bool = False) -> Path:
+    def poisoned(self: local.LibraryBuilder, module: tvm.IRModule, name: str = "", plain: bool = False) -> Path:
         path = build(self, module, name, plain)
         kind = ("build", "wrong", "hang", "")[next(count) % 4] if not name else ""
         if kind == "build":
             raise local.Failed("build", "error: no such luck")
         if kind:
-            path.write_bytes(compiled(poison(unscheduled(module), kind), resolve("cpu")[0]))
+            path.write_bytes(compile_library(poison(get_unscheduled_function(module), kind), resolve("cpu")[0]))
         return path
 
-    monkeypatch.setattr(local.Workshop, "build", poisoned)
+    monkeypatch.setattr(local.LibraryBuilder, "build", poisoned)
     monkeypatch.setattr(trial_of_one, "RUN_SECONDS", 1.0)
     tuning = lowering.tune(matmul(rows=16), tmp_path / "database", trials=8)
     causes = {cause for o in tuning.outcomes for cause in o.failures}
     assert causes == {"build", "wrong", "hang"}
-    kept = [trial.candidate for trial in journal(tuning.database) if trial.cause is not None]
+    kept = [trial.candidate for trial in read_journal(tuning.database) if trial.cause is not None]
     assert len(kept) == sum(sum(o.failures.values()) for o in tuning.outcomes)
-    assert not {recorded(r.trace) for r in best(tuning.database)} & set(kept)
+    assert not {read_trace_choice(r.trace) for r in read_best_records(tuning.database)} & set(kept)
     module = lowering.compile(matmul(rows=16), database=tmp_path / "database")
     x = np.ones((16, 96), np.float32)
     np.testing.assert_allclose(module.run({"x": x})["y"], expected(matmul(), x), rtol=1e-4, atol=1e-7)
@@ -179,7 +179,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
-    def interrupt(state: State) -> None:
+    def interrupt(state: TuningState) -> None:
         if state.at_work is not None and state.at_work.trials == 3 and state.step == "searching":
             raise KeyboardInterrupt
 
@@ -214,7 +214,7 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(lowering.LoweringError, match="cannot be written"):
         lowering.tune(matmul(), tmp_path / "file", budget=5)
-    database = Database(tmp_path, resolve("cpu")[0])
+    database = TuningDatabase(tmp_path, resolve("cpu")[0])
     (database.folder / "best" / "database_workload.json").write_text("[nothing]\n")
     with pytest.raises(lowering.LoweringError, match="is damaged: line 1 is not a workload"):
         lowering.compile(matmul(), database=tmp_path)
@@ -223,11 +223,11 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
 def test_the_nearest_size_counts() -> None:
     rows, keys = Size(0, 0), Size(1, None)
     a, b, c = (Choice(name, {}) for name in "abc")
-    assert by_size([rows], {(1,): a, (64,): a}) == a
-    assert by_size([rows, keys], {(1, 4): a, (64, 4): b}) == BySize(rows, 8, a, b)
-    tree = by_size([rows, keys], {(1, 100): a, (64, 100): b, (64, 6400): c})
+    assert choose_by_size([rows], {(1,): a, (64,): a}) == a
+    assert choose_by_size([rows, keys], {(1, 4): a, (64, 4): b}) == BySize(rows, 8, a, b)
+    tree = choose_by_size([rows, keys], {(1, 100): a, (64, 100): b, (64, 6400): c})
     assert tree == BySize(keys, 800, BySize(rows, 8, a, b), c) or tree == BySize(rows, 8, a, BySize(keys, 800, b, c))
-    assert by_size([rows], {(0,): a, (1,): b}) == BySize(rows, 0, a, b)
+    assert choose_by_size([rows], {(0,): a, (1,): b}) == BySize(rows, 0, a, b)
 
 
 def test_a_target_that_names_no_machine_finds_what_was_tuned_for_it(tmp_path: Path) -> None:

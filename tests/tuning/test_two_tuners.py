@@ -15,7 +15,7 @@ from tvm.s_tir import meta_schedule as ms
 import lowering
 from lowering.target import resolve
 from lowering.tuning import database, upkeep
-from lowering.tuning.database import Database, identity, journal, open_database
+from lowering.tuning.database import TuningDatabase, hash_task, open_database, read_journal
 
 TARGET = resolve("cpu")[0]
 PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))
@@ -26,23 +26,23 @@ Records = list[ms.database.TuningRecord]
 @pytest.fixture(scope="module")
 def records() -> Records:
     """One of each of six tasks."""
-    (packed, *_) = (path for path in PRESETS if len(database.best(path.parent)) > 10)
-    by_task = {identity(record.workload.mod): record for record in database.best(packed.parent)}
+    (packed, *_) = (path for path in PRESETS if len(database.read_best_records(path.parent)) > 10)
+    by_task = {hash_task(record.workload.mod): record for record in database.read_best_records(packed.parent)}
     return list(by_task.values())[:6]
 
 
 def part(folder: Path) -> Path:
-    (found,) = upkeep.parts(folder)
+    (found,) = upkeep.list_architecture_folders(folder)
     return found
 
 
 def held_of(folder: Path, name: str = database.TRIALS) -> list[tuple[str, float]]:
     return sorted(
-        (identity(r.workload.mod), float(r.run_secs[0])) for r in open_database(folder / name).get_all_tuning_records()
+        (hash_task(r.workload.mod), float(r.run_secs[0])) for r in open_database(folder / name).get_all_tuning_records()
     )
 
 
-def commit(to: Database, record: ms.database.TuningRecord, seconds: float) -> None:
+def commit(to: TuningDatabase, record: ms.database.TuningRecord, seconds: float) -> None:
     to.commit(record.workload.mod, record.trace, seconds, record.target)
 
 
@@ -58,18 +58,18 @@ def commit(to: Database, record: ms.database.TuningRecord, seconds: float) -> No
     ],
 )
 def test_commits_in_turn(turns: list[tuple[int, int]], records: Records, tmp_path: Path) -> None:
-    writers = [Database(tmp_path, TARGET) for _ in range(3)]
+    writers = [TuningDatabase(tmp_path, TARGET) for _ in range(3)]
     for seconds, (writer, task) in enumerate(turns, 1):
         commit(writers[writer], records[task], float(seconds))
         writers[writer].record_best(
             records[task].workload.mod, records[task].trace, float(seconds), records[task].target
         )
-    expected = sorted((identity(records[t].workload.mod), float(s)) for s, (_, t) in enumerate(turns, 1))
+    expected = sorted((hash_task(records[t].workload.mod), float(s)) for s, (_, t) in enumerate(turns, 1))
     assert held_of(part(tmp_path)) == held_of(part(tmp_path), database.BEST) == expected
-    assert sorted((trial.task, trial.seconds) for trial in journal(part(tmp_path))) == expected
+    assert sorted((trial.task, trial.seconds) for trial in read_journal(part(tmp_path))) == expected
     for writer, its in enumerate(writers):  # each knows its own
-        mine = {identity(records[t].workload.mod) for w, t in turns if w == writer}
-        assert {identity(r.workload.mod) for r in its.trials.get_all_tuning_records()} == mine
+        mine = {hash_task(records[t].workload.mod) for w, t in turns if w == writer}
+        assert {hash_task(r.workload.mod) for r in its.trials.get_all_tuning_records()} == mine
 
 
 def tear(folder: Path) -> None:
@@ -80,7 +80,7 @@ def tear(folder: Path) -> None:
 
 
 def shorten(folder: Path) -> None:
-    upkeep.prune(folder.parent, keep=0)
+    upkeep.prune_database(folder.parent, keep=0)
 
 
 def clear(folder: Path) -> None:
@@ -92,13 +92,13 @@ def clear(folder: Path) -> None:
 def test_what_others_do_meanwhile(
     meanwhile: Callable[[Path], None], left: int, records: Records, tmp_path: Path
 ) -> None:
-    writer = Database(tmp_path, TARGET)
+    writer = TuningDatabase(tmp_path, TARGET)
     commit(writer, records[0], 1.0)
     meanwhile(part(tmp_path))
     commit(writer, records[1], 2.0)
-    expected = [(identity(record.workload.mod), seconds) for record, seconds in zip(records, (1.0, 2.0))]
+    expected = [(hash_task(record.workload.mod), seconds) for record, seconds in zip(records, (1.0, 2.0))]
     assert held_of(part(tmp_path)) == sorted(expected[2 - left :])
-    assert [trial.seconds for trial in journal(part(tmp_path))] == [1.0, 2.0]
+    assert [trial.seconds for trial in read_journal(part(tmp_path))] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("step", range(18))
@@ -106,7 +106,7 @@ def test_a_prune_that_is_cut_short(
     step: int, records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any file that it moves or removes: all records are there, or those that it leaves."""
-    writer, steps = Database(tmp_path, TARGET), [0]
+    writer, steps = TuningDatabase(tmp_path, TARGET), [0]
     for seconds in (3.0, 1.0, 2.0):
         for record in records[:2]:
             commit(writer, record, seconds)
@@ -125,11 +125,11 @@ def test_a_prune_that_is_cut_short(
         for module in (os, Path):
             monkeypatch.setattr(module, name, cut_short(getattr(module, name)))
     with suppress(KeyboardInterrupt):
-        upkeep.prune(tmp_path, keep=1)
+        upkeep.prune_database(tmp_path, keep=1)
     monkeypatch.undo()
     assert held_of(part(tmp_path)) in (before, after)
-    commit(Database(tmp_path, TARGET), records[2], 4.0)
-    assert (identity(records[2].workload.mod), 4.0) in held_of(part(tmp_path))
+    commit(TuningDatabase(tmp_path, TARGET), records[2], 4.0)
+    assert (hash_task(records[2].workload.mod), 4.0) in held_of(part(tmp_path))
 
 
 def test_processes_at_once(records: Records, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_processes_at_once(records: Records, tmp_path: Path) -> None:
         if process == 0:
             code = 1
             try:
-                writer = Database(tmp_path, TARGET)
+                writer = TuningDatabase(tmp_path, TARGET)
                 for k in range(24):
                     commit(writer, records[(child + k) % 6], 100.0 * child + k)
                 code = 0
@@ -148,9 +148,9 @@ def test_processes_at_once(records: Records, tmp_path: Path) -> None:
                 os._exit(code)
         children.append(process)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
-    expected = [(identity(records[(c + k) % 6].workload.mod), 100.0 * c + k) for c in range(4) for k in range(24)]
+    expected = [(hash_task(records[(c + k) % 6].workload.mod), 100.0 * c + k) for c in range(4) for k in range(24)]
     assert held_of(part(tmp_path)) == sorted(expected)
-    assert len(journal(part(tmp_path))) == 96
+    assert len(read_journal(part(tmp_path))) == 96
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_two_tunings_at_once(tmp_path: Path) -> None:
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     trials = held_of(part(tmp_path))
     assert len(trials) >= 32 + 9  # with the defaults
-    assert sorted((t.task, t.seconds) for t in journal(part(tmp_path)) if t.seconds is not None) == trials
+    assert sorted((t.task, t.seconds) for t in read_journal(part(tmp_path)) if t.seconds is not None) == trials
     for rows in (8, 24, 64):
         module = lowering.compile(matmul(rows=rows), database=tmp_path)
         assert all(kernel.source for kernel in module.manifest.kernels)

@@ -144,9 +144,9 @@ class Rehearsal(Card):
     def upload(self, tensor: torch.Tensor) -> Any:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_of
+        from lowering.runtime.tensors import copy_tensor
 
-        return copy_of(tvm_ffi.from_dlpack(tensor.contiguous()), tvm_ffi.device("cuda", 0))
+        return copy_tensor(tvm_ffi.from_dlpack(tensor.contiguous()), tvm_ffi.device("cuda", 0))
 
     def write(self, array: Any, tensor: torch.Tensor) -> None:
         import tvm_ffi
@@ -158,9 +158,9 @@ class Rehearsal(Card):
     def download(self, array: Any) -> torch.Tensor:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_of
+        from lowering.runtime.tensors import copy_tensor
 
-        return torch.from_dlpack(copy_of(array, tvm_ffi.device("cpu", 0))).clone()
+        return torch.from_dlpack(copy_tensor(array, tvm_ffi.device("cpu", 0))).clone()
 
 
 def card() -> Card:

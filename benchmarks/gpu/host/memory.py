@@ -57,17 +57,19 @@ class Host:
 
         from lowering.runtime.elements import ElementType
         from lowering.runtime.gpu import CUDA
-        from lowering.runtime.tensors import copy_of, view_as
+        from lowering.runtime.tensors import copy_tensor, view_as
 
         gpu, cpu = tvm_ffi.device("cuda", 0), tvm_ffi.device("cpu", 0)
         types = [ElementType(array.dtype.name, array.dtype.name) for array in arrays]
         carried = [tvm_ffi.from_dlpack(t.carry(np.ascontiguousarray(array))) for t, array in zip(types, arrays)]
-        there = [view_as(copy_of(x, gpu), t.storage, tuple(array.shape)) for x, t, array in zip(carried, types, arrays)]
+        there = [
+            view_as(copy_tensor(x, gpu), t.storage, tuple(array.shape)) for x, t, array in zip(carried, types, arrays)
+        ]
         function(*there)
         stream = tvm_ffi.get_raw_stream(gpu)
         tvm_ffi.get_global_func("runtime.Device_StreamSync")(gpu, stream)
         assert all(x.__dlpack_device__()[0] == CUDA for x in there)
-        back = [copy_of(view_as(x, t.carrier.name, tuple(x.shape)), cpu) for x, t in zip(there, types)]
+        back = [copy_tensor(view_as(x, t.carrier.name, tuple(x.shape)), cpu) for x, t in zip(there, types)]
         return [t.uncarry(np.from_dlpack(x).copy()) for x, t in zip(back, types)]
 
 
@@ -125,12 +127,12 @@ class HostTorch(Torch):
     def bound(self, function: Callable[..., object], arrays: Sequence[Array]) -> Callable[[], object]:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_of, copy_to
+        from lowering.runtime.tensors import copy_tensor, copy_to
 
         tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
 
         def call() -> None:
-            there = [copy_of(tensor, tvm_ffi.device("cuda", 0)) for tensor in tensors]
+            there = [copy_tensor(tensor, tvm_ffi.device("cuda", 0)) for tensor in tensors]
             function(*there)
             for tensor, source in zip(tensors, there):
                 copy_to(source, tensor)
