@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowering.commands.cli import _parser
+from lowering.commands.cli import create_parser
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 
@@ -61,7 +61,7 @@ Artifacts for GPUs need driver 580 or later (CUDA 13); `sm_100` runs on B200 and
 
 def page() -> str:
     """The whole page."""
-    parser = _parser()
+    parser = create_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     parts = [HEADER, f"## Options of all commands\n\n{_table([_verbose(commands.choices['doctor'])])}"]

@@ -21,8 +21,8 @@ import onnx_ir as ir
 import lowering
 from lowering import flex
 from lowering.demo.decoder import DecoderConfig, build_decoder
-from lowering.reporting.memory import plan
-from lowering.reporting.script import Main
+from lowering.reporting.memory import read_plan
+from lowering.reporting.script import MainFunction
 
 matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "figures", "font.size": 9})
@@ -140,14 +140,14 @@ def memory() -> Any:
     """Of each intermediate tensor of a decoder its offset, its bytes, and the first and the last call that uses it."""
     modules = dict(_until("plan_memory", build_decoder(DecoderConfig(layers=2)), donate=("cache_.*",)))
     before, after = (_main(modules[name].script()) for name in ("lower_call_tir", "plan_memory"))
-    found = plan(before, after, {"batch": 1, "tokens": TOKENS, "capacity": 1024})
+    found = read_plan(before, after, {"batch": 1, "tokens": TOKENS, "capacity": 1024})
     tensors = [[t.offset, t.size, t.first, t.last] for t in found.tensors if t.block is not None]
     return {"calls": found.calls, "tensors": tensors}
 
 
-def _main(script: str) -> Main:
+def _main(script: str) -> MainFunction:
     functions = (node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.FunctionDef))
-    return Main(next(function for function in functions if function.name == "main"))
+    return MainFunction(next(function for function in functions if function.name == "main"))
 
 
 def numerics() -> Any:

@@ -1,4 +1,4 @@
-"""`python -m lowering` is the command `onnx-lowering`."""
+"""The command `onnx-lowering`, as `python -m lowering`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Arithmetic of sizes: as text, which a manifest holds (names, numbers, + - * // %, min and max), and of memory."""
+"""Arithmetic of sizes: as text in a manifest (names, numbers, + - * // %, min and max), and of memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 
-# No dimension is larger. Matmuls of a few such numbers still fit into 64 bits.
+# The largest dimension. Products of a few such numbers still fit into 64 bits.
 LARGEST_SIZE = 2**40
 
 PAGE = 4096
-"""Bytes: the granule of the runtime's allocator."""
+"""The granule of the runtime's allocator, in bytes."""
 
 _SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -21,33 +21,38 @@ _SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-def size_class(size: int) -> int:
-    """Bytes that are asked of the allocator for so many: a power of two, at least a page (passes/size_classes.py)."""
+def round_to_size_class(size: int) -> int:
+    """Return the bytes to allocate for a size: a power of two, at least a page (passes/size_classes.py)."""
     return max(PAGE, 1 << max(size - 1, 0).bit_length())
 
 
-def names(text: str) -> set[str]:
-    """The sizes that the text is about."""
+def list_names(text: str) -> set[str]:
+    """Return the names of sizes in a text."""
     return {node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)} - {"min", "max"}
 
 
 def evaluate(text: str, values: Mapping[str, int]) -> int:
-    """The number that the text gives for these sizes.
+    """Return the value of a text for these sizes.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: The text is anything else.
     """
-    return value(ast.parse(text, mode="eval").body, values)
+    return evaluate_node(ast.parse(text, mode="eval").body, values)
 
 
-def value(node: ast.expr, values: Mapping[str, int]) -> int:
-    """The same of an expression that has been parsed."""
+def evaluate_node(node: ast.expr, values: Mapping[str, int]) -> int:
+    """Return the value of a parsed expression.
+
+    Raises:
+        ValueError: The expression is anything else.
+    """
     match node:
         case ast.Constant(value=int(number)):
             return number
         case ast.Name(id=name) if name in values:
             return values[name]
         case ast.BinOp(left=a, op=sign, right=b) if type(sign) in _SIGNS:
-            return _SIGNS[type(sign)](value(a, values), value(b, values))
+            return _SIGNS[type(sign)](evaluate_node(a, values), evaluate_node(b, values))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[a, b]):
-            return (min if name == "min" else max)(value(a, values), value(b, values))
+            return (min if name == "min" else max)(evaluate_node(a, values), evaluate_node(b, values))
     raise ValueError(f"'{ast.unparse(node)}' is no arithmetic of {', '.join(values)}")

@@ -27,14 +27,14 @@ _TARGETS = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
 
 
 class PreparedModel(BackendRep):
-    """A compiled model that takes and gives arrays in the order of its inputs and outputs.
+    """A compiled model with arrays in the order of its inputs and outputs.
 
     Inputs and outputs that are sequences are lists of arrays, and optional ones without an element are None. A model
-    that takes such inputs is compiled when it runs, once for each number of elements that calls have.
+    with such inputs is compiled when it runs, once for each number of elements in the calls.
     """
 
     def __init__(self, names: Sequence[str], compile_for: Callable[[Mapping[str, Any]], Model]) -> None:
-        """names are those of the inputs; compile_for gives the model for the inputs of a call."""
+        """Initialize with the names of the inputs, and a function that gives the model for the inputs of a call."""
         self.names = names
         self._compile_for = compile_for
 
@@ -60,45 +60,47 @@ class PreparedModel(BackendRep):
             inputs = dict(zip(self.names, inputs))
         model = self._compile_for(inputs)
         results = model.run({name: _as_arrays(value) for name, value in inputs.items()})
-        return tuple(results[each.name] for each in arguments(model.outputs, model.manifest.output_lists))
+        return tuple(results[argument.name] for argument in arguments(model.outputs, model.manifest.output_lists))
 
 
 class _CompiledByLengths:
-    """A model that takes sequences or optional values, and what was compiled of it for numbers of elements."""
+    """A model with sequence or optional inputs, and its compiled variants by number of elements."""
 
     def __init__(self, model: onnx.ModelProto, target: str, options: Mapping[str, Any]) -> None:
         self._model, self._target, self._options = model, target, dict(options)
         self._compiled: dict[tuple[Any, ...], Model] = {}
 
     def __call__(self, inputs: Mapping[str, Any]) -> Model:
-        """Return the model for the lists that a call gives."""
-        counts, ranks = counts_and_ranks(self._model, inputs)
+        """Return the model for the lists of a call."""
+        counts, ranks = read_counts_and_ranks(self._model, inputs)
         key = (*counts.values(), *ranks.values())
         if key not in self._compiled:
-            model = with_ranks(self._model, ranks)
+            model = declare_ranks(self._model, ranks)
             dims = {**self._options.get("dims", {}), **counts}
             self._compiled[key] = compile(model, self._target, **{**self._options, "dims": dims})
         return self._compiled[key]
 
 
-def counts_and_ranks(model: onnx.ModelProto, inputs: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int | None]]:
-    """Return how many elements the sequences and optional values among inputs have, and of how many dimensions."""
-    given = {name: inputs.get(name) for name in _lists(model)}
+def read_counts_and_ranks(
+    model: onnx.ModelProto, inputs: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, int | None]]:
+    """Return the number of elements of sequence and optional inputs, and their ranks."""
+    lists = {name: inputs.get(name) for name in _find_list_inputs(model)}
     counts = {
         name: len(value) if isinstance(value, (list, tuple)) else int(value is not None)
-        for name, value in given.items()
+        for name, value in lists.items()
     }
-    return counts, {name: _rank(value) for name, value in given.items()}
+    return counts, {name: _read_rank(value) for name, value in lists.items()}
 
 
-def _rank(value: Any) -> int | None:
-    """The number of dimensions of the arrays of a list; None where they have several, or there are none."""
+def _read_rank(value: Any) -> int | None:
+    """Return the rank of the arrays of a list; None where they have several, or there are none."""
     ranks = {np.ndim(array) for array in value} if isinstance(value, (list, tuple)) else set()
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int | None]) -> onnx.ModelProto:
-    """Return the model with those numbers of dimensions for sequences whose shape it does not declare."""
+def declare_ranks(model: onnx.ModelProto, ranks: Mapping[str, int | None]) -> onnx.ModelProto:
+    """Return the model with these ranks for sequences without a declared shape."""
     declared = onnx.ModelProto()
     declared.CopyFrom(model)
     for value in declared.graph.input:
@@ -119,16 +121,17 @@ def _as_arrays(value: Any) -> Any:
 
 
 class LoweringBackend(Backend):
-    """onnx-lowering as onnx sees a backend. Devices are "CPU" and "CUDA"."""
+    """onnx-lowering as a backend of ONNX. Devices are "CPU" and "CUDA"."""
 
     @classmethod
     def is_compatible(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> bool:
-        """Return whether every node can be lowered; docs/node_cases.md says of ONNX's node cases why some cannot.
+        """Return whether every node can be lowered.
 
-        Of a model that takes sequences or optional values, with an element each.
+        Sequences and optional inputs have one element each. docs/node_cases.md lists the reasons for unsupported node
+        cases of ONNX.
         """
         try:
-            return check(model, dict.fromkeys(_lists(model), 1)).ok
+            return check(model, dict.fromkeys(_find_list_inputs(model), 1)).ok
         except LoweringError:
             return False
 
@@ -143,10 +146,10 @@ class LoweringBackend(Backend):
         if not cls.supports_device(device):
             raise InputError(f"device '{device}' is not supported here. Use 'CPU', or 'CUDA' where there is a GPU.")
         target = _TARGETS[Device(device).type]
-        if not _lists(model):
+        if not _find_list_inputs(model):
             compiled = compile(model, target, **kwargs)
             return PreparedModel([spec.name for spec in compiled.inputs], lambda inputs: compiled)
-        load_model(model)  # refuses what is no legal model
+        load_model(model)  # rejects an invalid model
         defaults = {value.name for value in model.graph.initializer}
         names = [value.name for value in model.graph.input if value.name not in defaults]
         return PreparedModel(names, _CompiledByLengths(model, target, kwargs))
@@ -174,24 +177,24 @@ class LoweringBackend(Backend):
             outputs_info: Element type and shape of each output; without it they are inferred.
         """
         opset = kwargs.pop("opset_version", onnx.defs.onnx_opset_version())
-        return cls.run_model(_model_of(node, inputs, outputs_info, opset), inputs, device, **kwargs)
+        return cls.run_model(_make_node_model(node, inputs, outputs_info, opset), inputs, device, **kwargs)
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
         """Return whether models can be compiled for a device and run here."""
         try:
-            asked = Device(device)
-            return asked.type in _TARGETS and asked.device_id == 0 and bool(resolve(_TARGETS[asked.type]))
+            requested = Device(device)
+            return requested.type in _TARGETS and requested.device_id == 0 and bool(resolve(_TARGETS[requested.type]))
         except (AttributeError, ValueError, LoweringError):
             return False
 
 
-def _lists(model: onnx.ModelProto) -> list[str]:
-    """The inputs that are sequences or optional values."""
+def _find_list_inputs(model: onnx.ModelProto) -> list[str]:
+    """Return the inputs that are sequences or optional values."""
     return [value.name for value in model.graph.input if value.type.WhichOneof("value") in _LISTS]
 
 
-def _model_of(
+def _make_node_model(
     node: onnx.NodeProto,
     inputs: Sequence[np.ndarray],
     outputs_info: Sequence[tuple[Any, tuple[int, ...]]] | None,
@@ -202,12 +205,12 @@ def _model_of(
 
     arrays = [np.asarray(array) for array in inputs]
     names = [name for name in dict.fromkeys(node.input) if name]
-    given = [describe(name, array.dtype, array.shape) for name, array in zip(names, arrays, strict=True)]
+    input_infos = [describe(name, array.dtype, array.shape) for name, array in zip(names, arrays, strict=True)]
     results = [name for name in node.output if name]
     outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in results]
     if outputs_info is not None:
         outputs = [describe(name, dtype, shape) for name, (dtype, shape) in zip(results, outputs_info, strict=True)]
-    graph = onnx.helper.make_graph([node], "node", given, outputs)
+    graph = onnx.helper.make_graph([node], "node", input_infos, outputs)
     imports = [onnx.helper.make_opsetid("", opset)]
     if node.domain not in ("", "ai.onnx"):
         imports.append(onnx.helper.make_opsetid(node.domain, 1))

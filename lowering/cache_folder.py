@@ -1,7 +1,7 @@
-"""The folder in which compiled code is kept for the next process. It is used where nobody else may write to it.
+"""The folder of compiled code for later processes. It is used only where no other user may write to it.
 
-What lies there runs with the rights of who uses it, as programs do. As ssh does with its files, the owner and the modes
-of the folder and of all above it are looked at, and new ones are made for their owner alone.
+Code in it runs with the rights of its user, as programs do. As ssh does with its files, the compiler checks owner and
+mode of the folder and of all parents. New folders are created for their owner alone.
 """
 
 from __future__ import annotations
@@ -19,52 +19,56 @@ LOG = logging.getLogger("lowering")
 
 
 def cache_folder() -> Path:
-    """Return where it is: ONNX_LOWERING_CACHE, else in the user's cache folder."""
-    named = os.environ.get("ONNX_LOWERING_CACHE")
+    """Return the folder: ONNX_LOWERING_CACHE, else one in the user's cache folder."""
+    override = os.environ.get("ONNX_LOWERING_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "onnx-lowering"
+    return Path(override) if override else Path(base) / "onnx-lowering"
 
 
-def part(name: str) -> Path | None:
-    """Return a folder in it, whether it is there or not, without links; None where others may write."""
+def find_private_subfolder(name: str) -> Path | None:
+    """Return a resolved subfolder, which need not exist, or None if other users may write to it."""
     folder = cache_folder() / name
     with suppress(OSError, RuntimeError):  # a loop of links
         folder = folder.resolve()
     return folder if _is_private(folder) else None
 
 
-def make(folder: Path) -> None:
-    """Make a folder and those above it that are missing, all for their owner alone. Raises OSError."""
-    for each in reversed([folder, *folder.parents]):
-        if not each.is_dir():
-            each.mkdir(mode=0o700, exist_ok=True)
+def make_private_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, all for their owner alone.
+
+    Raises:
+        OSError: A folder cannot be made.
+    """
+    for missing in reversed([folder, *folder.parents]):
+        if not missing.is_dir():
+            missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def distrusted(folder: Path) -> str | None:
-    """Return why somebody else may write what lies in a folder, which need not be there; None if nobody may."""
+def find_distrust_reason(folder: Path) -> str | None:
+    """Return the reason why another user may write to a folder, which need not exist, or None."""
     try:
-        here = folder.resolve()
+        resolved = folder.resolve()
     except (OSError, RuntimeError) as error:
         return f"'{folder}' cannot be looked at: {error}"
-    own = (0, os.geteuid())
-    for path in (here, *here.parents):
+    trusted_owners = (0, os.geteuid())
+    for path in (resolved, *resolved.parents):
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             continue
         except OSError as error:
             return f"'{path}' cannot be looked at: {error.strerror}"
-        if found.st_uid not in own:
-            return f"'{path}' belongs to user {found.st_uid}"
-        others = stat.S_IWOTH if _is_alone(found.st_gid, found.st_uid) else stat.S_IWOTH | stat.S_IWGRP
-        # In a folder with the sticky bit, such as /tmp, others cannot remove or rename what is not theirs.
-        if found.st_mode & others and (path == here or not found.st_mode & stat.S_ISVTX):
-            return f"others may write to '{path}' (mode {stat.S_IMODE(found.st_mode):o})"
+        if status.st_uid not in trusted_owners:
+            return f"'{path}' belongs to user {status.st_uid}"
+        write_bits = stat.S_IWOTH if _has_own_group(status.st_gid, status.st_uid) else stat.S_IWOTH | stat.S_IWGRP
+        # In a folder with the sticky bit, such as /tmp, users cannot remove or rename files of other users.
+        if status.st_mode & write_bits and (path == resolved or not status.st_mode & stat.S_ISVTX):
+            return f"others may write to '{path}' (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 
-def _is_alone(group: int, owner: int) -> bool:
-    """Whether nobody but the owner is in a group, as where each user has a group of the same name."""
+def _has_own_group(group: int, owner: int) -> bool:
+    """Return whether only the owner is in a group, as where each user has a group of the same name."""
     try:
         members, user = grp.getgrgid(group).gr_mem, pwd.getpwuid(owner)
     except KeyError:
@@ -74,12 +78,12 @@ def _is_alone(group: int, owner: int) -> bool:
 
 @functools.cache
 def _is_private(folder: Path) -> bool:
-    why = distrusted(folder)
-    if why is not None:
+    reason = find_distrust_reason(folder)
+    if reason is not None:
         LOG.warning(
             "the cache '%s' is not used: %s, and code from there would run as you. Make it yours alone (chmod go-w), "
             "or set ONNX_LOWERING_CACHE to a folder that is.",
             folder,
-            why,
+            reason,
         )
-    return why is None
+    return reason is None

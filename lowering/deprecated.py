@@ -1,4 +1,4 @@
-"""Public names of version 0.1 that have changed, which work for one more series (docs/versions.md).
+"""Deprecated public names of version 0.1, which work for one more series (docs/versions.md).
 
 Python warns with DeprecationWarning, the command line with a line on standard error; either names the replacement. JSON
 documents have renamed fields under both names.
@@ -20,18 +20,19 @@ FIELDS = {"quantized": "quantised", "matmuls": "products", "fix": "mend", "float
 def renamed_attribute(module: str, name: str, renamed: Mapping[str, str], attributes: Mapping[str, Any]) -> Any:
     """Return the attribute of a module that `name` was renamed to, with a warning.
 
-    Raises AttributeError if no attribute had that name.
+    Raises:
+        AttributeError: No attribute had that name.
     """
     if name not in renamed:
         raise AttributeError(f"module '{module}' has no attribute '{name}'")
-    new = renamed[name]
-    warnings.warn(f"{module}.{name} is now {module}.{new}.", DeprecationWarning, stacklevel=3)
-    return attributes[new]
+    new_name = renamed[name]
+    warnings.warn(f"{module}.{name} is now {module}.{new_name}.", DeprecationWarning, stacklevel=3)
+    return attributes[new_name]
 
 
 def with_old_fields(document: Any) -> Any:
     """Return a JSON document whose objects have renamed fields under both names."""
     if isinstance(document, Mapping):
-        new = {name: with_old_fields(value) for name, value in document.items()}
-        return {**new, **{FIELDS[name]: value for name, value in new.items() if name in FIELDS}}
+        document_fields = {name: with_old_fields(value) for name, value in document.items()}
+        return {**document_fields, **{FIELDS[name]: value for name, value in document_fields.items() if name in FIELDS}}
     return [with_old_fields(item) for item in document] if isinstance(document, (list, tuple)) else document

@@ -1,21 +1,21 @@
-"""What can go wrong, in words a user can act on: what, where, why and what to do."""
+"""Exceptions. Their texts tell the user the problem, its location, the reason and the remedy."""
 
 from __future__ import annotations
 
 
 class LoweringError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that this package raises intentionally."""
 
 
 class ModelError(LoweringError):
-    """The file is no legal ONNX model, or cannot be read."""
+    """The file is not a legal ONNX model, or cannot be read."""
 
 
 class NodeError(LoweringError):
-    """One node cannot be lowered.
+    """A node cannot be lowered.
 
     `where` names the node as ONNX does (domain, operator, version, node name), `what` is the attribute, input or rule
-    that blocks it, `remedy` is what the user can do.
+    that is not supported, and `remedy` is the action for the user.
     """
 
     def __init__(self, where: str, what: str, remedy: str = "") -> None:
@@ -24,7 +24,7 @@ class NodeError(LoweringError):
 
 
 class CompilerError(LoweringError):
-    """The compiler failed by a fault of its own, not of the model."""
+    """The compiler failed by a bug of its own, not by a problem of the model."""
 
 
 class TargetError(LoweringError):
@@ -32,7 +32,7 @@ class TargetError(LoweringError):
 
 
 class ArtifactError(LoweringError):
-    """A saved module is damaged, too new, or made for another machine."""
+    """A saved module is damaged, too new, or compiled for another machine."""
 
 
 class InputError(LoweringError):

@@ -1,4 +1,4 @@
-"""What this machine has for compiling and running, found without importing the compiler or the runtime."""
+"""This machine's properties for compiling and running, read without importing the compiler or the runtime."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
 
 SHIPPED = Path(__file__).parent / "runtime" / "lib"
-"""Where the wheel onnx-lowering-runtime has TVM's libraries, which other installations take from apache-tvm."""
+"""The folder of TVM's libraries in the wheel onnx-lowering-runtime; other installations use those of apache-tvm."""
 VERSION_FILE = "apache-tvm.version"
-"""Which version these are of."""
+"""The file with the version of these libraries."""
 
-# Where CUDA's wheel and its installer put CUDART.
+# The folders of CUDART in CUDA's wheel and of its installer.
 _WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
 
-# Linux /proc/cpuinfo names and LLVM's names of the features that the generated code may use.
+# CPU features that generated code may use: names of Linux's /proc/cpuinfo, and of LLVM.
 X86_FEATURES = {
     "sse4_2": "sse4.2", "popcnt": "popcnt", "avx": "avx", "f16c": "f16c", "fma": "fma", "bmi1": "bmi", "bmi2": "bmi2",
     "avx2": "avx2", "abm": "lzcnt", "movbe": "movbe",
@@ -32,7 +32,7 @@ V4 = (*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
 def cpu_flags() -> frozenset[str]:
-    """The features of this machine's CPUs, as Linux names them."""
+    """Return the features of this machine's CPUs, as Linux names them."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -41,54 +41,54 @@ def cpu_flags() -> frozenset[str]:
 
 
 def host_features() -> tuple[str, ...]:
-    """The features this machine shows, by /proc/cpuinfo name, of those the generated code may use."""
+    """Return the features of this machine that generated code may use, by /proc/cpuinfo name."""
     flags = cpu_flags()
     return tuple(f for f in FEATURES.get(platform.machine(), {}) if f in flags)
 
 
-def first_file(folders: list[Path], name: str) -> Path | None:
-    """The file of that name in the first folder that has it."""
+def find_first_file(folders: list[Path], name: str) -> Path | None:
+    """Return the file of that name in the first folder that has it, or None."""
     return next((f / name for f in folders if (f / name).is_file()), None)
 
 
-def runtime_folders() -> list[Path]:
-    """Where TVM's runtime libraries may be."""
+def list_runtime_folders() -> list[Path]:
+    """Return the possible folders of TVM's runtime libraries."""
     return [SHIPPED, *(Path(p) / "tvm" / "lib" for p in sys.path)]
 
 
 def runtime_alone() -> bool:
-    """Whether this is onnx-lowering-runtime, which leaves the compiler out."""
+    """Return whether this is onnx-lowering-runtime, which has no compiler."""
     return (SHIPPED / VERSION_FILE).is_file()
 
 
-def not_installed(package: str, distribution: str = "") -> str:
-    """Return the sentence about a package that is missing, and is on the package index as `distribution`."""
+def describe_missing_package(package: str, distribution: str = "") -> str:
+    """Return the sentence about a missing package, whose name on the package index is `distribution`."""
     return f"{package} is not installed: pip install {distribution or package}."
 
 
 def install_command(extra: str = "", options: str = "") -> str:
-    """Return the command that installs this package again, with what an extra needs.
+    """Return the command that installs this package again, with the requirements of an extra.
 
-    The package is on no index: the command names the checkout or the wheel file that the package is from, where that is
-    still there.
+    The package is not on an index: the command names the checkout or the wheel file of the installation, if it still
+    exists.
     """
-    begin = "pip install" + (f" {options}" if options else "")
+    command = "pip install" + (f" {options}" if options else "")
     suffix, origin = f"[{extra}]" if extra else "", _origin()
     if origin is not None:
-        return f"{begin} '{origin}{suffix}'"
+        return f"{command} '{origin}{suffix}'"
     if runtime_alone():
-        return f"{begin} 'WHEEL{suffix}', where WHEEL is the file of onnx-lowering-runtime"
-    return f"{begin} '.{suffix}' in a checkout of onnx-lowering"
+        return f"{command} 'WHEEL{suffix}', where WHEEL is the file of onnx-lowering-runtime"
+    return f"{command} '.{suffix}' in a checkout of onnx-lowering"
 
 
 def get_compiler() -> str:
-    """Return what to do where the compiler is needed, and onnx-lowering-runtime is installed."""
+    """Return how to get the compiler where onnx-lowering-runtime is installed."""
     return "pip uninstall onnx-lowering-runtime, then pip install . in a checkout of onnx-lowering"
 
 
 def _origin() -> Path | None:
-    """Return the checkout or the wheel file that this package is from, None where it is gone or not known."""
-    import json  # not above: every process imports this module, and few need what an installer wrote
+    """Return the checkout or the wheel file of this installation, or None where it is gone or cannot be determined."""
+    import json  # imported here: every process imports this module, and few need an installer's record
     from importlib import metadata
     from urllib.parse import unquote, urlsplit
 
@@ -96,10 +96,10 @@ def _origin() -> Path | None:
     if (checkout / "pyproject.toml").is_file():
         return checkout
     name = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
-    for installed in metadata.distributions(name=name):  # what a build leaves in a checkout does not say
+    for installed in metadata.distributions(name=name):  # metadata of a build in a checkout has no origin
         try:
-            said = installed.read_text("direct_url.json")
-            url = urlsplit(json.loads(said)["url"]) if said else None
+            url_text = installed.read_text("direct_url.json")
+            url = urlsplit(json.loads(url_text)["url"]) if url_text else None
         except (ValueError, KeyError, OSError):
             continue
         path = Path(unquote(url.path)) if url is not None and url.scheme == "file" else None
@@ -109,10 +109,10 @@ def _origin() -> Path | None:
 
 
 def find_cudart() -> Path | None:
-    """CUDA's runtime library, from its wheel or its installer."""
-    return first_file([*(Path(p) / _WHEEL for p in sys.path), _TOOLKIT], CUDART)
+    """Return CUDA's runtime library, of its wheel or its installer, or None."""
+    return find_first_file([*(Path(p) / _WHEEL for p in sys.path), _TOOLKIT], CUDART)
 
 
 def find_nvcc() -> str | None:
-    """The toolkit's compiler, on PATH or where its installer puts it."""
+    """Return the toolkit's compiler, on PATH or in its installer's folder, or None."""
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")

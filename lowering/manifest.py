@@ -1,7 +1,7 @@
-"""The manifest: what a compiled module takes, gives and needs, as plain data (JSON on disk).
+"""The manifest: inputs, outputs and requirements of a compiled module, as plain data (JSON on disk).
 
-Written by `lowering.compiling.artifact`, read by `lowering.runtime`. Everything the runtime checks before a call is in
-here, so that loading needs no compiler.
+`lowering.compiling.artifact` writes it, and `lowering.runtime` reads it. It has everything that the runtime checks
+before a call, so that loading needs no compiler.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from .records import decode
 
 FORMAT = 10
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
-MODEL, SETUP = "model", "setup"  # of an artifact: what its files of code begin with
+MODEL, SETUP = "model", "setup"  # prefixes of an artifact's code files
 SIGNATURE = "manifest.sig"
-SYMBOL = "__tvm_ffi_"  # in front of the names of functions in a library
+SYMBOL = "__tvm_ffi_"  # prefix of function names in a library
 
-MOST_THREADS = 1024
-"""The largest number of threads that a call may be given."""
+MAX_THREADS = 1024
+"""The largest number of threads of a call."""
 
 BLOCK = 2**20
-"""Bytes of weights.bin that have a digest of their own."""
+"""Bytes of a block of weights.bin, which has a digest of its own."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output.
+    """An input or output.
 
-    dtype is the name users see (`float32`, `bfloat16`, `int4`, `complex64`, `string`); storage is the type the
-    compiled code sees (docs/architecture.md, Element types). Each entry of dims is a size, or the name of a symbolic
-    dimension shared with other tensors, or, for outputs, an expression of such names for the reader.
+    `dtype` is the user's name of the type (`float32`, `bfloat16`, `int4`, `complex64`, `string`). `storage` is the type
+    in compiled code (docs/architecture.md, Element types). Each entry of `dims` is a size, or the name of a symbolic
+    dimension shared with other tensors. For outputs it may be an expression of such names for the reader.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ListSpec:
 
 @dataclass(frozen=True)
 class Argument:
-    """An input or output as a caller sees it: a tensor, a list of tensors, or None."""
+    """An input or output of the model's signature: a tensor, a list of tensors, or None."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -82,21 +82,20 @@ class Argument:
 
 def arguments(tensors: Sequence[TensorSpec], lists: Sequence[ListSpec]) -> list[Argument]:
     """Return the inputs or outputs of a manifest in the order of the model, each list once."""
-    found: list[Argument] = []
+    argument_list: list[Argument] = []
     end = 0
     for spec in lists:
-        found += [Argument(t.name, (t,), "tensor") for t in tensors[end : spec.first]]
+        argument_list += [Argument(t.name, (t,), "tensor") for t in tensors[end : spec.first]]
         end = spec.first + (spec.count or 0)
-        found.append(Argument(spec.name, tuple(tensors[spec.first : end]), "none" if spec.count is None else "list"))
-    return [*found, *(Argument(t.name, (t,), "tensor") for t in tensors[end:])]
+        argument_list.append(
+            Argument(spec.name, tuple(tensors[spec.first : end]), "none" if spec.count is None else "list")
+        )
+    return [*argument_list, *(Argument(t.name, (t,), "tensor") for t in tensors[end:])]
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One weight: its place in weights.bin.
-
-    offset is a multiple of 64 bytes.
-    """
+    """A weight and its position in weights.bin; offset is a multiple of 64 bytes."""
 
     name: str
     storage: str
@@ -107,13 +106,13 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class SlotCaches:
-    """Caches of a fixed capacity, of which the first rows hold something.
+    """Caches of static capacity, of which the first rows are valid.
 
-    length is the name of the input (int64 []) that says how many. tokens is an input and its axis whose size is the
-    number of rows that a call adds; None where no input has it.
+    `length` is the name of the input (int64 []) with the number of valid rows. `tokens` is an input and its axis whose
+    size is the number of rows that a call adds; None where no input has it.
 
-    rings are inputs that hold the newest tokens alone, and how many: token t is in slot t % count. rows is the largest
-    number of rows that a call may add then, None without rings.
+    `rings` maps inputs that store only the newest tokens to their number of slots: token t is in slot t % count. `rows`
+    is the largest number of rows that a call may add with rings, None without rings.
     """
 
     capacity: int
@@ -125,14 +124,14 @@ class SlotCaches:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """What `Model.decoder()` keeps between the calls of a model, and which inputs it fills.
+    """The state of `Model.decoder()` between calls, and the inputs that it fills.
 
-    capacity is the largest number of tokens of a sequence. ids, mask and positions name inputs, "" where there is none.
-    per_token names further inputs [B, S] or [B, S, H] that have a value for each token, as ids has.
-    states maps each input that holds a state of a fixed size to the output that is its next value. starts names the
-    input, int [B], of the slots that new rows go to, and ends that of the slots that count from then on, for models
-    that write their caches with TensorScatter; both are "" for others. most is the largest number of tokens of a call,
-    None for any.
+    `capacity` is the largest number of tokens of a sequence. `ids`, `mask` and `positions` name inputs, "" where there
+    is none. `per_token` names further inputs [B, S] or [B, S, H] with a value for each token, like ids. `states` maps
+    each input that is a state of static size to the output with its next value. `starts` and `ends` are for models that
+    write their caches with TensorScatter, and "" for others. `starts` names the input, int [B], of the slots that new
+    rows go to, and `ends` that of the slots that are valid from then on. `most` is the largest number of tokens of a
+    call, None for any.
     """
 
     capacity: int
@@ -148,17 +147,16 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One compiled function, for those who measure it.
+    """A compiled function, for profiling.
 
-    kind is "attention", "matmul" or "other"; schedule is the rule that made the code (schedules/cpu), "plain" for none,
-    "loops" for a schedule that was tuned (docs/tuning.md). arguments are the dims of each tensor and the name of each
-    scalar that it takes. flops and bytes are arithmetic of these names in Python's syntax: floating-point operations,
-    and bytes of the arguments that are needed; `volume` is all bytes of the arguments. Those of an attention also use
-    `pairs` and `unseen`: the pairs of queries and keys that see each other, and the keys that no query sees. The
-    library's function `counter` finds both from the arguments.
-    rate is the share of the machine's arithmetic that code of this rule is expected to reach (profiling/expected.py).
-    source says which database the kernel's tiles are from, and how many times faster than the defaults they were there;
-    "" for defaults.
+    `kind` is "attention", "matmul" or "other". `schedule` is the rule that generated the code (schedules/cpu), "plain"
+    for none, "loops" for a tuned schedule (docs/tuning.md). `arguments` are the dims of each tensor argument and the
+    name of each scalar argument. `flops` and `bytes` are arithmetic of these names in Python's syntax: floating-point
+    operations, and bytes of the arguments that are needed; `volume` is all bytes of the arguments. Those of an
+    attention also use `pairs` and `unseen`: the pairs of queries and keys that see each other, and the keys that no
+    query sees. The library's function `counter` computes both from the arguments. `rate` is the expected share of the
+    machine's peak arithmetic for code of this rule (profiling/expected.py). `source` names the database of the kernel's
+    tiles, and their speedup over the defaults there; "" for defaults.
     """
 
     name: str
@@ -178,7 +176,7 @@ CACHE, SCALE, STATES = "kv_cache", "kv_cache_scale", "states"
 """Inputs of served decoders."""
 
 SOURCE_LENGTHS = "source_lengths"
-"""Input of decoders with a setup, int64 [B]: how many of the keys [B, H, E, D] of each source count."""
+"""Input of decoders with a setup, int64 [B]: the number of valid keys [B, H, E, D] of each source."""
 
 SOURCE_TABLE, SOURCE_CACHE, SOURCE_SCALE = "source_table", "source_cache", "source_cache_scale"
 """Inputs of served decoders with sources, and of their setup."""
@@ -186,8 +184,11 @@ SOURCE_TABLE, SOURCE_CACHE, SOURCE_SCALE = "source_table", "source_cache", "sour
 
 @dataclass(frozen=True)
 class CachePool:
-    """Keys and values of the layers with so many heads of that size: the input name [blocks, layers, 2, kv_heads,
-    tokens_per_block, head_dim], and the input of its scales, "" where it has none."""
+    """Keys and values of the layers with this number and size of heads.
+
+    `name` is the input [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], and `scale` the input of its scales,
+    "" where it has none.
+    """
 
     name: str
     scale: str
@@ -198,7 +199,7 @@ class CachePool:
 
 @dataclass(frozen=True)
 class StatePool:
-    """States of the layers that have one of that shape and type: the input name [slots, layers, *shape]."""
+    """States of the layers with this state shape and type: `name` is the input [slots, layers, *shape]."""
 
     name: str
     layers: int
@@ -208,10 +209,11 @@ class StatePool:
 
 @dataclass(frozen=True)
 class SourceCache:
-    """Where a served decoder keeps the keys and values of sources, such as an encoder's output.
+    """The cached keys and values of sources, such as an encoder's output, in a served decoder.
 
-    pools are like those of ServedCache, with a block table of their own. The setup writes them, once per request. rows
-    is an input of the setup and its axis that is over the rows of a source: one token of the pools each."""
+    `pools` are like those of ServedCache, with a block table of their own. The setup writes them, once per request.
+    `rows` is an input of the setup and its axis over the rows of a source; each row is one token of the pools.
+    """
 
     pools: tuple[CachePool, ...]
     rows: tuple[str, int]
@@ -219,14 +221,15 @@ class SourceCache:
 
 @dataclass(frozen=True)
 class ServedCache:
-    """What a decoder that was compiled with `serve` keeps of its requests.
+    """The cached data of requests in a decoder that was compiled with `serve`.
 
-    pools are those of its paged cache, of one dtype, of which a block has the same tokens in each; () where it has
-    none. If scales is not 0 a pool has so many float32 scales in place of head_dim. states are pools of states, of
-    which a slot has those of one request in each. A request has at most `context` tokens; `ids` is the input of the
-    packed tokens [1, N] or [1, N, H], and per_token names further ones. fixed names inputs that are the same for all
-    requests and all calls. vocabularies has the number of rows of the table that an input of ids picks rows of. sources
-    is None for a decoder whose requests are tokens alone."""
+    `pools` are the pools of the paged cache, of one dtype; a block has the same tokens in each pool. They are ()
+    without a cache. If `scales` is not 0 a pool has this number of float32 scales in place of head_dim. `states` are
+    pools of states; a slot has those of one request in each pool. A request has at most `context` tokens. `ids` is the
+    input of the packed tokens [1, N] or [1, N, H], and `per_token` names further ones. `fixed` names inputs that are
+    the same for all requests and all calls. `vocabularies` has the number of rows of the table that an input of ids
+    indexes. `sources` is None for a decoder whose requests consist of tokens only.
+    """
 
     context: int
     tokens_per_block: int
@@ -243,7 +246,7 @@ class ServedCache:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """A call of a kernel: the kernel's name, and which ONNX nodes it computes, as far as that is known."""
+    """A call of a kernel: the kernel's name, and the ONNX nodes that it computes, as far as they can be traced."""
 
     kernel: str
     nodes: tuple[str, ...]
@@ -251,22 +254,23 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All there is to know about an artifact.
+    """The complete description of an artifact.
 
-    donated maps the name of a consumed input to the output that takes over its memory. cpu_features are Linux
-    /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
-    dimensions by name; any size is legal for those it does not mention, and where both are equal the dimension was
-    fixed by `compile` and is a number in all dims. derived has the symbolic dimensions of inputs that the model's nodes
-    require to be sums of others: the factor of each by its name, and by "" what is added. strings is the dictionary of
-    a model's string constants; code k is strings[k]. hashes are SHA-256 of every file by name, and `digest` for the
-    manifest itself; weights_blocks are those of the blocks of weights.bin, by which a load finds what is damaged
-    (`block_digests`). architectures are those of the GPUs that it was built for, () for CPUs. threads is the default
-    worker count, None for the caller's affinity. scheme and precision are the `weights` and the `precision` that it was
-    compiled with. input_lists and output_lists say which inputs and outputs are lists of tensors, or None.
+    `donated` maps the name of a consumed input to the output that reuses its memory. `cpu_features` are Linux
+    /proc/cpuinfo names that the machine must have. `ranges` has the smallest and largest legal size of symbolic
+    dimensions by name. Any size is legal for dimensions without an entry. Where both are equal `compile` made the
+    dimension static, and it is a number in all dims. `derived` has the symbolic dimensions of inputs that the model's
+    nodes require to be sums of other ones: the factor of each by its name, and by "" the constant term. `strings` is
+    the dictionary of a model's string constants; value k stands for strings[k]. `hashes` are SHA-256 of every file by
+    name, and `digest` for the manifest itself. `weights_blocks` are those of the blocks of weights.bin, by which a load
+    finds damaged blocks (`compute_block_digests`). `architectures` are those of the GPUs that it was built for, () for
+    CPUs. `threads` is the default worker count, None for the caller's affinity. `scheme` and `precision` are the
+    `weights` and the `precision` of the compilation. `input_lists` and `output_lists` are the inputs and outputs that
+    are lists of tensors, or None.
 
-    setup is the part of a decoder that runs once per sequence (graph/setup_part.py): those of its outputs that are
-    inputs here, by name, are the same in every call. With `serve` it writes the pools of sources. It lies in the same
-    folder, whose hashes are here; its files of code have the name of its `part`.
+    `setup` is the part of a decoder that runs once per sequence (graph/setup_part.py). Its outputs that are inputs
+    here, by name, are the same in every call. With `serve` it writes the pools of sources. It is in the same folder,
+    whose hashes are here; its code files have the name of its `part`.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -286,7 +290,7 @@ class Manifest:
     notes: tuple[str, ...] = ()
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
-    slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
+    slots: SlotCaches | None = None  # with static_cache: then `donated` has the caches
     decoder: DecoderSpec | None = None
     served: ServedCache | None = None  # with serve, likewise
     scheme: str | None = None
@@ -298,40 +302,49 @@ class Manifest:
     format: int = FORMAT
 
     def code(self) -> dict[str, str]:
-        """The files of code by architecture, which is "" on CPUs."""
+        """Return the code files by architecture, which is "" on CPUs."""
         if len(self.architectures) < 2:
             return dict.fromkeys(self.architectures or ("",), f"{self.part}.so")
         return {a: f"{self.part}.{a}.so" for a in self.architectures}
 
     def parts(self) -> tuple[Manifest, ...]:
-        """The manifest itself, and that of the setup."""
+        """Return the manifest itself, and that of the setup."""
         return (self,) if self.setup is None else (self, self.setup)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def digest(self) -> str:
-        """SHA-256 of the manifest without its own digest."""
-        others = {name: h for name, h in self.hashes.items() if name != FILE}
-        return hashlib.sha256(dataclasses.replace(self, hashes=others).to_json().encode()).hexdigest()
+        """Return SHA-256 of the manifest without its own digest."""
+        other_hashes = {name: h for name, h in self.hashes.items() if name != FILE}
+        return hashlib.sha256(dataclasses.replace(self, hashes=other_hashes).to_json().encode()).hexdigest()
 
     @staticmethod
     def from_dict(data: Any) -> Manifest:
-        """The manifest held in `data`, as JSON gives it; raises ValueError for data of any other form."""
+        """Return the manifest of JSON data.
+
+        Raises:
+            ValueError: The data has another form.
+        """
         return decode(Manifest, data, "manifest")
 
 
 def digest(data: bytes | memoryview) -> str:
-    """SHA-256."""
+    """Return SHA-256 of the data."""
     return hashlib.sha256(data).hexdigest()
 
 
-def block_digests(size: int, read: Callable[[int, int], bytes | memoryview], blocks: Iterable[int]) -> Iterator[str]:
-    """Digests of some blocks of weights.bin, of BLOCK bytes each but the last. read(position, count) gives bytes."""
+def compute_block_digests(
+    size: int, read: Callable[[int, int], bytes | memoryview], blocks: Iterable[int]
+) -> Iterator[str]:
+    """Yield digests of some blocks of weights.bin, of BLOCK bytes each but the last.
 
-    def of_one(block: int) -> str:
+    read(position, count) returns bytes.
+    """
+
+    def hash_block(block: int) -> str:
         content = read(block * BLOCK, min(BLOCK, size - block * BLOCK))
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.map(of_one, blocks)
+        yield from pool.map(hash_block, blocks)

@@ -1,4 +1,4 @@
-"""Plain data, such as JSON gives, becomes records (dataclasses) whose fields have their declared types."""
+"""Decoder of plain data, such as JSON, into records (dataclasses) whose fields have their declared types."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ _NAMES = {dict: "an object", list: "a list", int: "a whole number", str: "a stri
 
 
 def decode(kind: Any, data: Any, where: str) -> Any:
-    """`data` as a value of the type `kind`.
+    """Return `data` as a value of the type `kind`.
 
-    kind is int, float, str, None, a dataclass, or a tuple, dictionary or union of them; where is how messages call the
-    data. Raises ValueError, which says what is wrong at which place, for data of any other form: also for missing and
-    unknown fields, and for strings that are no legal Unicode.
+    Args:
+        kind: int, float, str, None, a dataclass, or a tuple, dictionary or union of them.
+        data: Plain data.
+        where: The name of the data in messages.
+
+    Raises:
+        ValueError: The data has another form, such as a missing or unknown field, or a string that is not legal
+            Unicode. The text names the location.
     """
     origin = get_origin(kind)
     if origin is tuple:
@@ -62,7 +67,7 @@ def _decode_one_of(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
     raise error or ValueError(where)
 
 
-def _demand(right: bool, kind: Any, data: Any, where: str) -> None:
-    if not right:
-        wanted = _NAMES.get(kind, f"a {kind.__name__}")
-        raise ValueError(f"{where} must be {wanted}, not {str(data)[:40]!r}")
+def _demand(condition: bool, kind: Any, data: Any, where: str) -> None:
+    if not condition:
+        expected = _NAMES.get(kind, f"a {kind.__name__}")
+        raise ValueError(f"{where} must be {expected}, not {str(data)[:40]!r}")

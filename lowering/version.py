@@ -1,3 +1,3 @@
-"""The version of this project, which is in manifests and wheels too."""
+"""The version of this project, also in manifests and wheels."""
 
 VERSION = "0.1.0"

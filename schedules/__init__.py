@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import tvm
 from tvm import tirx
 
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 
 from . import cpu, cuda
 from .rejections import collect_rejections
@@ -111,6 +111,6 @@ def _scheduled(
     noted |= {"variants": [variant.name for variant in found], "chosen": described(found, choice)}
     marks[CONSIDERED] = json.dumps(noted)
     for name, value in func.attrs.items():
-        if name != FORM:
+        if name != BLOCK_ATTRIBUTE:
             new = new.with_attr(name, value)
     return new.with_attr(marks)

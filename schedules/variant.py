@@ -12,7 +12,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from lowering.tensorir.blocks import in_loops
+from lowering.tensorir.blocks import lower_blocks
 from lowering.tensorir.expressions import Expr
 
 from .tiles import Tiles
@@ -125,9 +125,9 @@ def made(func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySi
     if isinstance(choice, Code):
         if not choice.at:
             return choice.func
-        other = in_loops(made(func, variants, choice.otherwise))
+        other = lower_blocks(made(func, variants, choice.otherwise))
         condition = functools.reduce(tirx.And, [size.of(other) == value for size, value in choice.at.items()])
-        own = _with_parameters_of(other, in_loops(choice.func))
+        own = _with_parameters_of(other, lower_blocks(choice.func))
         return other.with_body(tirx.IfThenElse(condition, own.body, other.body))
     for variant in variants:
         if variant.name == choice.variant:

@@ -23,7 +23,7 @@ import onnx
 import onnx.backend.test.case.node as case_package
 
 import lowering
-from lowering.backend import counts_and_ranks, with_ranks
+from lowering.backend import read_counts_and_ranks, declare_ranks
 from lowering.graph.list_inputs import split_list_inputs
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
@@ -177,8 +177,8 @@ def with_known_vectors(model: NodeModel) -> NodeModel:
 
 def fitted(model: onnx.ModelProto, inputs: dict[str, Any]) -> tuple[onnx.ModelProto, dict[str, int]]:
     """The model as it can be compiled for these inputs, and its dims: how many elements lists have."""
-    counts, ranks = counts_and_ranks(model, inputs)
-    return with_ranks(model, ranks) if counts else model, counts
+    counts, ranks = read_counts_and_ranks(model, inputs)
+    return declare_ranks(model, ranks) if counts else model, counts
 
 
 def refusal_of(model: onnx.ModelProto, inputs: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from lowering.attention.cache_layout import GivenRing, Offset, Pages, Whole
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask
 from schedules.cpu.attention_tiles import DecodeTiles
-from schedules.cpu.vector import machine
+from schedules.cpu.vector import read_cpu_features
 from schedules.cuda.prefill_mma import can_prefill
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "records.md"
@@ -89,7 +89,7 @@ def on_cpu(case: Case) -> set[str]:
     p = case.problem
     if p.qk_mode is not None:
         return {"CPU plain"}
-    most = DecodeTiles.default(p, machine(TARGET)).q_len
+    most = DecodeTiles.default(p, read_cpu_features(TARGET)).q_len
     return {"CPU plain", *("CPU decode" if rows <= most else "CPU prefill" for rows in rows_of(case))}
 
 

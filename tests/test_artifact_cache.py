@@ -46,7 +46,7 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_are_kept
     found: list[Any] = []
     works = compilation.compiled
 
-    def noted(model: Any, *more: Any, **how: Any) -> compilation.Compiled:
+    def noted(model: Any, *more: Any, **how: Any) -> compilation.CompiledModel:
         found.append(model)
         return works(model, *more, **how)
 
@@ -171,7 +171,7 @@ def test_the_least_recently_used_go_first(compiles: list[Any], tmp_path: Path) -
     lowering.compile(tmp_path / "0.onnx")  # is used now
     count, size = artifact_cache.size()
     assert count == 3
-    artifact_cache.trim(most=size * 2 // 3 + 100)
+    artifact_cache.trim(max_bytes=size * 2 // 3 + 100)
     compiles.clear()
     for seed in (0, 2, 1):
         lowering.compile(tmp_path / f"{seed}.onnx")

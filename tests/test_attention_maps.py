@@ -20,9 +20,9 @@ from lowering.attention.formula import Formula
 from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.reporting.block_map import Geometry, visited
-from lowering.reporting.formula_text import formula_text
-from lowering.reporting.visibility import ALWAYS, BY_DATA, CHANGED, NEVER, visibility
+from lowering.reporting.block_map import TileGeometry, find_visited_tiles
+from lowering.reporting.formula_text import format_formula
+from lowering.reporting.visibility import ALWAYS, BY_DATA, CHANGED, NEVER, compute_visibility
 from schedules import CONSIDERED
 
 
@@ -34,7 +34,7 @@ def problem(**fields: object) -> AttentionProblem:
 
 
 def looped_over(
-    p: AttentionProblem, tiles: Geometry, rows: int, keys: int, past: int
+    p: AttentionProblem, tiles: TileGeometry, rows: int, keys: int, past: int
 ) -> set[tuple[int, int, int, bool]]:
     """What the loops of a kernel visit, as it asks for it: packed row, first key, key behind the last, whether full."""
     count, most = -(-rows * tiles.group // tiles.rows), -(-keys // tiles.keys) + 1
@@ -73,9 +73,9 @@ def looped_over(
     ],
 )
 def test_the_picture_shows_what_kernels_visit(window: Window | None, lengths: bool) -> None:
-    p, tiles = problem(window=window, lengths=lengths), Geometry("prefill", 48, 32, 2)
+    p, tiles = problem(window=window, lengths=lengths), TileGeometry("prefill", 48, 32, 2)
     rows, keys = 150, 205
-    states = visited(p, tiles, rows, keys, {"past": 55})
+    states = find_visited_tiles(p, tiles, rows, keys, {"past": 55})
     drawn = {(round(i0 * 2), j0, j1, state == "full") for state, places in states.items() for i0, _, j0, j1 in places}
     assert drawn == looped_over(p, tiles, rows, keys, 55)
 
@@ -88,22 +88,22 @@ def test_masks_that_depend_on_data() -> None:
     zero, lowest = Expr("number", "float32", value="0.0"), Expr("number", "float32", value="-3.4028234663852886e+38")
     seen = Expr("and", "bool", (Expr("le", "bool", (j, past)), padding))
     value = Expr("select", "float32", (seen, zero, lowest))
-    found = visibility(problem(mask=Formula(value)), 20, 30, {"size_0": 10})
+    found = compute_visibility(problem(mask=Formula(value)), 20, 30, {"size_0": 10})
     rows, keys = np.ogrid[:20, :30]
     shown = []
     for table in (np.zeros(30, bool), np.ones(30, bool), np.arange(30) % 3 == 0):
         shown.append(evaluate(value, {"i": rows, "j": keys}, {"size_0": 10, "table_0": table}) == 0)
     assert np.array_equal(found == NEVER, ~shown[1]) and not (found == ALWAYS).any() and not shown[0].any()
     assert np.array_equal(found == BY_DATA, shown[1]) and (shown[2] <= shown[1]).all()
-    assert formula_text(value) == "0.0 if (j <= (i + size_0)) and table_0[j] else -3.4028234663852886e+38"
+    assert format_formula(value) == "0.0 if (j <= (i + size_0)) and table_0[j] else -3.4028234663852886e+38"
     two, less = (Expr("number", "int64", value=n) for n in (2, -1))
     terms = (Expr("mul", "int64", (less, j)), Expr("mul", "int64", (two, i)), less)
-    assert formula_text(Expr("sum", "int64", terms)) == "2 * i - j - 1"
+    assert format_formula(Expr("sum", "int64", terms)) == "2 * i - j - 1"
     added = Formula(Expr("select", "float32", (Expr("le", "bool", (j, past)), Expr("cast", "float32", (j,)), lowest)))
-    biased = visibility(problem(mask=added), 20, 30, {"size_0": 10})
+    biased = compute_visibility(problem(mask=added), 20, 30, {"size_0": 10})
     assert np.array_equal(biased == CHANGED, shown[1] & (keys > 0)) and (biased[:, 0] == ALWAYS).all()
     unpadded = Formula(Expr("le", "bool", (j, past)))
-    assert np.array_equal(visibility(problem(mask=unpadded), 20, 30, {"size_0": 10}) == ALWAYS, shown[1])
+    assert np.array_equal(compute_visibility(problem(mask=unpadded), 20, 30, {"size_0": 10}) == ALWAYS, shown[1])
 
 
 def test_why_kernels_decline() -> None:

@@ -86,7 +86,7 @@ def test_groups_of_one_user(
     monkeypatch.setattr(cache_folder.grp, "getgrgid", lambda _: SimpleNamespace(gr_mem=members))
     monkeypatch.setattr(cache_folder.pwd, "getpwuid", lambda _: SimpleNamespace(pw_gid=own_group, pw_name="me"))
     monkeypatch.setattr(Path, "stat", lambda *_, **__: found)
-    assert (cache_folder.distrusted(tmp_path) is None) == is_trusted
+    assert (cache_folder.find_distrust_reason(tmp_path) is None) == is_trusted
 
 
 def test_loops_of_links_are_no_cache(cache: Path) -> None:
@@ -103,16 +103,16 @@ def test_links_are_followed(cache: Path, tmp_path: Path) -> None:
     real.chmod(0o777)
     cache.parent.mkdir()
     cache.symlink_to(real)
-    assert cache_folder.distrusted(cache / "objects") is not None
+    assert cache_folder.find_distrust_reason(cache / "objects") is not None
     real.chmod(0o700)
-    assert cache_folder.distrusted(cache / "objects") is None
+    assert cache_folder.find_distrust_reason(cache / "objects") is None
 
 
 def test_sticky_folders_above_are_no_harm(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     (tmp_path / "own").mkdir(mode=0o700)
-    assert cache_folder.distrusted(tmp_path / "own" / "new") is None
-    assert cache_folder.distrusted(tmp_path) is not None
+    assert cache_folder.find_distrust_reason(tmp_path / "own" / "new") is None
+    assert cache_folder.find_distrust_reason(tmp_path) is not None
 
 
 def test_a_planted_artifact_is_not_delivered(cache: Path, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import onnx
 import pytest
 
-from lowering.commands.cli import _parser, main
+from lowering.commands.cli import create_parser, main
 
 MODEL = '<ir_version: 10, opset_import: ["" : 20]> m (float[n, 8] x) => (float[n, 8] y) { [e] y = Exp (x) }'
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (action,) = (a for a in create_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return dict(action.choices)
 
 
@@ -29,7 +29,7 @@ def example_lines(parser: argparse.ArgumentParser) -> list[str]:
 @pytest.mark.parametrize("name", ["", *commands()])
 def test_help_describes_and_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A description of a sentence or two, and examples that are command lines of that command."""
-    parser = commands()[name] if name else _parser()
+    parser = commands()[name] if name else create_parser()
     assert parser.description is not None and parser.description.endswith(".")
     assert 60 < len(parser.description) < 300
     lines = example_lines(parser)
@@ -37,7 +37,7 @@ def test_help_describes_and_shows(name: str, capsys: pytest.CaptureFixture[str])
     for line in lines:
         _, command, *rest = shlex.split(line)
         assert name in ("", command)
-        assert _parser().parse_args([command, *rest]).command == command
+        assert create_parser().parse_args([command, *rest]).command == command
     with pytest.raises(SystemExit) as ended:
         main([*filter(None, [name]), "--help"])
     assert ended.value.code == 0 and lines[0] in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 
 import lowering
 from lowering.commands.cli import main
-from lowering.profiling.inputs import add_derived, run_sizes
+from lowering.profiling.inputs import add_derived_sizes, resolve_sizes
 
 ATTENTION = """
   new_k = Concat <axis = 2> (past_k, k)
@@ -110,16 +110,16 @@ def test_what_is_missing_is_only_what_does_not_follow(compiled: dict[str, Path])
     module = lowering.load(compiled["a decoder"])
     with pytest.raises(lowering.InputError, match=r"dimensions 'n': say how large, for instance --dim n=8\.$"):
         lowering.bench(module, {"b": 1, "p": 2})
-    assert run_sizes(module.manifest, {"b": 1, "p": 2, "n": 3, "t": 1}, {})["t"] == 1  # what is said counts
+    assert resolve_sizes(module.manifest, {"b": 1, "p": 2, "n": 3, "t": 1}, {})["t"] == 1  # what is said counts
     given = {"mask": np.zeros((1, 7), np.float32)}
-    assert run_sizes(module.manifest, {"p": 2, "n": 5}, given) == {"p": 2, "n": 5, "b": 1, "t": 7}
+    assert resolve_sizes(module.manifest, {"p": 2, "n": 5}, given) == {"p": 2, "n": 5, "b": 1, "t": 7}
 
 
 def test_sums_in_any_order() -> None:
     derived = {"c": {"b": 2, "": -3}, "b": {"a": 1, "": 1}, "x": {"y": 1}, "y": {"x": 1}, "z": {"a": -1}}
     sizes = {"a": 4}
-    add_derived(sizes, derived)
+    add_derived_sizes(sizes, derived)
     assert sizes == {"a": 4, "b": 5, "c": 7}  # no size is negative, and what goes round in circles is not known
     sizes = {"b": 2}
-    add_derived(sizes, {"t": {"b": 1, "a": 1}}, default=4)
+    add_derived_sizes(sizes, {"t": {"b": 1, "a": 1}}, default=4)
     assert sizes == {"b": 2, "t": 6}

@@ -21,7 +21,7 @@ from pages import blocks, follow
 
 import lowering
 from lowering import flex
-from lowering.commands.cli import _parser
+from lowering.commands.cli import create_parser
 from lowering.flex import masks, mods
 from lowering.manifest import Manifest
 from lowering.version import VERSION
@@ -177,7 +177,7 @@ def test_a_block_that_is_not_run_leaves_the_reader_in_place() -> None:
 
 
 def test_every_command_that_is_shown_can_be_given() -> None:
-    parser = _parser()
+    parser = create_parser()
     shown = [(block.where, words) for page in EVERY for block in blocks(page) for words in block.commands()]
     assert {words[0] for _, words in shown} >= {"compile", "verify", "tune", "measure", "device", "db", "package"}
     for where, words in shown:

@@ -12,13 +12,13 @@ from tvm.sym import Analyzer
 
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
-from lowering.passes.elements import Elements
+from lowering.passes.elements import ElementExpressions
 from lowering.tensorir.expressions import is_float, walk
 from lowering.tensorir.facts import Facts
 
 
-def elements() -> Elements:
-    return Elements(None, {}, {}, lambda *_: False)
+def elements() -> ElementExpressions:
+    return ElementExpressions(None, {}, {}, lambda *_: False)
 
 
 @pytest.fixture
@@ -75,16 +75,16 @@ def test_what_is_read_twice_is_written_out_once(monkeypatch: pytest.MonkeyPatch)
     values = {binding.var: binding.value for block in main.body.blocks for binding in block.bindings}
     last = next(value for value in reversed(values) if len(value.ty.shape.values) == 1)
     calls = 0
-    produced = Elements._produced
+    produced = ElementExpressions._produced
 
-    def counted(self: Elements, *given: Any) -> Any:
+    def counted(self: ElementExpressions, *given: Any) -> Any:
         nonlocal calls
         calls += 1
         return produced(self, *given)
 
-    monkeypatch.setattr(Elements, "_produced", counted)
+    monkeypatch.setattr(ElementExpressions, "_produced", counted)
     i = tirx.Var("i", "int64")
-    Elements(mod, values, {i: last.ty.shape.values[0]}, lambda *_: False).at(last, [i])
+    ElementExpressions(mod, values, {i: last.ty.shape.values[0]}, lambda *_: False).read_element(last, [i])
     assert depth < calls <= 4 * depth
 
 

@@ -38,7 +38,7 @@ def work(tmp_path, monkeypatch) -> dict[str, list[str]]:
     """The kernels that are scheduled, and those that LLVM compiles, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
     found: dict[str, list[str]] = {"scheduled": [], "compiled": []}
-    compiles, schedule = objects.Kernels.compiled, schedules._scheduled
+    compiles, schedule = objects.KernelCompiler.compiled, schedules._scheduled
 
     def compiled(self, func, target):
         found["compiled"].append(str(func.attrs["global_symbol"]))
@@ -48,7 +48,7 @@ def work(tmp_path, monkeypatch) -> dict[str, list[str]]:
         found["scheduled"].append(str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "")
         return schedule(func, *rest)
 
-    monkeypatch.setattr(objects.Kernels, "compiled", compiled)
+    monkeypatch.setattr(objects.KernelCompiler, "compiled", compiled)
     monkeypatch.setattr(schedules, "_scheduled", scheduled)
     return found
 

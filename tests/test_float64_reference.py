@@ -11,8 +11,8 @@ import pytest
 
 import lowering
 from lowering.checking import trial
-from lowering.checking.compare import Allowed, Comparison, compare, with_float64_errors
-from lowering.checking.float64_reference import in_float64, widened
+from lowering.checking.compare import Tolerance, Comparison, compare_output, add_float64_errors
+from lowering.checking.float64_reference import compute_in_float64, widen_model
 
 
 def norm() -> onnx.ModelProto:
@@ -75,9 +75,9 @@ def test_an_ill_conditioned_output_is_as_close_as_the_reference(
 def judged(ours: float, reference: float, truth: float, of: type = np.float32) -> Comparison:
     """Of an array whose other elements are right."""
     arrays = [np.array([1, 2, last]) for last in (ours, reference)]
-    allowed, (actual, expected) = Allowed(1e-3, 1e-5), [array.astype(of) for array in arrays]
+    allowed, (actual, expected) = Tolerance(1e-3, 1e-5), [array.astype(of) for array in arrays]
     wide = np.array([1, 2, truth], np.float64 if of is np.float32 else of)
-    return with_float64_errors(compare("y", actual, expected, allowed), actual, expected, wide, allowed)
+    return add_float64_errors(compare_output("y", actual, expected, allowed), actual, expected, wide, allowed)
 
 
 def test_what_the_truth_excuses() -> None:
@@ -107,7 +107,7 @@ def test_everything_is_widened() -> None:
     x = np.array([1 + 2**-20, 1 / 3], np.float32)  # which float16 cannot hold
     for c in (True, False):
         feeds = {"x": x, "c": np.array(c)}
-        y, h = in_float64(ir.from_proto(model), "reference", lambda run, feeds=feeds: run(feeds)) or []
+        y, h = compute_in_float64(ir.from_proto(model), "reference", lambda run, feeds=feeds: run(feeds)) or []
         wide = x.astype(np.float64)
         np.testing.assert_array_equal(y, wide + 3 + 4 + (wide if c else wide / 2))
         np.testing.assert_array_equal(h, wide)
@@ -116,8 +116,8 @@ def test_everything_is_widened() -> None:
 
 def test_models_without_a_truth() -> None:
     integers = '<ir_version: 10, opset_import: ["" : 23]> m (int64[N] x) => (int64[N] y) { y = Neg (x) }'
-    assert widened(ir.from_proto(onnx.parser.parse_model(integers))) is None
+    assert widen_model(ir.from_proto(onnx.parser.parse_model(integers))) is None
     text = """<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>
         m (float[N, 8] x) => (float[N, 8] y) { y = com.microsoft.Gelu (x) }"""
     model, feeds = ir.from_proto(onnx.parser.parse_model(text)), {"x": np.ones((1, 8), np.float32)}
-    assert in_float64(model, "onnxruntime", lambda run: run(feeds)) is None  # has kernels for float32 alone
+    assert compute_in_float64(model, "onnxruntime", lambda run: run(feeds)) is None  # has kernels for float32 alone

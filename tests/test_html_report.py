@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 import lowering
 from lowering.commands.cli import main
 from lowering.demo.decoder import DecoderConfig, build_decoder
-from lowering.reporting.dump import Dump
-from lowering.reporting.memory import plan
+from lowering.reporting.dump import CompilationDump
+from lowering.reporting.memory import read_plan
 
 CONFIG = DecoderConfig(2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocabulary=50, positions=512)
 SIZES = {"batch": 1, "tokens": 128, "capacity": 256}
@@ -208,8 +208,8 @@ def test_measurements(page: Element, made: Path) -> None:
 def test_memory(page: Element, made: Path) -> None:
     """Tensors that are needed at the same time are apart, inside their block, and what is left are the outputs."""
     manifest = lowering.load(made / "out").manifest
-    dump = Dump(made / "dump", manifest)
-    found = plan(dump.script("lower_call_tir").main, dump.script("plan_memory").main, SIZES)
+    dump = CompilationDump(made / "dump", manifest)
+    found = read_plan(dump.read_script("lower_call_tir").main, dump.read_script("plan_memory").main, SIZES)
     ((block, (size, _)),) = found.blocks.items()
     assert found.calls == len(manifest.calls) and not found.unknown and size is not None
     planned = [t for t in found.tensors if t.block == block]

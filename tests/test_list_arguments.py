@@ -14,7 +14,7 @@ import pytest
 import lowering
 from lowering.commands import cli
 from lowering.manifest import arguments
-from lowering.packaging.module import source
+from lowering.packaging.module import generate_module
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
 
@@ -313,7 +313,7 @@ def test_what_an_artifact_says(compiled: lowering.Model, tmp_path: Path) -> None
 
 
 def test_a_package_of_an_artifact(compiled: lowering.Model) -> None:
-    text = source(compiled.manifest)
+    text = generate_module(compiled.manifest)
     assert "def run(s: list[NDArray[np.float32]], x: NDArray[np.float32]) -> Outputs:" in text
     assert "    t: list[NDArray[np.float32]]\n" in text and "        t=outputs['t']," in text
 

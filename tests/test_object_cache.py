@@ -19,7 +19,7 @@ import lowering
 import schedules
 from lowering.commands.cli import main
 from lowering.compiling import object_cache, objects
-from lowering.compiling.fingerprints import program
+from lowering.compiling.fingerprints import fingerprint_program
 
 TEXT = """
     m (float[N, 24] x) => (float[N, 40] {y}) <float[24, 40] w, float[40] b> {{
@@ -51,13 +51,13 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Symbols of the kernels that are compiled from now on, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
     found: list[str] = []
-    compiles = objects.Kernels.compiled
+    compiles = objects.KernelCompiler.compiled
 
-    def noted(self: objects.Kernels, func, target) -> bytes:
+    def noted(self: objects.KernelCompiler, func, target) -> bytes:
         found.append(str(func.attrs["global_symbol"]))
         return compiles(self, func, target)
 
-    monkeypatch.setattr(objects.Kernels, "compiled", noted)
+    monkeypatch.setattr(objects.KernelCompiler, "compiled", noted)
     return found
 
 
@@ -114,7 +114,7 @@ def test_one_file_may_be_several_compilers(tmp_path: Path, monkeypatch: pytest.M
     for name in ("here-cc", "there-cc"):
         (tmp_path / name).symlink_to("driver")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert program("here-cc") == program("here-cc") != program("there-cc")
+    assert fingerprint_program("here-cc") == fingerprint_program("here-cc") != fingerprint_program("there-cc")
 
 
 @pytest.mark.parametrize("harm", ["short", "other", "empty"])
@@ -147,7 +147,7 @@ def test_the_least_recently_used_go_first(compiled: list[str]) -> None:
     writing = object_cache.folder() / ".writing"
     writing.touch()
     one = (object_cache.folder() / "k0.object").stat()
-    object_cache.trim(most=int(2.5 * max(one.st_size, one.st_blocks * 512)))
+    object_cache.trim(max_bytes=int(2.5 * max(one.st_size, one.st_blocks * 512)))
     assert [object_cache.get(f"k{k}") is not None for k in range(5)] == [True, False, False, False, True]
     assert not killed.exists() and writing.exists()
 

@@ -14,31 +14,31 @@ from tvm import tirx
 from tvm.sym import Analyzer
 
 import lowering
-from lowering.passes.plan_memory import Polynomial, Tensor, Terms, add, at_most, estimate, place, top
+from lowering.passes.plan_memory import Polynomial, PlannedTensor, SizePolynomials, add_polynomials, is_at_most, estimate_size, place_tensors, find_top
 from lowering.tensorir.expressions import substitute
 
 B, S, P = (tirx.Var(name, "int64") for name in "BSP")
 
 
-def terms() -> Terms:
-    made = Terms()
+def terms() -> SizePolynomials:
+    made = SizePolynomials()
     made.add_symbols((B, S, P))
     return made
 
 
-def tensor(known: Terms, size: object, first: int, last: int) -> Tensor:
-    polynomial = known.polynomial(size)
+def tensor(known: SizePolynomials, size: object, first: int, last: int) -> PlannedTensor:
+    polynomial = known.to_polynomial(size)
     assert polynomial is not None
-    room = known.aligned(polynomial)
+    room = known.align_up(polynomial)
     assert room is not None
-    return Tensor(first, last, polynomial, room)
+    return PlannedTensor(first, last, polynomial, room)
 
 
-def value(known: Terms, polynomial: dict, sizes: dict) -> int:
-    return int(Analyzer().simplify(substitute(known.expression(polynomial), sizes)))
+def value(known: SizePolynomials, polynomial: dict, sizes: dict) -> int:
+    return int(Analyzer().simplify(substitute(known.to_expression(polynomial), sizes)))
 
 
-def some(known: Terms, rng: np.random.Generator) -> list[Tensor]:
+def some(known: SizePolynomials, rng: np.random.Generator) -> list[PlannedTensor]:
     """Tensors of all forms of sizes, whose lives overlap."""
 
     def constant(k: int) -> tirx.IntImm:
@@ -65,8 +65,8 @@ def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
     rng = np.random.default_rng(seed)
     known = terms()
     tensors = some(known, rng)
-    place(tensors)
-    total = top(tensors)
+    place_tensors(tensors)
+    total = find_top(tensors)
     for numbers in rng.integers(0, 40, (8, 3)):
         sizes = {s: tirx.const(int(n), "int64") for s, n in zip((B, S, P), np.maximum(numbers, (0, 1, 0)))}
         spans = []
@@ -85,33 +85,33 @@ def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
 def test_every_tensor_lies_as_low_as_can_be_proved(seed: int) -> None:
     """At 0 or at an end of another tensor that was placed before it, which is what greedy by size says."""
     tensors = some(terms(), np.random.default_rng(seed))
-    place(tensors)
+    place_tensors(tensors)
 
-    def apart(t: Tensor, start: Polynomial, other: Tensor) -> bool:
+    def apart(t: PlannedTensor, start: Polynomial, other: PlannedTensor) -> bool:
         assert other.offset is not None
-        return other.ends_before(start) or at_most(add(start, t.size), other.offset)
+        return other.ends_before(start) or is_at_most(add_polynomials(start, t.size), other.offset)
 
-    placed: list[Tensor] = []
-    for t in sorted(tensors, key=lambda t: (-estimate(t.room), t.first)):
+    placed: list[PlannedTensor] = []
+    for t in sorted(tensors, key=lambda t: (-estimate_size(t.aligned_size), t.first)):
         others = [o for o in placed if o.first <= t.last and t.first <= o.last]
         starts = [s for s in [{}, *(o.end() for o in others)] if all(apart(t, s, o) for o in others)]
-        assert t.offset == (min(starts, key=estimate) if starts else top(others))
+        assert t.offset == (min(starts, key=estimate_size) if starts else find_top(others))
         placed.append(t)
 
 
 def test_a_thousand_tensors_at_once() -> None:
     known = terms()
     tensors = [tensor(known, B * S * 64, k, 1000) for k in range(1000)]
-    place(tensors)
-    assert top(tensors) == known.polynomial(B * S * 64_000)
+    place_tensors(tensors)
+    assert find_top(tensors) == known.to_polynomial(B * S * 64_000)
     assert len({tuple(sorted(t.offset.items())) for t in tensors if t.offset is not None}) == 1000
 
 
 def test_numbers_that_are_no_sizes_do_not_wrap() -> None:
     known = terms()
     tensors = [tensor(known, B * tirx.const(1 << 62, "int64"), 0, 9) for _ in range(5)]
-    place(tensors)
-    assert top(tensors) == dict.fromkeys(tensors[0].size, 5 << 62)
+    place_tensors(tensors)
+    assert find_top(tensors) == dict.fromkeys(tensors[0].size, 5 << 62)
 
 
 def test_a_transformer_layer_takes_what_lives_at_once() -> None:
@@ -121,15 +121,15 @@ def test_a_transformer_layer_takes_what_lives_at_once() -> None:
     tensors = [tensor(known, row, 0, 9)]
     tensors += [tensor(known, row, k, 4) for k in range(1, 4)]
     tensors += [tensor(known, row * 4, 5, 7), tensor(known, row, 7, 9), tensor(known, B * S * 8, 1, 3)]
-    place(tensors)
-    assert top(tensors) == known.polynomial(row * 6)
+    place_tensors(tensors)
+    assert find_top(tensors) == known.to_polynomial(row * 6)
 
 
 def test_sizes_that_may_be_negative_are_not_planned() -> None:
     known = terms()
-    assert known.polynomial(tirx.floordiv(S - 5, 2) * 4) is None
-    below = known.polynomial(S * 4 - 400)
-    assert below is not None and known.aligned(below) is None
+    assert known.to_polynomial(tirx.floordiv(S - 5, 2) * 4) is None
+    below = known.to_polynomial(S * 4 - 400)
+    assert below is not None and known.align_up(below) is None
 
 
 def chain(rows: str = "n") -> onnx.ModelProto:

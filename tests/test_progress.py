@@ -21,7 +21,7 @@ import tvm
 
 import lowering
 from lowering.compiling import pipeline
-from lowering.compiling.progress import watched
+from lowering.compiling.progress import watch_progress
 
 PROTO = onnx.parser.parse_model(
     '<ir_version: 10, opset_import: ["" : 23]> m (float[N] x, float[N] z) => (float[N] y, float[N] s) '
@@ -32,7 +32,7 @@ PROTO = onnx.parser.parse_model(
 def test_stages_come_in_order_and_all_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path))
     told: list[tuple[str, int, int]] = []
-    with watched(lambda *stage: told.append(stage)):
+    with watch_progress(lambda *stage: told.append(stage)):
         lowering.compile(PROTO)
     assert list(dict.fromkeys(name for name, *_ in told)) == [
         "reading the model",

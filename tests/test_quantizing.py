@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 import lowering
-from lowering.checking.references import session_options
+from lowering.checking.references import create_session_options
 from lowering.commands.cli import main
 from lowering.errors import InputError
 from lowering.quantizing import quantize
@@ -38,7 +38,7 @@ def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
     assert not {domain for domain, _ in operators} - {""}
     assert 0 < report.quantized <= report.matmuls
     assert report.nodes[0].error == max(each.error for each in report.nodes) > 0
-    session, model = onnxruntime.InferenceSession(made, session_options()), lowering.compile(made)
+    session, model = onnxruntime.InferenceSession(made, create_session_options()), lowering.compile(made)
     assert lowering.verify(made, "onnxruntime").first_difference is None
     whole = [lowering.compile(SAMPLE / "model.onnx").run(call) for call in given]
     for call, truth in zip(given, whole):

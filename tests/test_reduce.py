@@ -16,9 +16,9 @@ import pytest
 
 import lowering
 from lowering.checking import reproducer, trial
-from lowering.checking.parts import Part, Whole
-from lowering.checking.reduce import reduce
-from lowering.checking.references import Feeds, reference, with_weights_inside
+from lowering.checking.submodels import Submodel, EvaluatedModel
+from lowering.checking.reduce import reduce_model
+from lowering.checking.references import Feeds, load_reference, inline_weights
 from lowering.commands.cli import main
 from lowering.errors import CompilerError
 from lowering.graph.model import load_model
@@ -80,7 +80,7 @@ def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = trial.compile
 
     def faulty(model: ir.Model, *options: Any, **more: Any) -> lowering.Model:
-        other = ir.to_proto(with_weights_inside(model))
+        other = ir.to_proto(inline_weights(model))
         fault(other.graph)
         return compiled(other, *options, **more)
 
@@ -174,24 +174,24 @@ def sample(name: str) -> tuple[ir.Model, dict[str, Any]]:
 def test_parts_are_models_with_the_values_of_the_whole(name: str) -> None:
     """Whatever nodes are chosen: legal ones, whose inputs can be written to files."""
     model, feeds = odd() if name == "odd" else sample(name)
-    whole, rng, seen = Whole(model, feeds, "reference"), np.random.default_rng(0), 0
+    whole, rng, seen = EvaluatedModel(model, feeds, "reference"), np.random.default_rng(0), 0
     names = [value.name or "" for node in model.graph for value in node.outputs]
     every = model.clone()
     every.graph.outputs[:] = [value for node in every.graph for value in node.outputs]
-    values = dict(zip(names, reference(every, "reference")(feeds)))
+    values = dict(zip(names, load_reference(every, "reference")(feeds)))
     for _ in range(24):
         count = int(rng.integers(1, len(whole.nodes) + 1))
-        part = whole.beginning(count)
+        part = whole.extract_prefix(count)
         if part is not None and rng.random() < 0.7:
             kept = [k for k in range(count) if rng.random() < 0.8]
-            part = whole.part(kept, [value.name or "" for value in part.model.graph.outputs][:2])
+            part = whole.extract_submodel(kept, [value.name or "" for value in part.model.graph.outputs][:2])
         if part is None:
             continue
         seen += 1
         proto = ir.to_proto(part.model)
         onnx.checker.check_model(proto)
         assert all(array.dtype.kind in "biufc" for array in part.feeds.values())
-        results = reference(load_model(proto), "reference")(part.feeds)
+        results = load_reference(load_model(proto), "reference")(part.feeds)
         for value, result in zip(part.model.graph.outputs, results):
             np.testing.assert_array_equal(result, values[value.name or ""])
     assert seen > 8
@@ -211,10 +211,10 @@ def test_a_needle() -> None:
         made = {value.name for node in part.graph for value in node.outputs}
         return [value.name or "" for value in part.graph.outputs] if {wanted, before.name} <= made else ()
 
-    part = reduce(model, feeds, "reference", blamed)
+    part = reduce_model(model, feeds, "reference", blamed)
     assert part is not None and {v.name for n in part.model.graph for v in n.outputs} == {wanted, before.name}
     assert len(asked) < 40 < len(list(model.graph))
-    assert reduce(model, feeds, "reference", lambda *_: ()) is None
+    assert reduce_model(model, feeds, "reference", lambda *_: ()) is None
 
 
 def test_folders_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +224,7 @@ def test_folders_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(["verify", str(tmp_path / "m.onnx"), "--reduce", str(taken)]) == 1
         assert "is there, and is no empty folder" in capsys.readouterr().err
     with pytest.raises(lowering.LoweringError, match="'/proc/small' cannot be written"):
-        reproducer.write(Part(load_model(network()), {}, (0,)), Path("/proc/small"), [])
+        reproducer.write_reproducer(Submodel(load_model(network()), {}, (0,)), Path("/proc/small"), [])
     with pytest.raises(lowering.InputError, match="leave these out"):
         lowering.verify(network(), static_cache=8, reduce=tmp_path / "small")
 

@@ -17,7 +17,7 @@ from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 import lowering
 from lowering.errors import NodeError
 from lowering.importing.importer import import_model
-from lowering.tensorir.scatter import CacheUpdate, copy_and_update, in_place
+from lowering.tensorir.scatter import CacheUpdate, make_copying_update, in_place
 
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
 STORAGE = ("float32", "float16", "bfloat16", "float64", "bool", "int8", "uint16", "int32", "uint64")
@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_kernels_write_the_rows_and_nothing_else(case: Case, seed: int) -> None:
     rng = np.random.default_rng(seed)
     cache, rows = random_rows(rng, case)
-    copying = copy_and_update(case.update)
+    copying = make_copying_update(case.update)
     functions = {"copying": copying, "in_place": in_place(copying)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     compiled = tvm.compile(module, target=TARGET)

@@ -13,4 +13,4 @@ from lowering import units
 )
 def test_times(seconds: float, text: str) -> None:
     """What rounds up to a thousand is one of the next unit."""
-    assert units.time(seconds) == text
+    assert units.format_time(seconds) == text

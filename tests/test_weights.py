@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.choices import Scheme
-from lowering.importing.quantized import quantize
+from lowering.importing.quantized_matrix import quantize_matrix
 
 
 def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
@@ -54,8 +54,8 @@ def replaced(model: onnx.ModelProto, change: dict[str, Callable[[np.ndarray], np
 
 ROUNDED = {
     "f16": lambda w: w.astype(np.float16).astype(np.float32),
-    "int8": lambda w: quantize(w, 8).array(),
-    "int4": lambda w: quantize(w, 4).array(),
+    "int8": lambda w: quantize_matrix(w, 8).array(),
+    "int4": lambda w: quantize_matrix(w, 4).array(),
 }
 
 

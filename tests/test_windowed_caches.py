@@ -13,7 +13,7 @@ from sampled import sampled
 from test_cache_forms import CASES, KV_HEADS, SIZE, VOCABULARY, Case, model_of, plainly
 
 import lowering
-from lowering.about import about
+from lowering.about import list_facts
 from lowering.errors import InputError
 
 CAPACITY, TOKENS = 1400, 1300
@@ -64,7 +64,7 @@ def test_what_rings_refuse_leaves_the_decoder_as_it_was(tmp_path: Path) -> None:
     assert slots is not None and slots.rows == 574
     assert (
         "1400 slots, of which 'past_length' says how many are filled, 2 of 2 rings of 576"
-        in dict(about(model._files, model.manifest))["Caches"]
+        in dict(list_facts(model._files, model.manifest))["Caches"]
     )
     decoder = model.decoder()
     ids = np.random.default_rng(2).integers(0, VOCABULARY, (1, 1350))

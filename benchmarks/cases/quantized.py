@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from lowering.checking.references import session_options
+from lowering.checking.references import create_session_options
 
 from .case import Arrays, Bar, error
 from .exported import PublishedWidths, exports_module
@@ -43,7 +43,7 @@ class QuantizedCase(PublishedWidths):
         0.1: whoever is a fifth further than that is wrong."""
         import onnxruntime
 
-        session = onnxruntime.InferenceSession(self._quantized.SerializeToString(), session_options())
+        session = onnxruntime.InferenceSession(self._quantized.SerializeToString(), create_session_options())
         answers = dict(zip((output.name for output in session.get_outputs()), session.run(None, self.feeds())))
         return max(0.1, 1.2 * max(error(answers[name], wanted) for name, wanted in self.expected().items()))
 

@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
+from lowering.demo.decoder import DecoderConfig, ModelBuilder, build_decoder
 
 from .case import Arrays, Bar, Case, Work
 
@@ -132,7 +132,7 @@ def llama() -> onnx.ModelProto:
 @cache
 def bert(config: BertConfig = BERT) -> onnx.ModelProto:
     """BERT (Devlin et al., 2018) as exporters write it at opset 23: projections to heads, Attention, Gelu."""
-    c, g = config, Graph(seed=0)
+    c, g = config, ModelBuilder(seed=0)
 
     def linear(x: str, inputs: int, outputs: int, name: str) -> str:
         matmul = g.node("MatMul", x, g.weight(inputs, outputs, name=f"{name}.weight"), name=f"{name}.matmul")

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..tensorir.regions import whole
+from ..tensorir.regions import full_region
 from .addressing import Addressing
 from .expr.emit import cast
 from .parameters import Sizes, matched, store_tables, store_tensors
@@ -50,8 +50,8 @@ def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -
         buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
         addressing = Addressing(_Bound(p, buffers, batches, 1))
         with T.sblock("gather"):
-            T.reads([whole(buffers[name]) for name in names])
-            T.writes([whole(buffers[name]) for name in ("keys", "values")])
+            T.reads([full_region(buffers[name]) for name in names])
+            T.writes([full_region(buffers[name]) for name in ("keys", "values")])
             with T.serial(T.int64(1) * batches) as b:
                 first, rows = buffers["key_starts"][b], size("rows")
                 with T.parallel(clamp(buffers["lengths"][b], T.int64(1) * rows)) as j:

@@ -31,7 +31,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..tensorir.regions import whole
+from ..tensorir.regions import full_region
 from .cache_layout import CacheLayout, Codec
 from .expr.emit import cast, widened
 from .parameters import Sizes, Tensor, matched, store_tables, store_tensors
@@ -258,8 +258,8 @@ def _prim_func(record: KvWrite, copy: bool) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
         bound = BoundKvWrite(record, copy)
         with T.sblock("kv_write"):
-            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if not copy or name in record.inputs()])
-            T.writes([whole(buffer) for buffer in bound.written.values()])
+            T.reads([full_region(buffer) for name, buffer in bound.buffers.items() if not copy or name in record.inputs()])
+            T.writes([full_region(buffer) for buffer in bound.written.values()])
             if copy:
                 for name, buffer in bound.written.items():
                     with T.grid(*buffer.shape) as place:

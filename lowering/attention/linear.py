@@ -22,7 +22,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..tensorir.regions import whole
+from ..tensorir.regions import full_region
 from .expr.emit import cast, widened
 from .parameters import Sizes, Tensor, matched
 
@@ -193,8 +193,8 @@ def _prim_func(linear: LinearAttention, copy: bool) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
         bound = BoundLinear(linear, copy)
         with T.sblock("linear_attention"):
-            T.reads([whole(bound.buffers[name]) for name in linear.inputs()])
-            T.writes([whole(bound.state), whole(bound.buffers["y"])])
+            T.reads([full_region(bound.buffers[name]) for name in linear.inputs()])
+            T.writes([full_region(bound.state), full_region(bound.buffers["y"])])
             if copy:
                 with T.grid(*bound.state.shape) as place:
                     T.buffer_store(bound.state, bound.buffers["state"][tuple(place)], list(place))

@@ -16,7 +16,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..tensorir.regions import whole
+from ..tensorir.regions import full_region
 from .bound import Bound
 from .keys import Range, key_at, length
 from .problem import AttentionProblem
@@ -35,8 +35,8 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
         bound = Bound(problem)
         with T.sblock("attention"):
             outputs = [bound.buffers[name] for name in problem.outputs()]
-            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name in problem.inputs()])
-            T.writes([whole(buffer) for buffer in outputs])
+            T.reads([full_region(buffer) for name, buffer in bound.buffers.items() if name in problem.inputs()])
+            T.writes([full_region(buffer) for buffer in outputs])
             rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
             with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:
                 b, h, i = (T.bind(x) for x in (row // (rows * heads), row // rows % heads, row % rows))

@@ -15,7 +15,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..tensorir.regions import whole
+from ..tensorir.regions import full_region
 from .expr.emit import widened
 from .gradient import BoundGradient, GradientParameters, GradientProblem, Read
 
@@ -33,8 +33,8 @@ def plain_gradient(gradient: GradientProblem) -> tirx.PrimFunc:
         bound = BoundGradient(GradientParameters(gradient))
         p, B, S, keys = bound.problem, bound.bound.B, bound.bound.S, bound.bound.T
         with T.sblock("attention_gradient"):
-            T.reads([whole(bound.buffers[name]) for name in gradient.inputs() if name in bound.buffers])
-            T.writes([whole(bound.buffers[name]) for name in gradient.outputs()])
+            T.reads([full_region(bound.buffers[name]) for name in gradient.inputs() if name in bound.buffers])
+            T.writes([full_region(bound.buffers[name]) for name in gradient.outputs()])
             with T.parallel(T.int64(1) * B * p.q_heads * S) as n:
                 Part(bound).row(unravelled(n, p.q_heads, S))
             with T.parallel(T.int64(1) * B * p.kv_heads * keys) as n:

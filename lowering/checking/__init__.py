@@ -1,1 +1,1 @@
-"""What is known of a model before it is trusted: nodes that cannot be lowered, and answers beside a reference."""
+"""Validation of models: nodes that cannot be lowered, and comparison of outputs with a reference."""

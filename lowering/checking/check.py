@@ -1,4 +1,4 @@
-"""`check`: which nodes of a model cannot be lowered, and why, before anything is compiled."""
+"""The function `check`: unsupported nodes of a model and their reasons, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from ..graph.declared_sizes import Dims, ranges
 from ..graph.list_inputs import split_list_inputs
 from ..graph.model import ModelLike, load_model
 from ..importing.importer import Importer
-from ..notebook import table
+from ..notebook import format_table
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One node that cannot be lowered: where (domain, operator, version, node name), what blocks it, what to do."""
+    """A node that cannot be lowered.
+
+    `where` holds domain, operator, version and node name; `what` the problem; `remedy` the action to take.
+    """
 
     where: str
     what: str
@@ -27,10 +30,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of `check`, and its warnings: things that compile but may not mean what the user meant.
+    """The findings of `check`, and its warnings.
 
-    nodes counts those of the model as it is given, with bodies, before any fusion. unexamined counts the nodes that
-    depend on a blocked one through a value whose type nobody knows.
+    Warnings are about models that compile but may not compute what the user intended. `nodes` counts the nodes of the
+    original model, subgraphs included, before any fusion. `unexamined` counts the nodes that depend on an unsupported
+    node through a value of unknown type.
     """
 
     findings: tuple[Finding, ...]
@@ -44,8 +48,8 @@ class Report:
 
     @property
     def _counts(self) -> str:
-        behind = f", {self.unexamined} behind them could not be examined" if self.unexamined else ""
-        return f"{self.nodes} nodes, {len(self.findings)} cannot be lowered{behind}"
+        unexamined = f", {self.unexamined} behind them could not be examined" if self.unexamined else ""
+        return f"{self.nodes} nodes, {len(self.findings)} cannot be lowered{unexamined}"
 
     def __str__(self) -> str:
         lines = [f"{finding.where}: {finding.what} {finding.remedy}".rstrip() for finding in self.findings]
@@ -57,33 +61,42 @@ class Report:
     def _repr_html_(self) -> str:
         rows = [(finding.where, finding.what, finding.remedy) for finding in self.findings]
         rows += [("warning", warning, "") for warning in self.warnings]
-        return table(self._counts, ("node", "what blocks it", "what to do"), rows)
+        return format_table(self._counts, ("node", "what blocks it", "what to do"), rows)
 
 
 def check(model: ModelLike, dims: Dims | None = None) -> Report:
-    """Walks the whole model, bodies of If included, and collects every node that cannot be lowered.
+    """Return a report of every node that cannot be lowered, subgraphs of If included.
 
-    A node behind a blocked one is still examined, with the type that ONNX shape inference gives its input. Raises
-    ModelError if the model cannot be read at all. dims is as for `compile`: InputError is raised where the number of
-    elements of an input that is a sequence or an optional value is not said.
+    A node after an unsupported one is still examined, with the type that ONNX shape inference gives its input.
+
+    Args:
+        model: The ONNX model, as for `compile`.
+        dims: Sizes of symbolic dimensions, as for `compile`.
+
+    Returns:
+        The unsupported nodes, with reason and remedy, and warnings.
+
+    Raises:
+        ModelError: The model cannot be read at all.
+        InputError: The number of elements of an input that is a sequence or an optional value is not specified.
     """
     split = split_list_inputs(load_model(model), dims or {})
-    given = split.model
-    ranges(split.dims, given)  # refuses names that no input has
-    nodes = sum(1 for _ in given.graph.all_nodes())
-    loaded = fuse(given)
-    importer = _imported(loaded)
-    if importer.errors:  # once more, with a type for whatever is behind the blocked nodes
-        inferred = loaded.clone()
+    model_without_lists = split.model
+    ranges(split.dims, model_without_lists)  # rejects names that no input has
+    nodes = sum(1 for _ in model_without_lists.graph.all_nodes())
+    fused = fuse(model_without_lists)
+    importer = _run_importer(fused)
+    if importer.errors:  # again, with inferred types for the values after unsupported nodes
+        inferred = fused.clone()
         InferSizesPass()(inferred)
-        keep_declared_outputs(loaded, inferred)
-        importer = _imported(inferred)
+        keep_declared_outputs(fused, inferred)
+        importer = _run_importer(inferred)
     errors = importer.errors or []
     findings = tuple(Finding(e.where, e.what, e.remedy) for e in errors)
     return Report(findings, tuple(importer.warnings), nodes, importer.unexamined)
 
 
-def _imported(model: ir.Model) -> Importer:
+def _run_importer(model: ir.Model) -> Importer:
     errors: list[NodeError] = []
     importer = Importer(model, errors)
     importer.run()

@@ -1,4 +1,4 @@
-"""The tokens that `verify` gives a decoder: ids, embeddings, or several values of each token."""
+"""The tokens that `verify` feeds to a decoder: ids, embeddings, or several values of each token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..manifest import TensorSpec
 from .synthetic_inputs import generate_inputs
 
 Tokens: TypeAlias = dict[str, np.ndarray]
-"""By input an array [batch, tokens] or [batch, tokens, width]; that of ids or embeddings comes first."""
+"""Arrays [batch, tokens] or [batch, tokens, width] by input name; ids or embeddings come first."""
 
 
-def random_tokens(
+def generate_tokens(
     graph: ir.Graph, specs: Sequence[TensorSpec], shape: tuple[int, int], rng: np.random.Generator
 ) -> Tokens:
     """Return random tokens [batch, tokens]."""
@@ -24,36 +24,36 @@ def random_tokens(
     return generate_inputs(graph, sized, {}, rng)
 
 
-def given_tokens(specs: Sequence[TensorSpec], given: Mapping[str, Any]) -> Tokens:
-    """Return the arrays that were given of these inputs.
+def select_tokens(specs: Sequence[TensorSpec], given: Mapping[str, Any]) -> Tokens:
+    """Return the user's arrays for these inputs.
 
     Raises:
-        InputError: An array has another type or shape than its input, or other tokens than another one.
+        InputError: An array has another type or shape than its input, or other [batch, tokens] than another array.
     """
-    tokens = {spec.name: _checked(given[spec.name], spec) for spec in specs if spec.name in given}
+    tokens = {spec.name: _check_token_array(given[spec.name], spec) for spec in specs if spec.name in given}
     shapes = {array.shape[:2] for array in tokens.values()}
     if len(shapes) > 1:
         raise InputError(f"{', '.join(tokens)} must have the same [batch, tokens], not {sorted(shapes)}.")
     return tokens
 
 
-def part_of(tokens: Tokens, index: Any) -> Tokens:
-    """Return the values of some tokens."""
+def slice_tokens(tokens: Tokens, index: Any) -> Tokens:
+    """Return the tokens at an index."""
     return {name: array[index] for name, array in tokens.items()}
 
 
-def as_argument(tokens: Tokens) -> Any:
+def to_decoder_argument(tokens: Tokens) -> Any:
     """Return tokens as decoders take them: the array of one input, a mapping for several."""
     return tokens if len(tokens) > 1 else next(iter(tokens.values()))
 
 
-def shape_of(tokens: Tokens) -> tuple[int, int]:
-    """Return batch and tokens."""
+def read_token_shape(tokens: Tokens) -> tuple[int, int]:
+    """Return the batch size and the number of tokens."""
     batch, count = next(iter(tokens.values())).shape[:2]
     return batch, count
 
 
-def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
+def _check_token_array(value: Any, spec: TensorSpec) -> np.ndarray:
     array, width = np.asarray(value), spec.dims[2:]
     is_id = not width and not spec.dtype.startswith(("float", "bfloat"))
     if array.ndim != len(spec.dims) or array.shape[2:] != width or not array.size:

@@ -1,4 +1,4 @@
-"""A decoder with static caches beside the model that it was made of: both read the same tokens, call by call."""
+"""Verification of a decoder with static caches: it and the original model read the same tokens, call by call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..manifest import SlotCaches, TensorSpec
 from ..runtime.checks import check_fixed_dimensions
 from ..runtime.decoder_sources import list_fixed_inputs
 from ..runtime.model import Model
-from .chosen_tokens import Tokens, as_argument, given_tokens, part_of, random_tokens, shape_of
+from .chosen_tokens import Tokens, generate_tokens, read_token_shape, select_tokens, slice_tokens, to_decoder_argument
 from .references import Evaluate
-from .synthetic_inputs import feeds_of, taken
+from .synthetic_inputs import build_feeds, list_call_inputs
 
-_PROMPT, _CALLS = 6, 4  # tokens where no size says otherwise, and calls behind the first
+_PROMPT_TOKENS, _MAX_CALLS = 6, 4  # defaults: tokens of the first call, and calls after it
 
 
 class _Reader(Protocol):
@@ -31,79 +31,88 @@ class _Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Session:
-    """Tokens of the batch, which of them count [batch, tokens] (as padding does not), how many each call reads, those
-    that a fork reads in place of the second call's, and arrays for what is the same in every call."""
+class DecodingSession:
+    """The calls of a decoder: its tokens, and the arrays that are the same in every call.
+
+    `token_mask` [batch, tokens] is 0 for padding. Call k reads `call_lengths[k]` tokens. A fork of the decoder reads
+    `fork_tokens` in place of the second call's tokens.
+    """
 
     model: ir.Model
     compiled: Model
     output: str
-    mask: str  # "" where no input says which tokens count
-    positions: str  # "" where no input says where they are
+    mask: str  # "" without an input for the token mask
+    positions: str  # "" without an input for the positions
     tokens: Tokens
-    counts: np.ndarray
-    calls: tuple[int, ...]
-    forked: Tokens
+    token_mask: np.ndarray
+    call_lengths: tuple[int, ...]
+    fork_tokens: Tokens
     fixed: dict[str, Any]
 
     @property
     def names(self) -> list[str]:
-        """What each of the results is of."""
-        found, end = [], 0
-        for number, size in enumerate(self.calls):
-            which = said(end + 1, end + size)
-            found.append(f"{self.output} of {which}")
+        """Return a label for each of the results."""
+        labels, end = [], 0
+        for number, size in enumerate(self.call_lengths):
+            token_range = format_token_range(end + 1, end + size)
+            labels.append(f"{self.output} of {token_range}")
             if number == 1:
-                found.append(f"{self.output} of {which} of a fork")
+                labels.append(f"{self.output} of {token_range} of a fork")
             end += size
-        return found
+        return labels
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arrays that were chosen, by the names of inputs."""
-        masks = {self.mask: self.counts} if self.mask else {}
+        """Return the arrays of the session by input name."""
+        masks = {self.mask: self.token_mask} if self.mask else {}
         return {**self.tokens, **masks, **self.fixed}
 
-    def ours(self) -> list[np.ndarray]:
-        """What the compiled decoder answers."""
+    def run_compiled(self) -> list[np.ndarray]:
+        """Return the logits of the compiled decoder, one array a call."""
         return self._read(self.compiled.decoder(fixed=self.fixed))
 
-    def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
-        """What the model as it was answers, whose caches grow."""
-        return self._read(_Growing(self, evaluate))
+    def run_reference(self, evaluate: Evaluate) -> list[np.ndarray]:
+        """Return the logits of the original model, whose caches grow."""
+        return self._read(_ReferenceDecoder(self, evaluate))
 
     def _read(self, decoder: _Reader) -> list[np.ndarray]:
-        found, end = [], 0
-        for number, size in enumerate(self.calls):
-            here = slice(end, end + size)
+        logits_per_call, end = [], 0
+        for number, size in enumerate(self.call_lengths):
+            span = slice(end, end + size)
             fork = decoder.fork() if number == 1 else None
-            counts = self.counts[:, here]
-            logits = decoder.prefill(as_argument(part_of(self.tokens, (slice(None), here))), counts)
-            # What a model says behind padding means nothing.
-            found.append(logits[counts.astype(bool)] if logits.shape[:2] == counts.shape else logits)
-            if fork is not None:  # what it reads must not become the decoder's
-                found.append(fork.prefill(as_argument(self.forked), np.ones(shape_of(self.forked), np.int64)))
+            counts = self.token_mask[:, span]
+            logits = decoder.prefill(to_decoder_argument(slice_tokens(self.tokens, (slice(None), span))), counts)
+            # Logits at padding are meaningless.
+            logits_per_call.append(logits[counts.astype(bool)] if logits.shape[:2] == counts.shape else logits)
+            if fork is not None:  # its tokens must not reach the caches of the decoder
+                logits_per_call.append(
+                    fork.prefill(
+                        to_decoder_argument(self.fork_tokens), np.ones(read_token_shape(self.fork_tokens), np.int64)
+                    )
+                )
             end += size
-        return found
+        return logits_per_call
 
 
-class _Growing:
-    """The model as it was, whose present keys and values are the past ones of the next call."""
+class _ReferenceDecoder:
+    """The original model as a decoder: its present keys and values are the past ones of the next call."""
 
-    def __init__(self, session: Session, evaluate: Evaluate) -> None:
+    def __init__(self, session: DecodingSession, evaluate: Evaluate) -> None:
         self._session, self._evaluate = session, evaluate
         self._types = {value.name or "": value for value in session.model.graph.inputs}
         self._outputs = [value.name for value in session.model.graph.outputs]
-        self._seen = session.counts[:, :0]
-        kept = {**_states(session.compiled), **session.compiled.manifest.donated}
-        joint = joint_caches(session.model)  # which the compiled decoder keeps in two halves
-        self._next = {name: present for name, present in kept.items() if name in self._types} | joint
-        self._past = {name: empty_past(self._types[name], len(self._seen)) for name in self._next}
-        unread = [value for value in taken(session.model) if not value.uses() and value.name not in session.inputs]
-        self._unread = {value.name or "": empty_past(value, len(self._seen)) for value in unread}
+        self._seen = session.token_mask[:, :0]
+        state_outputs = {**_read_states(session.compiled), **session.compiled.manifest.donated}
+        joint = joint_caches(session.model)  # the compiled decoder has two halves of these
+        self._next = {name: present for name, present in state_outputs.items() if name in self._types} | joint
+        self._past = {name: create_empty_past(self._types[name], len(self._seen)) for name in self._next}
+        unread = [
+            value for value in list_call_inputs(session.model) if not value.uses() and value.name not in session.inputs
+        ]
+        self._unread = {value.name or "": create_empty_past(value, len(self._seen)) for value in unread}
 
-    def fork(self) -> _Growing:
-        return copy.copy(self)  # nothing is written in place
+    def fork(self) -> _ReferenceDecoder:
+        return copy.copy(self)  # arrays are never written in place
 
     def prefill(self, tokens: np.ndarray | Tokens, mask: np.ndarray, /) -> np.ndarray:
         session, before = self._session, self._seen.shape[1]
@@ -114,121 +123,132 @@ class _Growing:
             feeds[session.mask] = self._seen
         if session.positions:
             positions = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
-            feeds[session.positions] = of_rank(positions, self._types[session.positions])
-        typed = {name: feeds[name].astype(self._numpy(name)) for name in feeds.keys() - self._past.keys()}
+            feeds[session.positions] = broadcast_positions(positions, self._types[session.positions])
+        typed = {name: feeds[name].astype(self._get_numpy_type(name)) for name in feeds.keys() - self._past.keys()}
         results = dict(zip(self._outputs, self._evaluate({**feeds, **typed, **session.fixed})))
         self._past = {name: results[present] for name, present in self._next.items()}
         return results[session.output]
 
-    def _numpy(self, name: str) -> np.dtype:
+    def _get_numpy_type(self, name: str) -> np.dtype:
         dtype = self._types[name].dtype
         assert dtype is not None
         return dtype.numpy()
 
 
-def session(
+def build_decoding_session(
     model: ir.Model,
     compiled: Model,
     slots: SlotCaches,
-    given: Mapping[str, Any],
+    user_arrays: Mapping[str, Any],
     sizes: Mapping[str, int],
     rng: np.random.Generator,
-) -> Session:
-    """Tokens for a decoder, whose batch is 2 and whose first call reads 6 unless `sizes` or the model says otherwise.
+) -> DecodingSession:
+    """Return the calls of a decoder, with synthetic tokens where the user gives none.
 
-    The batch is padded on the left where the model takes a mask. `given` may hold all tokens, by input, the mask that
-    says which of them count, and inputs that are the same in every call; the others are synthetic. Raises InputError
-    for a model without tokens, and for caches that are given.
+    The batch is 2 and the first call reads 6 tokens unless `sizes` or the model say otherwise. The batch is padded on
+    the left where the model takes a mask. The user's arrays may hold all tokens, by input, the token mask, and inputs
+    that are the same in every call; the others are synthetic.
+
+    Raises:
+        InputError: The model has no tokens, or the user gives caches.
     """
     specs = {spec.name: spec for spec in compiled.inputs}
     spec = compiled.manifest.decoder
-    assert spec is not None  # of every model with slots
+    assert spec is not None  # every model with slots has one
     caches, ids, mask = {*compiled.manifest.donated, *spec.states, slots.length}, spec.ids, spec.mask
     if not ids:
         raise InputError(
             "verify finds no tokens of this decoder: no input [batch, tokens] picks rows of a table, nor is one float "
             "[batch, tokens, width]."
         )
-    for name in given:
+    for name in user_arrays:
         if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
     per_token = [specs[name] for name in (ids, *spec.per_token)]
-    others = list_fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
+    constant_specs = list_fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
     check_fixed_dimensions(sizes, compiled.manifest.ranges)
-    known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
-    known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
+    free_dims = {dim for spec in (specs[ids], *constant_specs) for dim in spec.dims}
+    free_dims |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
     for name in sizes:
-        if name not in known:
+        if name not in free_dims:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
-    batch, tokens = (_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT)))
-    read = given_tokens(per_token, given)
-    if read:
-        batch, total = shape_of(read)
-        first = max(1, total - _CALLS)
+    batch, tokens = (_read_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT_TOKENS)))
+    user_tokens = select_tokens(per_token, user_arrays)
+    if user_tokens:
+        batch, total = read_token_shape(user_tokens)
+        first = max(1, total - _MAX_CALLS)
         calls = (first,) + (1,) * (total - first)
     elif isinstance(specs[ids].dims[1], int):
-        calls = (tokens,) * max(1, min(_CALLS, slots.capacity // max(1, tokens)))
+        calls = (tokens,) * max(1, min(_MAX_CALLS, slots.capacity // max(1, tokens)))
     else:
         first = max(1, min(tokens, slots.capacity))
-        calls = (first,) + (1,) * min(_CALLS, slots.capacity - first)
+        calls = (first,) + (1,) * min(_MAX_CALLS, slots.capacity - first)
     sizes = {**sizes, **{name: batch for name in specs[ids].dims[:1] if isinstance(name, str)}}
-    chosen = random_tokens(model.graph, per_token, (batch, sum(calls)), rng)
-    second = random_tokens(model.graph, per_token, (batch, calls[-1]), rng)
+    synthetic_tokens = generate_tokens(model.graph, per_token, (batch, sum(calls)), rng)
+    fork_tokens = generate_tokens(model.graph, per_token, (batch, calls[-1]), rng)
     counts = np.ones((batch, sum(calls)), np.int64)
-    if mask and not any(node.op_type == "GroupQueryAttention" for node in model.graph):  # which has no such padding
-        hidden = rng.integers(0, calls[0] // 2 + 1, batch)
-        counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
-    fixed = feeds_of(model, others, compiled.manifest.ranges, given, sizes, rng, compiled.manifest.derived)
-    kept = {*compiled.manifest.donated.values(), *spec.states.values()}
-    output = next(spec.name for spec in compiled.outputs if spec.name not in kept)
-    return Session(
-        model, compiled, output, mask, spec.positions, tokens={**chosen, **read},
-        counts=_counts(given.get(mask, counts), counts.shape), calls=calls, forked=second, fixed=fixed,
+    if mask and not any(
+        node.op_type == "GroupQueryAttention" for node in model.graph
+    ):  # it does not support left padding
+        padding = rng.integers(0, calls[0] // 2 + 1, batch)
+        counts[:, : calls[0]] = np.arange(calls[0]) >= padding[:, None]
+    fixed = build_feeds(
+        model, constant_specs, compiled.manifest.ranges, user_arrays, sizes, rng, compiled.manifest.derived
+    )
+    state_outputs = {*compiled.manifest.donated.values(), *spec.states.values()}
+    output = next(spec.name for spec in compiled.outputs if spec.name not in state_outputs)
+    return DecodingSession(
+        model, compiled, output, mask, spec.positions, tokens={**synthetic_tokens, **user_tokens},
+        token_mask=_check_mask(user_arrays.get(mask, counts), counts.shape),
+        call_lengths=calls, fork_tokens=fork_tokens, fixed=fixed,
     )  # fmt: skip
 
 
-def _states(compiled: Model) -> dict[str, str]:
+def _read_states(compiled: Model) -> dict[str, str]:
     return {} if compiled.manifest.decoder is None else compiled.manifest.decoder.states
 
 
-def _size(spec: TensorSpec, axis: int, sizes: Mapping[str, int], default: int) -> int:
+def _read_size(spec: TensorSpec, axis: int, sizes: Mapping[str, int], default: int) -> int:
     dim = spec.dims[axis]
     return dim if isinstance(dim, int) else sizes.get(dim, default)
 
 
-def said(first: int, last: int) -> str:
-    """Tokens, counted from 1."""
+def format_token_range(first: int, last: int) -> str:
+    """Return a description of a token range, counted from 1."""
     return f"token {last}" if first == last else f"tokens {first} to {last}"
 
 
-def empty_past(past: ir.Value, batch: int) -> np.ndarray:
-    """An array of no rows for an input [batch, heads, length, size], or two of these in one, and zeros for a state
-    [batch, sizes].
+def create_empty_past(past: ir.Value, batch: int) -> np.ndarray:
+    """Return an empty past for one input of the model.
 
-    Raises InputError for any other input.
+    An input [batch, heads, length, size], or [2, batch, heads, length, size], has length 0. A state [batch, sizes] is
+    zero.
+
+    Raises:
+        InputError: The input has another form.
     """
     assert past.shape is not None and past.dtype is not None
     if (fixed := numbers(past.shape[1:])) is not None:
         return np.zeros((batch, *fixed), past.dtype.numpy())
-    front = (2,) if len(past.shape) == 5 and past.shape[0] == 2 else ()
-    sizes = past.shape[len(front) :]
+    leading_dims = (2,) if len(past.shape) == 5 and past.shape[0] == 2 else ()
+    sizes = past.shape[len(leading_dims) :]
     heads, length, size = (sizes[axis] for axis in (1, 2, 3)) if len(sizes) == 4 else (None, None, None)
     if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
         raise InputError(
             f"the past '{past.name}' is {past.shape}, and cannot begin empty: "
             "verify follows decoders whose past has a symbolic length, and no other symbolic size but its batch."
         )
-    return np.zeros((*front, batch, heads, 0, size), past.dtype.numpy())
+    return np.zeros((*leading_dims, batch, heads, 0, size), past.dtype.numpy())
 
 
-def of_rank(positions: np.ndarray, value: ir.Value) -> np.ndarray:
+def broadcast_positions(positions: np.ndarray, value: ir.Value) -> np.ndarray:
     """Return positions [B, S] as an input takes them: [n, B, S] where a token has several."""
     assert value.shape is not None
-    front = value.shape[0] if len(value.shape) == 3 else None
-    return np.broadcast_to(positions, (front, *positions.shape)) if isinstance(front, int) else positions
+    leading_dims = value.shape[0] if len(value.shape) == 3 else None
+    return np.broadcast_to(positions, (leading_dims, *positions.shape)) if isinstance(leading_dims, int) else positions
 
 
-def _counts(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _check_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     array = np.asarray(mask)
     if array.shape != shape:
         raise InputError(f"the mask must be of the tokens, {list(shape)}, and is {list(array.shape)}.")

@@ -1,4 +1,4 @@
-"""A model in float64: how far its outputs in float32 can be trusted, where two evaluators disagree about them."""
+"""Evaluation in float64, which decides where two float32 evaluators disagree about an output."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ import onnx_ir as ir
 
 from ..errors import LoweringError
 from ..graph.legality import graphs
-from .references import Against, Evaluate, Feeds, reference
+from .references import Against, Evaluate, Feeds, load_reference
 
 _WIDENED = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _NARROW = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 
-# Attributes that name an element type. Norms have `stash_type` as well, which evaluators take for "as wide as X".
+# Attributes that name an element type. Norms also have `stash_type`, which evaluators take for "as wide as X".
 _TYPES = ("to", "dtype", "output_dtype", "output_datatype", "softmax_precision")
 
-# Operators whose result is float32 where an attribute does not say otherwise, and what says so.
+# Operators whose result is float32 by default, and the attribute that sets another type.
 _FLOATS = {"ConstantOfShape": "value"} | dict.fromkeys(
     ("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix"), "output_datatype"
 )
 
 
-def in_float64(model: ir.Model, against: Against, compute: Callable[[Evaluate], list[Any]]) -> list[Any] | None:
-    """What `compute` finds with an evaluator of the widened model: `against`'s, or else onnx's own.
+def compute_in_float64(model: ir.Model, against: Against, compute: Callable[[Evaluate], list[Any]]) -> list[Any] | None:
+    """Return the result of `compute` with an evaluator of the widened model.
 
-    None where the model has no floats to widen, or no evaluator knows all of its operators in float64.
+    The evaluator is that of `against`, or else onnx's own. Return None where the model has no floats to widen, or where
+    no evaluator supports all of its operators in float64.
     """
-    wide = widened(model)
-    if wide is None:
+    wide_model = widen_model(model)
+    if wide_model is None:
         return None
-    whose: tuple[Against, ...] = (against, "reference")
-    for one in dict.fromkeys(whose):
+    evaluators: tuple[Against, ...] = (against, "reference")
+    for evaluator in dict.fromkeys(evaluators):
         with suppress(LoweringError):
-            return compute(_of_narrow(reference(wide, one)))
+            return compute(_widen_feeds(load_reference(wide_model, evaluator)))
     return None
 
 
-def widened(model: ir.Model) -> ir.Model | None:
-    """The model with float64 in place of all narrower floats, but for codes of 8 and 4 bits; None if it has none.
+def widen_model(model: ir.Model) -> ir.Model | None:
+    """Return the model with float64 in place of all narrower floats, or None if it has none.
 
-    Types of values, initializers, constants and what names a type are replaced, so that nothing is rounded on the way.
+    Quantized values of 8 and 4 bits stay. Types of values, initializers, constants and type attributes are replaced, so
+    that no intermediate is rounded.
     """
     model = model.clone()
-    found = False
+    has_floats = False
     for graph in graphs(model):
         for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
-            found |= _widen(value)
+            has_floats |= _widen(value)
         for node in graph:
             _widen_attributes(node)
-    return model if found else None
+    return model if has_floats else None
 
 
 def _widen(value: ir.Value) -> bool:
@@ -66,7 +68,7 @@ def _widen(value: ir.Value) -> bool:
 
 
 def _wide_type(kind: ir.TypeProtocol | None) -> ir.TypeProtocol:
-    """A new type: copies of a model share theirs."""
+    """Return a new type: copies of a model share their types."""
     if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
         return type(kind)(_wide_type(kind.elem_type))
     return ir.TensorType(ir.DataType.DOUBLE)
@@ -96,11 +98,11 @@ def _wide_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.tensor(tensor.numpy().astype(np.float64), name=tensor.name)
 
 
-def _of_narrow(evaluate: Evaluate) -> Evaluate:
-    """An evaluator of a widened model that takes the arrays of the model as it was."""
+def _widen_feeds(evaluate: Evaluate) -> Evaluate:
+    """Return an evaluator of a widened model that takes the arrays of the original model."""
 
-    def wide(feeds: Feeds) -> list[Any]:
+    def evaluate_wide(feeds: Feeds) -> list[Any]:
         arrays = {name: np.asarray(array) for name, array in feeds.items()}
         return evaluate({name: a.astype(np.float64) if a.dtype in _NARROW else a for name, a in arrays.items()})
 
-    return wide
+    return evaluate_wide

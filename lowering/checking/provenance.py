@@ -1,4 +1,4 @@
-"""Whether an artifact was made of a model, as far as the inputs and outputs of both tell."""
+"""Check whether an artifact was compiled from a model, as far as inputs and outputs tell."""
 
 from __future__ import annotations
 
@@ -14,55 +14,68 @@ from ..graph.model import dtype_name
 from ..graph.served_states import carries_state, past_state
 from ..manifest import SOURCE_TABLE, ListSpec, Manifest, ServedCache, TensorSpec
 
-_HALVES = ("float16", "bfloat16")  # of caches, for a precision
+_HALVES = ("float16", "bfloat16")  # types of caches that `precision` halves
 
 
 def check_provenance(manifest: Manifest, model: ir.Model) -> None:
-    """Raises ArtifactError for an artifact of another model."""
-    found = _differences(manifest, model) if manifest.served is None else _of_served(manifest, manifest.served, model)
-    differs = next(found, None)
-    if differs is not None:
-        raise ArtifactError(f"the artifact was not made of this model: {differs}.")
+    """Raise ArtifactError if an artifact was compiled from another model."""
+    differences = (
+        _find_differences(manifest, model)
+        if manifest.served is None
+        else _find_served_differences(manifest, manifest.served, model)
+    )
+    difference = next(differences, None)
+    if difference is not None:
+        raise ArtifactError(f"the artifact was not made of this model: {difference}.")
 
 
-def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
-    decodes = manifest.slots is not None  # and leaves out what is the same in every call
+def _find_differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
+    decodes = manifest.slots is not None  # does not take the inputs that are computed from others
     computed = set() if manifest.slots is None else {manifest.slots.length}
-    parts = manifest.parts()
+    programs = manifest.parts()
     if manifest.setup is not None:
         computed |= {spec.name for spec in manifest.setup.outputs}
-    ours = {spec.name: spec for part in parts for spec in part.inputs if spec.name not in computed}
-    theirs = _inputs(model, has_halves=decodes)
-    outputs = {name for part in parts for name in (*_names(part.outputs), *_names(part.output_lists))}
-    yield from (f"it takes '{name}', which the model does not" for name in ours if name not in theirs)
-    unread = {name for name, value in theirs.items() if not value.uses()} if manifest.slots is not None else set()
-    yield from (f"the model takes '{name}', which it does not" for name in theirs if name not in {*ours, *unread})
+    artifact_specs = {spec.name: spec for program in programs for spec in program.inputs if spec.name not in computed}
+    model_inputs = _list_inputs(model, has_halves=decodes)
+    outputs = {
+        name for program in programs for name in (*_list_names(program.outputs), *_list_names(program.output_lists))
+    }
+    yield from (f"it takes '{name}', which the model does not" for name in artifact_specs if name not in model_inputs)
+    unread = {name for name, value in model_inputs.items() if not value.uses()} if manifest.slots is not None else set()
+    yield from (
+        f"the model takes '{name}', which it does not"
+        for name in model_inputs
+        if name not in {*artifact_specs, *unread}
+    )
     for value in model.graph.outputs[:1] if decodes else model.graph.outputs:
         if value.name not in outputs:
             yield f"the model gives '{value.name}', which it does not"
-    for name, spec in ours.items():
-        dtype, shape = dtype_name(theirs[name].dtype), theirs[name].shape
+    for name, spec in artifact_specs.items():
+        dtype, shape = dtype_name(model_inputs[name].dtype), model_inputs[name].shape
         halved = manifest.precision is not None and spec.dtype in _HALVES and dtype == "float32"
-        if not (dtype == spec.dtype or halved) or not _fits(spec, shape):
+        if not (dtype == spec.dtype or halved) or not _matches_shape(spec, shape):
             yield f"it takes {spec}, and the model {dtype}{'' if shape is None else shape}"
 
 
-def _names(specs: Iterable[TensorSpec | ListSpec]) -> list[str]:
+def _list_names(specs: Iterable[TensorSpec | ListSpec]) -> list[str]:
     return [spec.name for spec in specs]
 
 
-def _inputs(model: ir.Model, has_halves: bool) -> dict[str | None, ir.Value]:
-    """The inputs by name, with two in the place of each that is a cache of keys and values in one."""
+def _list_inputs(model: ir.Model, has_halves: bool) -> dict[str | None, ir.Value]:
+    """Return the inputs by name; a joint cache of keys and values counts as two."""
     joint = joint_caches(model) if has_halves else {}
     values = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
-    parts = [part for value in values for part in (halves(value) if value.name in joint else (value,))]
-    return {part.name: part for part in parts}
+    programs = [program for value in values for program in (halves(value) if value.name in joint else (value,))]
+    return {program.name: program for program in programs}
 
 
-def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iterator[str]:
-    """What is left of the model's inputs are its ids; its caches and states are those of the layers in the pools."""
-    theirs = _inputs(model, has_halves=True)
-    if served.ids not in theirs:
+def _find_served_differences(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iterator[str]:
+    """Yield the differences between a served artifact and a model.
+
+    The caches and states of the model are those of the layers in the pools; its ids are the remaining input.
+    """
+    model_inputs = _list_inputs(model, has_halves=True)
+    if served.ids not in model_inputs:
         yield f"it takes '{served.ids}', which the model does not"
     output, first = manifest.outputs[0].name, model.graph.outputs[0].name
     if output != first:
@@ -72,13 +85,15 @@ def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iter
     pools = () if served.sources is None else served.sources.pools
     computed = {SOURCE_TABLE, *(name for pool in pools for name in (pool.name, pool.scale))}
     sources = {spec.name: spec for spec in setup if spec.name not in computed}
-    yield from (f"its setup takes '{name}', which the model does not" for name in sources if name not in theirs)
-    for name in sources.keys() & theirs.keys():
-        if not _fits(sources[name], theirs[name].shape):
-            yield f"its setup takes {sources[name]}, and the model {theirs[name].shape}"
+    yield from (f"its setup takes '{name}', which the model does not" for name in sources if name not in model_inputs)
+    for name in sources.keys() & model_inputs.keys():
+        if not _matches_shape(sources[name], model_inputs[name].shape):
+            yield f"its setup takes {sources[name]}, and the model {model_inputs[name].shape}"
     unread = {value.name for value in model.graph.inputs if not value.uses()}
-    kept = [value for name, value in theirs.items() if value not in states and name not in {*sources, *unread}]
-    pasts = [value.shape for value in kept if value.shape is not None and len(value.shape) == 4]
+    cache_inputs = [
+        value for name, value in model_inputs.items() if value not in states and name not in {*sources, *unread}
+    ]
+    pasts = [value.shape for value in cache_inputs if value.shape is not None and len(value.shape) == 4]
     shapes = {(pool.kv_heads, pool.head_dim) for pool in served.pools}
     for shape in pasts:
         if not any(shape[1] == heads and _is_at_most(shape[3], size) for heads, size in shapes):
@@ -87,29 +102,32 @@ def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iter
     layers = sum(pool.layers for pool in served.pools)
     if len(pasts) != 2 * layers:
         yield f"it keeps keys and values of {layers} layers, and the model has {len(pasts)} inputs of a past"
-    yield from _of_states(served, states)
+    yield from _find_state_differences(served, states)
 
 
-def _of_states(served: ServedCache, states: Iterable[ir.Value]) -> Iterator[str]:
-    """A pool has the axes of a convolution's states the other way round."""
-    ours: Counter[tuple[int, ...]] = Counter()
+def _find_state_differences(served: ServedCache, states: Iterable[ir.Value]) -> Iterator[str]:
+    """Yield differences in states; a pool has the axes of a convolution's states swapped."""
+    artifact_specs: Counter[tuple[int, ...]] = Counter()
     for pool in served.states:
-        ours[tuple(sorted(pool.shape))] += pool.layers
-    given = Counter(tuple(sorted(numbers(dims(state)[1:]) or ())) for state in states)
-    for sizes in sorted(ours.keys() | given.keys()):
-        if ours[sizes] != given[sizes]:
+        artifact_specs[tuple(sorted(pool.shape))] += pool.layers
+    model_states = Counter(tuple(sorted(numbers(dims(state)[1:]) or ())) for state in states)
+    for sizes in sorted(artifact_specs.keys() | model_states.keys()):
+        if artifact_specs[sizes] != model_states[sizes]:
             text = " x ".join(map(str, sizes))
-            yield f"it keeps {ours[sizes]} states of {text} elements, and the model has {given[sizes]}"
+            yield f"it keeps {artifact_specs[sizes]} states of {text} elements, and the model has {model_states[sizes]}"
 
 
 def _is_at_most(size: object, limit: int) -> bool:
-    """Values may be shorter than keys, with which they share a pool."""
+    """Return whether a size is static and at most the limit: values may be shorter than keys in a shared pool."""
     return isinstance(size, int) and size <= limit
 
 
-def _fits(spec: TensorSpec, shape: ir.Shape | None) -> bool:
-    """Sizes of the artifact may be fixed where the model's are symbolic."""
+def _matches_shape(spec: TensorSpec, shape: ir.Shape | None) -> bool:
+    """Return whether a shape fits a spec; sizes of the artifact may be static where the model's are symbolic."""
     if shape is None:
         return True
-    same = [not isinstance(theirs, int) or ours == theirs for ours, theirs in zip(spec.dims, shape)]
-    return len(spec.dims) == len(shape) and all(same)
+    matches = [
+        not isinstance(model_inputs, int) or artifact_specs == model_inputs
+        for artifact_specs, model_inputs in zip(spec.dims, shape)
+    ]
+    return len(spec.dims) == len(shape) and all(matches)

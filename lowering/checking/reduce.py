@@ -1,10 +1,10 @@
-"""`verify --reduce`: of a model that fails, the smallest part that still does.
+"""Reduction of a failing model to a minimal submodel (`verify --reduce`).
 
-The reference's values of the whole model make every part of it a model: what a part reads from outside is an input, or
-a constant if it depends on no input or is arithmetic of sizes. Nodes are looked for from both ends. First the shortest
-beginning of the model that fails, by bisection: its last node is where things go wrong, or the last of those that are
-compiled as one. Then nodes before it are left out, many at a time at first, as long as the rest fails (ddmin, Zeller
-and Hildebrandt 2002).
+The reference's values of the whole model turn any set of nodes into a model. A value that it reads from outside becomes
+an input, or a constant if it depends on no input or is shape arithmetic. The search has two phases. First bisection
+finds the shortest failing prefix of the model: its last node is the offending one, or the last of those that are
+compiled as one. Then nodes before it are removed, many at a time at first, as long as the rest fails (ddmin, Zeller and
+Hildebrandt 2002).
 """
 
 from __future__ import annotations
@@ -15,57 +15,66 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from ..compiling import progress
-from .parts import Part, Whole
 from .references import Against, Feeds
+from .submodels import EvaluatedModel, Submodel
 
-Blamed: TypeAlias = Callable[[ir.Model, Feeds], Collection[str]]
-"""The outputs at fault of a model that takes these arrays; none where it is all right, or fails in another way."""
+FindFailingOutputs: TypeAlias = Callable[[ir.Model, Feeds], Collection[str]]
+"""The failing outputs of a model for these arrays; none if it passes, or fails in another way."""
 
-_SINGLE = 4  # outputs that are tried one by one
+_MAX_SINGLE_OUTPUTS = 4  # outputs that are tried individually
 
 
-def reduce(model: ir.Model, feeds: Feeds, against: Against, blamed: Blamed) -> Part | None:
-    """The smallest part found for which `blamed` names an output; None if it names none of the whole model's.
+def reduce_model(model: ir.Model, feeds: Feeds, against: Against, find_failing: FindFailingOutputs) -> Submodel | None:
+    """Return the smallest failing submodel, or None if the whole model passes.
 
-    feeds are the arrays by input name. Raises LoweringError if the reference cannot run the model.
+    `find_failing` returns the failing outputs of a model; feeds are the arrays by input name.
+
+    Raises:
+        LoweringError: The reference cannot run the model.
     """
-    whole = Whole(model, feeds, against)
-    beginning = whole.beginning(len(whole.nodes))
-    if not _at_fault(beginning, blamed):
+    model_values = EvaluatedModel(model, feeds, against)
+    prefix = model_values.extract_prefix(len(model_values.nodes))
+    if not _find_failing(prefix, find_failing):
         return None
-    passes, fails = 0, len(whole.nodes)
-    while fails - passes > 1:
-        middle = (passes + fails) // 2
-        progress.at(f"reducing: {fails} of {len(whole.nodes)} nodes fail")
-        part = whole.beginning(middle)
-        if _at_fault(part, blamed):
-            fails, beginning = middle, part
+    passing, failing = 0, len(model_values.nodes)
+    while failing - passing > 1:
+        middle = (passing + failing) // 2
+        progress.report(f"reducing: {failing} of {len(model_values.nodes)} nodes fail")
+        candidate = model_values.extract_prefix(middle)
+        if _find_failing(candidate, find_failing):
+            failing, prefix = middle, candidate
         else:
-            passes = middle
-    own = {value.name for value in whole.nodes[fails - 1].outputs}
-    names = sorted(_at_fault(beginning, blamed), key=lambda name: name not in own)
-    for name in names[:_SINGLE]:
-        if _at_fault(part := whole.part(range(fails), [name]), blamed):
-            return None if part is None else _shrunk(whole, part, [name], blamed)
-    return None if beginning is None else _shrunk(whole, beginning, names, blamed)
+            passing = middle
+    last_outputs = {value.name for value in model_values.nodes[failing - 1].outputs}
+    names = sorted(_find_failing(prefix, find_failing), key=lambda name: name not in last_outputs)
+    for name in names[:_MAX_SINGLE_OUTPUTS]:
+        if _find_failing(candidate := model_values.extract_submodel(range(failing), [name]), find_failing):
+            return None if candidate is None else _shrink(model_values, candidate, [name], find_failing)
+    return None if prefix is None else _shrink(model_values, prefix, names, find_failing)
 
 
-def _shrunk(whole: Whole, part: Part, outputs: Sequence[str], blamed: Blamed) -> Part:
-    """The part without all nodes without which it fails as well."""
-    count = max(1, len(part.nodes) // 2)
+def _shrink(
+    model_values: EvaluatedModel, candidate: Submodel, outputs: Sequence[str], find_failing: FindFailingOutputs
+) -> Submodel:
+    """Return the submodel without all nodes that the failure does not need."""
+    count = max(1, len(candidate.nodes) // 2)
     while True:
-        before, start = len(part.nodes), 0
-        while start < len(part.nodes):
-            progress.at(f"reducing: {len(part.nodes)} of {len(whole.nodes)} nodes fail", start, len(part.nodes))
-            smaller = whole.part((*part.nodes[:start], *part.nodes[start + count :]), outputs)
-            if smaller is not None and _at_fault(smaller, blamed):
-                part = smaller
+        count_before, start = len(candidate.nodes), 0
+        while start < len(candidate.nodes):
+            progress.report(
+                f"reducing: {len(candidate.nodes)} of {len(model_values.nodes)} nodes fail", start, len(candidate.nodes)
+            )
+            smaller = model_values.extract_submodel(
+                (*candidate.nodes[:start], *candidate.nodes[start + count :]), outputs
+            )
+            if smaller is not None and _find_failing(smaller, find_failing):
+                candidate = smaller
             else:
                 start += count
-        if count == 1 and len(part.nodes) == before:
-            return part
+        if count == 1 and len(candidate.nodes) == count_before:
+            return candidate
         count = max(1, count // 2)
 
 
-def _at_fault(part: Part | None, blamed: Blamed) -> Collection[str]:
-    return () if part is None else blamed(part.model, part.feeds)
+def _find_failing(candidate: Submodel | None, find_failing: FindFailingOutputs) -> Collection[str]:
+    return () if candidate is None else find_failing(candidate.model, candidate.feeds)

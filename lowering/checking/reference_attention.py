@@ -1,7 +1,8 @@
-"""Attention of onnx's reference evaluator, without a fault of onnx 1.23.
+"""Attention of onnx's reference evaluator, without a bug of onnx 1.23.
 
-With is_causal and a mask of one row it hides from all queries what the first may not see; with a mask of one dimension
-it raises an error. The operator's function body, which is the standard, spreads the mask over the queries first.
+With is_causal and a mask of one row, the evaluator masks for all queries the keys that the first query may not see.
+With a mask of one dimension it raises an error. The operator's function body, which is the standard, broadcasts the
+mask over the queries first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _MASK = 3
 
 
 class Attention(_Attention):
-    """Takes the place of the evaluator's own."""
+    """The replacement of the evaluator's own Attention."""
 
     op_domain = ""
 

@@ -1,4 +1,4 @@
-"""Who says what a model's outputs should be: onnx's reference evaluator, or ONNX Runtime."""
+"""References for a model's outputs: onnx's reference evaluator, or ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from ..errors import LoweringError
-from ..machine import not_installed
+from ..machine import describe_missing_package
 
 Against: TypeAlias = Literal["reference", "onnxruntime"]
 Feeds: TypeAlias = Mapping[str, Any]
@@ -21,18 +21,22 @@ Evaluate: TypeAlias = Callable[[Feeds], list[Any]]
 """All outputs of a model, in order, for arrays by input name."""
 
 MOST_INSIDE = 2**30
-"""Bytes of weights that a model's file, or its bytes, hold themselves; Protobuf ends at twice that."""
+"""The most bytes of weights that are stored inside a model's file or bytes; Protobuf ends at twice that."""
 
 
-def reference(model: ir.Model, against: Against) -> Evaluate:
-    """What computes all outputs of inputs by name. It, and what it returns, raise LoweringError where the reference
-    does not know an operator or cannot run the model."""
+def load_reference(model: ir.Model, against: Against) -> Evaluate:
+    """Return a function that computes all outputs for inputs by name.
+
+    Raises:
+        LoweringError: The reference does not support an operator or cannot run the model; the returned function raises
+            it as well.
+    """
     try:
-        run = _loaded(model, against)
+        run = _create_runner(model, against)
     except ImportError as error:
-        raise LoweringError(not_installed("onnxruntime")) from error
+        raise LoweringError(describe_missing_package("onnxruntime")) from error
     except Exception as error:
-        raise _unable(against, error) from error
+        raise _make_error(against, error) from error
 
     def evaluate(feeds: Feeds) -> list[Any]:
         try:
@@ -40,19 +44,19 @@ def reference(model: ir.Model, against: Against) -> Evaluate:
                 warnings.simplefilter("ignore", RuntimeWarning)
                 return run(dict(feeds))
         except Exception as error:
-            raise _unable(against, error) from error
+            raise _make_error(against, error) from error
 
     return evaluate
 
 
-def _loaded(model: ir.Model, against: Against) -> Callable[[dict[str, Any]], list[Any]]:
+def _create_runner(model: ir.Model, against: Against) -> Callable[[dict[str, Any]], list[Any]]:
     if against == "onnxruntime":
-        session = _session(model)
+        session = _create_session(model)
         return lambda feeds: list(session.run(None, feeds))
-    return reference_evaluator(ir.to_proto(with_weights_inside(model)))
+    return create_reference_evaluator(ir.to_proto(inline_weights(model)))
 
 
-def reference_evaluator(model: onnx.ModelProto) -> Callable[[dict[str, Any]], list[Any]]:
+def create_reference_evaluator(model: onnx.ModelProto) -> Callable[[dict[str, Any]], list[Any]]:
     """Return onnx's reference evaluator of a model, with Attention as the standard has it."""
     from onnx.reference import ReferenceEvaluator
 
@@ -62,26 +66,26 @@ def reference_evaluator(model: onnx.ModelProto) -> Callable[[dict[str, Any]], li
     return lambda feeds: list(evaluator.run(None, feeds))
 
 
-def session_options() -> Any:
-    """Options of a session of onnxruntime whose results others are held against.
+def create_session_options() -> Any:
+    """Return options of an onnxruntime session that serves as a reference.
 
-    On x86-64 without dot products of bytes it adds up two matmuls of uint8 and int8 in 16 bits, which saturate; this
-    asks for matmuls that do not.
+    On x86-64 without dot products of bytes onnxruntime adds two products of uint8 and int8 in 16 bits, which saturate.
+    These options ask for matmuls that do not.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it cannot run is said by its exceptions
+    options.log_severity_level = 4  # its exceptions report unsupported models
     options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 
 
-def _session(model: ir.Model) -> Any:
+def _create_session(model: ir.Model) -> Any:
     import onnxruntime
 
-    options = session_options()
-    if bytes_of_weights(model) < MOST_INSIDE:
-        proto = ir.to_proto(with_weights_inside(model)).SerializeToString()
+    options = create_session_options()
+    if count_weight_bytes(model) < MOST_INSIDE:
+        proto = ir.to_proto(inline_weights(model)).SerializeToString()
         return onnxruntime.InferenceSession(proto, options, ["CPUExecutionProvider"])
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
         path = Path(folder) / "model.onnx"
@@ -89,17 +93,18 @@ def _session(model: ir.Model) -> Any:
         return onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
 
 
-def with_weights_inside(model: ir.Model) -> ir.Model:
-    """The model with what files beside it hold in memory."""
+def inline_weights(model: ir.Model) -> ir.Model:
+    """Return the model with its external data loaded into memory."""
     return ir.external_data.load_to_model(model.clone())
 
 
-def bytes_of_weights(model: ir.Model) -> int:
+def count_weight_bytes(model: ir.Model) -> int:
+    """Return the bytes of all initializers."""
     tensors = (value.const_value for value in model.graph.initializers.values())
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _unable(against: Against, error: Exception) -> LoweringError:
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    other = " --against onnxruntime may." if against == "reference" else ""
-    return LoweringError(f"the {against} evaluator cannot run this model: {first}{other}")
+def _make_error(against: Against, error: Exception) -> LoweringError:
+    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    hint = " --against onnxruntime may." if against == "reference" else ""
+    return LoweringError(f"the {against} evaluator cannot run this model: {first_line}{hint}")

@@ -1,4 +1,4 @@
-"""One way to compile a model and to compare it, which `verify` goes with a whole model and `reduce` with its parts."""
+"""A way to compile and compare a model, which `verify` uses for the whole model and `reduce` for submodels."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ..runtime import Model
 from ..runtime.elements import ElementType
 from ..runtime.lists import flatten_lists
 from . import reproducer
-from .compare import Allowed, Comparison, compare, with_float64_errors
-from .decoding import Session, session
-from .float64_reference import in_float64
-from .reduce import reduce
-from .references import Against, Evaluate, Feeds, reference
+from .compare import Comparison, Tolerance, add_float64_errors, compare_output
+from .decoding import DecodingSession, build_decoding_session
+from .float64_reference import compute_in_float64
+from .reduce import reduce_model
+from .references import Against, Evaluate, Feeds, load_reference
 from .reproducer import Reproducer
-from .served import Requests, requests
-from .synthetic_inputs import feeds_of
+from .served import ServedRequests, build_served_requests
+from .synthetic_inputs import build_feeds
 
 
 @dataclass(frozen=True)
-class Trial:
-    """How a model is compiled, and compared with what."""
+class VerificationTrial:
+    """The options of compilation and of the comparison."""
 
     against: Against
     target: str
@@ -52,12 +52,12 @@ class Trial:
     serve: Serve | None
 
     @property
-    def has_options_of_compile(self) -> bool:
-        given = (self.weights, self.precision, self.static_cache, self.serve, *self.donate, *self.calls)
-        return self.target != "cpu" or any(option is not None for option in given)
+    def has_compile_options(self) -> bool:
+        user_arrays = (self.weights, self.precision, self.static_cache, self.serve, *self.donate, *self.calls)
+        return self.target != "cpu" or any(option is not None for option in user_arrays)
 
-    def options(self) -> Iterator[str]:
-        """Those of the command line."""
+    def list_options(self) -> Iterator[str]:
+        """Yield the options of the command line."""
         default = {"against": "reference", "target": "cpu"}
         for name in ("against", "target", "rtol", "atol", "weights", "precision", "threads"):
             if (value := getattr(self, name)) != default.get(name):
@@ -65,107 +65,122 @@ class Trial:
         for pattern in self.donate:
             yield from ("--donate", pattern)
 
-    def of_part(self, model: ir.Model) -> Trial:
-        """For a part of the model, which may not have all inputs that are donated."""
+    def adapt_to(self, model: ir.Model) -> VerificationTrial:
+        """Return the trial for a submodel, which may lack some donated inputs."""
         names = [value.name or "" for value in model.graph.inputs]
         return replace(self, donate=tuple(p for p in self.donate if any(re.fullmatch(p, name) for name in names)))
 
-    def compiled(self, model: ir.Model) -> Model:
+    def compile_model(self, model: ir.Model) -> Model:
         return compile(
             model, self.target, self.donate, self.threads,
             static_cache=self.static_cache, serve=self.serve, weights=self.weights, precision=self.precision,
             calls=self.calls,
         )  # fmt: skip
 
-    def compared(
+    def compare_model(
         self,
         model: ir.Model,
         compiled: Model,
-        given: Feeds,
+        user_arrays: Feeds,
         sizes: Mapping[str, int],
         rng: np.random.Generator,
         evaluate: Evaluate,
-    ) -> tuple[dict[str, Any], Allowed, list[Comparison]]:
-        """The inputs, what is allowed, and the comparisons."""
+    ) -> tuple[dict[str, Any], Tolerance, list[Comparison]]:
+        """Return the inputs, the tolerance and the comparisons."""
         manifest = compiled.manifest
-        allowed = Allowed.of(_types(model), manifest, self.rtol, self.atol)
-        talk: Session | Requests | None = None
+        allowed = Tolerance.for_model(_list_types(model), manifest, self.rtol, self.atol)
+        session: DecodingSession | ServedRequests | None = None
         if manifest.slots is not None:
-            talk = session(model, compiled, manifest.slots, given, sizes, rng)
+            session = build_decoding_session(model, compiled, manifest.slots, user_arrays, sizes, rng)
         elif manifest.served is not None:
-            talk = requests(model, compiled, manifest.served, given, sizes, rng)
-        if talk is not None:
-            return talk.inputs, allowed, self._judged(model, talk.names, talk.ours(), talk.theirs, evaluate, allowed)
-        feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng, manifest.derived)
-        narrow, declared = _halved(model, manifest)
-        results = compiled.run({name: np.array(array, subok=True) for name, array in _retyped(feeds, narrow).items()})
+            session = build_served_requests(model, compiled, manifest.served, user_arrays, sizes, rng)
+        if session is not None:
+            return (
+                session.inputs,
+                allowed,
+                self._compare_outputs(
+                    model, session.names, session.run_compiled(), session.run_reference, evaluate, allowed
+                ),
+            )
+        feeds = build_feeds(model, manifest.inputs, manifest.ranges, user_arrays, sizes, rng, manifest.derived)
+        narrow, declared = _find_halved_types(model, manifest)
+        results = compiled.run(
+            {name: np.array(array, subok=True) for name, array in _cast_arrays(feeds, narrow).items()}
+        )
         results = dict(flatten_lists(results, [t.name for t in manifest.outputs], manifest.output_lists, "output"))
-        feeds, results = _retyped(feeds, declared), _retyped(results, declared)
+        feeds, results = _cast_arrays(feeds, declared), _cast_arrays(results, declared)
         outputs = arguments(manifest.outputs, manifest.output_lists)
         names = [tensor.name for output in outputs for tensor in output.tensors]
         actual = [results[name] for name in names]
-        compute = functools.partial(_tensors, feeds, outputs)
-        return feeds, allowed, self._judged(model, names, actual, compute, evaluate, allowed)
+        compute = functools.partial(_evaluate_tensors, feeds, outputs)
+        return feeds, allowed, self._compare_outputs(model, names, actual, compute, evaluate, allowed)
 
-    def _judged(
+    def _compare_outputs(
         self,
         model: ir.Model,
         names: Sequence[str],
         actual: Sequence[Any],
         compute: Callable[[Evaluate], list[Any]],
         evaluate: Evaluate,
-        allowed: Allowed,
+        allowed: Tolerance,
     ) -> list[Comparison]:
-        """compute is what an evaluator of the model is asked for."""
-        progress.at("running the reference")
+        """Compare outputs with the reference; `compute` gets the outputs from an evaluator."""
+        progress.report("running the reference")
         expected = compute(evaluate)
-        found = [compare(*each, allowed) for each in zip(names, actual, expected)]
-        if all(c.close for c in found):
-            return found
-        progress.at("running the reference in float64")
-        float64 = in_float64(model, self.against, compute)
+        comparisons = [compare_output(*pair, allowed) for pair in zip(names, actual, expected)]
+        if all(c.close for c in comparisons):
+            return comparisons
+        progress.report("running the reference in float64")
+        float64 = compute_in_float64(model, self.against, compute)
         if float64 is None:
-            return found
+            return comparisons
         return [
-            c if c.close else with_float64_errors(c, ours, theirs, true, allowed)
-            for c, ours, theirs, true in zip(found, actual, expected, float64)
+            c if c.close else add_float64_errors(c, output, reference_output, exact, allowed)
+            for c, output, reference_output, exact in zip(comparisons, actual, expected, float64)
         ]
 
-    def reproducer(
+    def write_reproducer(
         self, model: ir.Model, feeds: dict[str, Any], folder: Path, crash: Exception | None
     ) -> Reproducer | None:
-        """The smallest part of the model that fails in the same way, written to the folder; None if even the whole
-        model, asked once more, does not."""
+        """Write the minimal submodel that fails in the same way to the folder.
 
-        def blamed(part: ir.Model, feeds: Feeds) -> Collection[str]:
-            trial = self.of_part(part)
+        Return None if the whole model passes when it is run again.
+        """
+
+        def find_failing(submodel: ir.Model, feeds: Feeds) -> Collection[str]:
+            trial = self.adapt_to(submodel)
             try:
-                compiled = trial.compiled(part)
+                compiled = trial.compile_model(submodel)
                 if crash is not None:
                     return ()
-                _, _, comparisons = trial.compared(
-                    part, compiled, feeds, {}, np.random.default_rng(0), reference(part, self.against)
+                _, _, comparisons = trial.compare_model(
+                    submodel, compiled, feeds, {}, np.random.default_rng(0), load_reference(submodel, self.against)
                 )
             except Exception as error:
-                return [v.name or "" for v in part.graph.outputs] if crash is not None and _alike(error, crash) else ()
+                return (
+                    [v.name or "" for v in submodel.graph.outputs]
+                    if crash is not None and _is_same_error(error, crash)
+                    else ()
+                )
             return [c.name for c in comparisons if not c.close]
 
-        part = reduce(model, feeds, self.against, blamed)
-        if part is None:
+        submodel = reduce_model(model, feeds, self.against, find_failing)
+        if submodel is None:
             return None
-        command = reproducer.write(part, folder, [*self.of_part(part.model).options()])
+        command = reproducer.write_reproducer(submodel, folder, [*self.adapt_to(submodel.model).list_options()])
         fails = False
-        with suppress(LoweringError):  # of a file that is no legal model
-            fails = bool(blamed(load_model(folder / reproducer.MODEL), part.feeds))
-        return Reproducer(str(folder), reproducer.operators(part), len(model.graph), command, fails)
+        with suppress(LoweringError):  # the written file may not be a valid model
+            fails = bool(find_failing(load_model(folder / reproducer.MODEL), submodel.feeds))
+        return Reproducer(str(folder), reproducer.list_operators(submodel), len(model.graph), command, fails)
 
 
-def _tensors(feeds: Feeds, outputs: Sequence[Argument], evaluate: Evaluate) -> list[Any]:
-    """What an evaluator computes, the tensors of lists one by one.
+def _evaluate_tensors(feeds: Feeds, outputs: Sequence[Argument], evaluate: Evaluate) -> list[Any]:
+    """Return the outputs of an evaluator, with lists split into tensors.
 
-    Raises LoweringError for a list of another length than the compiled model gives.
+    Raises:
+        LoweringError: A list has another length than in the compiled model.
     """
-    found: list[Any] = []
+    tensors: list[Any] = []
     for output, value in zip(outputs, evaluate(feeds), strict=True):
         values = [value] if output.kind == "tensor" else [] if value is None else list(value)
         if len(values) != len(output.tensors):
@@ -173,16 +188,16 @@ def _tensors(feeds: Feeds, outputs: Sequence[Argument], evaluate: Evaluate) -> l
                 f"output '{output.name}' has {len(values)} elements by the reference, and {len(output.tensors)} by the "
                 "compiled model."
             )
-        found += values
-    return found
+        tensors += values
+    return tensors
 
 
-def _alike(error: Exception, other: Exception) -> bool:
+def _is_same_error(error: Exception, other: Exception) -> bool:
     return type(error) is type(other) and (not isinstance(error, CompilerError) or str(error) == str(other))
 
 
-def _halved(model: ir.Model, manifest: Manifest) -> tuple[dict[str, np.dtype], dict[str, np.dtype]]:
-    """The types of caches that `precision` keeps in half of it, compiled and as the model declares them."""
+def _find_halved_types(model: ir.Model, manifest: Manifest) -> tuple[dict[str, np.dtype], dict[str, np.dtype]]:
+    """Return the types of caches that `precision` halves, as compiled and as the model declares them."""
     declared = {value.name or "": value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
     specs = [s for s in (*manifest.inputs, *manifest.outputs) if declared.get(s.name) is not None]
     halved = [s for s in specs if dtype_name(declared[s.name]) != s.dtype]
@@ -190,10 +205,10 @@ def _halved(model: ir.Model, manifest: Manifest) -> tuple[dict[str, np.dtype], d
     return compiled, {s.name: np.dtype(dtype_name(declared[s.name])) for s in halved}
 
 
-def _retyped(arrays: Feeds, types: Mapping[str, np.dtype]) -> dict[str, Any]:
+def _cast_arrays(arrays: Feeds, types: Mapping[str, np.dtype]) -> dict[str, Any]:
     return {name: np.asarray(a).astype(types[name]) if name in types else a for name, a in arrays.items()}
 
 
-def _types(model: ir.Model) -> set[str]:
+def _list_types(model: ir.Model) -> set[str]:
     values = (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())
     return {value.dtype.name.lower() for value in values if value.dtype is not None}

@@ -1,1 +1,1 @@
-"""The commands: what each takes, calls and prints."""
+"""The commands: arguments, calls of the library, and output."""

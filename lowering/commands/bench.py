@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import InputError
-from .options import RUNS, VERIFY_KEY, arrays, not_negative, positive, settings
-from .printed import add_json, print_json
-from .written import written
+from .json_output import add_json, print_json
+from .options import RUNS, VERIFY_KEY, load_arrays, parse_nonnegative, parse_positive, parse_runs
+from .output_files import replace_file
 
 if TYPE_CHECKING:
     from ..profiling.benchmark import Profile
     from ..profiling.throughput import Throughput
     from ..runtime import Model
 
-_Settings: TypeAlias = list[dict[str, int]]
+_Runs: TypeAlias = list[dict[str, int]]
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     b = add_parser(
         "bench",
         help="time an artifact, kernel by kernel, beside what this machine can do",
@@ -35,11 +35,16 @@ def add(add_parser: Callable[..., Any]) -> None:
     b.add_argument("artifact", type=Path, help="the artifact folder")
     b.add_argument("--dim", action="append", default=[], metavar="NAME=SIZES", help=RUNS)
     b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are synthetic")
-    b.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
-    b.add_argument("--seconds", type=not_negative, default=2.0, help="how long to measure (2)")
-    b.add_argument("--warm-up", type=not_negative, default=0.2, metavar="SECONDS", help="how long to run before (0.2)")
+    b.add_argument("--threads", type=parse_positive, default=1, help="number of workers (1)")
+    b.add_argument("--seconds", type=parse_nonnegative, default=2.0, help="how long to measure (2)")
     b.add_argument(
-        "--callers", type=positive, metavar="N", help="throughput: so many threads call the model at the same time"
+        "--warm-up", type=parse_nonnegative, default=0.2, metavar="SECONDS", help="how long to run before (0.2)"
+    )
+    b.add_argument(
+        "--callers",
+        type=parse_positive,
+        metavar="N",
+        help="throughput: so many threads call the model at the same time",
     )
     b.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=VERIFY_KEY)
     b.add_argument(
@@ -54,45 +59,45 @@ def add(add_parser: Callable[..., Any]) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     from ..runtime import load
 
-    inputs, every = arrays(arguments.input), settings(arguments.dim)
-    if len(every) > 1 and (arguments.trace or arguments.png):
+    inputs, runs = load_arrays(arguments.input), parse_runs(arguments.dim)
+    if len(runs) > 1 and (arguments.trace or arguments.png):
         raise InputError("--trace and --png are of one run: give each --dim one size.")
     if arguments.callers is not None and (arguments.trace or arguments.png or arguments.against):
         raise InputError("--callers measures requests, and --against, --trace and --png kernels: leave one out.")
     model = load(arguments.artifact, verify_key=arguments.verify_key)
-    return (_kernels if arguments.callers is None else _requests)(arguments, model, inputs, every)
+    return (_measure_kernels if arguments.callers is None else _measure_requests)(arguments, model, inputs, runs)
 
 
-def _kernels(arguments: argparse.Namespace, model: Model, inputs: Mapping[str, Any], every: _Settings) -> int:
+def _measure_kernels(arguments: argparse.Namespace, model: Model, inputs: Mapping[str, Any], runs: _Runs) -> int:
     from ..profiling.benchmark import bench
-    from ..profiling.report import overview
+    from ..profiling.report import format_overview
 
     timing = arguments.threads, arguments.seconds, arguments.against, arguments.warm_up
     profiles = []
-    for each in every:
-        profiles.append(bench(model, each, inputs, *timing))
+    for run_sizes in runs:
+        profiles.append(bench(model, run_sizes, inputs, *timing))
         if not arguments.json:
-            print(profiles[-1], end="\n\n" if len(every) > 1 else "\n", flush=True)
+            print(profiles[-1], end="\n\n" if len(runs) > 1 else "\n", flush=True)
     if arguments.json:
         _print_json(profiles)
-    elif len(every) > 1:
-        print(overview(profiles))
+    elif len(runs) > 1:
+        print(format_overview(profiles))
     if arguments.trace is not None:
-        with written(arguments.trace) as path:
+        with replace_file(arguments.trace) as path:
             path.write_text(profiles[0].trace())
     if arguments.png is not None:
-        with written(arguments.png) as path:
+        with replace_file(arguments.png) as path:
             profiles[0].save_png(path)
     return 0
 
 
-def _requests(arguments: argparse.Namespace, model: Model, inputs: Mapping[str, Any], every: _Settings) -> int:
+def _measure_requests(arguments: argparse.Namespace, model: Model, inputs: Mapping[str, Any], runs: _Runs) -> int:
     from ..profiling.throughput import throughput
 
     timing = arguments.callers, arguments.threads, arguments.seconds, arguments.warm_up
     results = []
-    for each in every:
-        results.append(throughput(model, each, inputs, *timing))
+    for run_sizes in runs:
+        results.append(throughput(model, run_sizes, inputs, *timing))
         if not arguments.json:
             print(results[-1], flush=True)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""The command about what compiling has kept: cache show, cache clear."""
+"""The commands about cached results of compilation: cache show, cache clear."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..cache_folder import cache_folder
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     c = add_parser(
         "cache",
         help="what compiling has kept: how much there is, or remove it",
@@ -28,18 +28,18 @@ def add(add_parser: Callable[..., Any]) -> None:
 def _cache(arguments: argparse.Namespace) -> int:
     from ..compiling import artifact_cache, object_cache
 
-    kept: dict[str, Any] = {"kernels": object_cache, "artifacts": artifact_cache}
-    found = {name: (*cache.size(), cache.MOST) for name, cache in kept.items()}
+    caches: dict[str, Any] = {"kernels": object_cache, "artifacts": artifact_cache}
+    sizes_by_name = {name: (*cache.size(), cache.MAX_BYTES) for name, cache in caches.items()}
     if arguments.action == "clear":
-        for cache in kept.values():
+        for cache in caches.values():
             cache.clear()
     if arguments.json:
-        parts = {name: dict(zip(("count", "bytes", "most"), sizes)) for name, sizes in found.items()}
-        print_json({"folder": str(cache_folder()), **parts})
+        json_sizes = {name: dict(zip(("count", "bytes", "most"), sizes)) for name, sizes in sizes_by_name.items()}
+        print_json({"folder": str(cache_folder()), **json_sizes})
         return 0
     texts = [
-        f"{count} {name}, {size / 2**20:.1f} of at most {most / 2**20:.0f} MiB"
-        for name, (count, size, most) in found.items()
+        f"{count} {name}, {size / 2**20:.1f} of at most {limit / 2**20:.0f} MiB"
+        for name, (count, size, limit) in sizes_by_name.items()
     ]
     print(f"{' and '.join(texts)}, in {cache_folder()}" + (": removed" if arguments.action == "clear" else ""))
     return 0

@@ -1,4 +1,4 @@
-"""The command that lists what cannot be lowered: check."""
+"""The command that lists unsupported nodes: check."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .options import DIM, dims
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
+from .options import DIM, parse_dims
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     k = add_parser(
         "check",
         help="list every node that cannot be lowered, before any compile",
@@ -30,7 +30,7 @@ def add(add_parser: Callable[..., Any]) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from ..checking.check import check
 
-    report = check(arguments.model, dims(arguments.dim))
+    report = check(arguments.model, parse_dims(arguments.dim))
     if arguments.json:
         print_json({"ok": report.ok, **asdict(report)})
     else:

@@ -1,4 +1,4 @@
-"""The command that makes artifacts: compile."""
+"""The command that writes artifacts: compile."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
-from .options import DIM, PRECISION, SEED, TARGET, WEIGHTS, add_calls, add_serve, call, dims, positive, seed, serve
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
+from .options import (
+    DIM,
+    PRECISION,
+    SEED,
+    TARGET,
+    WEIGHTS,
+    add_calls_option,
+    add_serve_options,
+    build_serve,
+    load_call,
+    parse_dims,
+    parse_positive,
+    parse_seed,
+)
 
 if TYPE_CHECKING:
     from ..manifest import Manifest
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     c = add_parser(
         "compile",
         help="compile a model into an artifact folder",
@@ -34,15 +47,17 @@ def add(add_parser: Callable[..., Any]) -> None:
     c.add_argument("--donate", action="append", default=[], metavar="REGEX", help="inputs to consume; may be repeated")
     c.add_argument("--dim", action="append", default=[], metavar="NAME=SIZES", help=DIM)
     c.add_argument(
-        "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
+        "--static-cache", type=parse_positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
-    add_serve(c)
+    add_serve_options(c)
     c.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
-    add_calls(c)
+    add_calls_option(c)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
-    c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
-    c.add_argument("--seed", type=seed, default=0, metavar="NUMBER|INPUT", help=SEED)
+    c.add_argument(
+        "--threads", type=parse_positive, help="default number of workers (else the CPUs the caller may use)"
+    )
+    c.add_argument("--seed", type=parse_seed, default=0, metavar="NUMBER|INPUT", help=SEED)
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument(
@@ -60,7 +75,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     from ..compiling.dump_folder import DumpFolder
 
     dump = None if arguments.dump_dir is None else DumpFolder(arguments.dump_dir)
-    with progress_bar.shown():
+    with progress_bar.show_progress_bar():
         manifest = compile_to(
             arguments.output,
             arguments.model,
@@ -68,22 +83,22 @@ def _compile(arguments: argparse.Namespace) -> int:
             arguments.donate,
             arguments.threads,
             arguments.cc,
-            dims=dims(arguments.dim),
+            dims=parse_dims(arguments.dim),
             static_cache=arguments.static_cache,
             weights=arguments.weights,
             database=arguments.database,
-            serve=serve(arguments),
+            serve=build_serve(arguments),
             dump=dump,
             sign_key=arguments.sign,
             checks=not arguments.no_checks,
             precision=arguments.precision,
-            calls=[call(path) for path in arguments.calls],
+            calls=[load_call(path) for path in arguments.calls],
             seed=arguments.seed,
         )
     if dump is not None:
         dump.finish(manifest)
     if arguments.json:
-        print_json(_summary(arguments.output, manifest))
+        print_json(_summarize(arguments.output, manifest))
         return 0
     for note in manifest.notes:
         print(f"note: {note}")
@@ -96,8 +111,8 @@ def _compile(arguments: argparse.Namespace) -> int:
         for spec in lists:
             print(f"  {spec}")
         for t in tensors:
-            where = manifest.donated.get(t.name)
-            print(f"  {t.name}: {t.dtype}{list(t.dims)}" + (f", donated to {where}" if where else ""))
+            donated_output = manifest.donated.get(t.name)
+            print(f"  {t.name}: {t.dtype}{list(t.dims)}" + (f", donated to {donated_output}" if donated_output else ""))
     if arguments.database is not None or any(kernel.source for kernel in manifest.kernels):
         for kernel in manifest.kernels:
             print(f"{kernel.name}: {kernel.source or 'default'}")
@@ -106,8 +121,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """What `inspect --json` says in full, under the same names."""
+def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the document of --json, with the field names of `inspect --json`."""
     kernels = [
         {name: getattr(kernel, name) for name in ("name", "kind", "schedule", "source")} for kernel in manifest.kernels
     ]

@@ -1,4 +1,4 @@
-"""The command for shells: completion. What it prints asks this program for words, which argcomplete finds."""
+"""The command for shells: completion. The printed script asks this program for completions, by argcomplete."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InputError
-from ..machine import not_installed
+from ..machine import describe_missing_package
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     s = add_parser(
         "completion",
         help="print what makes a shell complete commands, options and files",
@@ -25,14 +25,14 @@ def add(add_parser: Callable[..., Any]) -> None:
     s.set_defaults(run=_completion)
 
 
-def answer(parser: argparse.ArgumentParser) -> None:
-    """Where a shell asks, tells it the words that come next, and ends the process; else nothing."""
+def answer_shell(parser: argparse.ArgumentParser) -> None:
+    """Print the completions and end the process if a shell asks for them."""
     if "_ARGCOMPLETE" not in os.environ:
         return
     try:
         import argcomplete
     except ImportError:
-        raise SystemExit(1) from None  # a shell has no place for words about it
+        raise SystemExit(1) from None  # a shell cannot show a message
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 
@@ -40,6 +40,6 @@ def _completion(arguments: argparse.Namespace) -> int:
     try:
         import argcomplete
     except ImportError as error:
-        raise InputError(not_installed("argcomplete")) from error
+        raise InputError(describe_missing_package("argcomplete")) from error
     print(argcomplete.shellcode(["onnx-lowering"], shell=arguments.shell))
     return 0

@@ -1,4 +1,4 @@
-"""The command that shows the main job: demo."""
+"""The command that shows the main use case: demo."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     d = add_parser(
         "demo",
         help="build, compile, load and run a small decoder with in-place caches",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..deprecated import with_old_fields
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     d = add_parser(
         "doctor",
         help="look at packages, CPU, linkers, GPUs and folders; each problem with its fix",
@@ -26,11 +26,11 @@ def add(add_parser: Callable[..., Any]) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """1 where something is missing that compiling for this machine needs, or running where the runtime is alone."""
+    """Return 1 if anything needed is missing: to compile for this machine, or to run where the runtime is alone."""
     from ..diagnosis import here, packages, toolchain
-    from ..diagnosis.report import Report
+    from ..diagnosis.report import DiagnosisReport
 
-    report = Report()
+    report = DiagnosisReport()
     for area in (packages, here, toolchain):
         area.examine(report)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""The command that looks into an artifact: inspect. It loads no code, so that artifacts for other machines do too."""
+"""The command that shows an artifact: inspect. It loads no code, so it works for artifacts of other machines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .options import sizes
-from .printed import add_json, print_json
-from .written import written
+from .json_output import add_json, print_json
+from .options import parse_sizes
+from .output_files import replace_file
 
 if TYPE_CHECKING:
     from ..manifest import Manifest
     from ..runtime.files import ArtifactFiles
 
-_NODES = 60  # characters of the nodes of a kernel
+_NODES = 60  # characters of the node names of a kernel
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     i = add_parser(
         "inspect",
         help="what an artifact takes and gives, what it was made of and by; needs no compiler",
@@ -46,32 +46,40 @@ def _inspect(arguments: argparse.Namespace) -> int:
     files = ArtifactFiles(arguments.artifact)
     manifest = read_manifest(files)
     if arguments.html is not None:
-        return _html(arguments, files, manifest)
+        return _write_html(arguments, files, manifest)
     if arguments.dump or arguments.bench or arguments.dim:
         raise InputError("--dump, --bench and --dim are for the page that --html FILE writes.")
     if arguments.json:
-        found = dataclasses.asdict(manifest)
+        manifest_fields = dataclasses.asdict(manifest)
         names = [name for name in manifest.hashes if name in files]
-        print_json({**found, "files": {name: files.size(name) for name in names}})
+        print_json({**manifest_fields, "files": {name: files.size(name) for name in names}})
         return 0
-    print("\n".join([*_about(files, manifest), "", *(_calls(manifest) if arguments.calls else _kernels(manifest))]))
+    print(
+        "\n".join(
+            [
+                *_format_facts(files, manifest),
+                "",
+                *(_format_calls(manifest) if arguments.calls else _format_kernels(manifest)),
+            ]
+        )
+    )
     return 0
 
 
-def _html(arguments: argparse.Namespace, files: ArtifactFiles, manifest: Manifest) -> int:
-    from ..reporting.page import page
+def _write_html(arguments: argparse.Namespace, files: ArtifactFiles, manifest: Manifest) -> int:
+    from ..reporting.page import render_page
 
-    text = page(files, manifest, arguments.dump, arguments.bench, sizes(arguments.dim))
-    with written(arguments.html) as path:
+    text = render_page(files, manifest, arguments.dump, arguments.bench, parse_sizes(arguments.dim))
+    with replace_file(arguments.html) as path:
         path.write_text(text, encoding="utf-8")
     print(f"wrote {arguments.html}")
     return 0
 
 
-def _about(files: ArtifactFiles, manifest: Manifest) -> Iterator[str]:
-    from ..about import about
+def _format_facts(files: ArtifactFiles, manifest: Manifest) -> Iterator[str]:
+    from ..about import list_facts
 
-    yield from (f"{title}: {text}" for title, text in about(files, manifest))
+    yield from (f"{title}: {text}" for title, text in list_facts(files, manifest))
     listed = [("Inputs", manifest.inputs), ("Outputs", manifest.outputs)]
     if manifest.setup is not None:
         listed += [("Inputs of the setup", manifest.setup.inputs), ("Outputs of the setup", manifest.setup.outputs)]
@@ -86,23 +94,23 @@ def _about(files: ArtifactFiles, manifest: Manifest) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _kernels(manifest: Manifest) -> Iterator[str]:
-    """A line for each kernel."""
-    from ..about import most_called
-    from ..profiling.report import aligned
+def _format_kernels(manifest: Manifest) -> Iterator[str]:
+    """Yield a line for each kernel."""
+    from ..about import rank_kernels
+    from ..profiling.report import align_columns
 
     rows: list[tuple[str, ...]] = [("calls", "kernel", "computes", "schedule", "tiles", "ONNX nodes")]
-    for kernel, count, nodes in most_called(manifest):
-        named = ", ".join(nodes) or "-"
-        short = named if len(named) <= _NODES else f"{named[: _NODES - 3]}..."
-        rows.append((str(count), kernel.name, kernel.kind, kernel.schedule, kernel.source or "default", short))
+    for kernel, count, nodes in rank_kernels(manifest):
+        node_names = ", ".join(nodes) or "-"
+        shortened = node_names if len(node_names) <= _NODES else f"{node_names[: _NODES - 3]}..."
+        rows.append((str(count), kernel.name, kernel.kind, kernel.schedule, kernel.source or "default", shortened))
     yield f"{len(manifest.calls)} calls of {len(manifest.kernels)} kernels"
-    yield from aligned(rows)
+    yield from align_columns(rows)
 
 
-def _calls(manifest: Manifest) -> Iterator[str]:
-    from ..profiling.report import aligned
+def _format_calls(manifest: Manifest) -> Iterator[str]:
+    from ..profiling.report import align_columns
 
     rows: list[tuple[str, ...]] = [("call", "kernel", "ONNX nodes")]
     rows += [(str(n), call.kernel, ", ".join(call.nodes) or "-") for n, call in enumerate(manifest.calls)]
-    yield from aligned(rows)
+    yield from align_columns(rows)

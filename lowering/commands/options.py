@@ -1,4 +1,4 @@
-"""Options of commands: sizes, lengths of time, numbers and arrays, as people write them."""
+"""Options of commands: sizes, durations, numbers and arrays."""
 
 from __future__ import annotations
 
@@ -45,138 +45,163 @@ SEED = (
 VERIFY_KEY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
 
 
-def seed(text: str) -> int | str:
-    """A seed of --seed: a number, or else the name of an input."""
+def parse_seed(text: str) -> int | str:
+    """Return the seed of --seed: a number, or else the name of an input."""
     return int(text) if text.isdecimal() else text
 
 
-def dims(options: list[str]) -> dict[str, int | tuple[int, int]]:
-    """By name a size that a dimension always has, or the smallest and the largest one, of --dim. Raises InputError."""
-    found: dict[str, int | tuple[int, int]] = {}
-    for name, said in _named(options).items():
-        low, dots, high = said.partition("..")
-        found[name] = (_size(name, low), _size(name, high)) if dots else _size(name, low)
-    return found
+def parse_dims(options: list[str]) -> dict[str, int | tuple[int, int]]:
+    """Return by name the size of a dimension, or its smallest and largest size, of --dim.
+
+    Raises:
+        InputError: A text has another form.
+    """
+    parsed: dict[str, int | tuple[int, int]] = {}
+    for name, value in _split_options(options).items():
+        low, dots, high = value.partition("..")
+        parsed[name] = (_parse_size(name, low), _parse_size(name, high)) if dots else _parse_size(name, low)
+    return parsed
 
 
-def sizes(options: list[str]) -> dict[str, int]:
-    """Sizes of one run by name, of --dim NAME=SIZE. Raises InputError."""
-    found = settings(options)
-    if len(found) > 1:
+def parse_sizes(options: list[str]) -> dict[str, int]:
+    """Return the sizes of one run by name, of --dim NAME=SIZE.
+
+    Raises:
+        InputError: A text has another form, or there are several runs.
+    """
+    parsed = parse_runs(options)
+    if len(parsed) > 1:
         raise InputError("--dim: this command runs a model at one size of each dimension: leave the others out.")
-    return found[0]
+    return parsed[0]
 
 
-def settings(options: list[str]) -> list[dict[str, int]]:
-    """Several runs: --dim n=1,128 are two; another dimension has one size for both, or two.
+def parse_runs(options: list[str]) -> list[dict[str, int]]:
+    """Return the sizes of one or several runs: --dim n=1,128 are two; another dimension has one size for both, or two.
 
-    Raises InputError, also for a range, at which nothing can run.
+    Raises:
+        InputError: A text has another form, or is a range, for which nothing can run.
     """
     lists = {}
-    for name, said in _named(options).items():
-        if ".." in said:
-            last = said.rpartition("..")[2]
+    for name, value in _split_options(options).items():
+        if ".." in value:
+            last = value.rpartition("..")[2]
             raise InputError(
-                f"--dim {name}={said}: a range bounds sizes for compile and check, and this command runs at one size: "
+                f"--dim {name}={value}: a range bounds sizes for compile and check, and this command runs at one size: "
                 f"write --dim {name}={last if last.isdecimal() else 128}."
             )
-        lists[name] = [_size(name, size) for size in said.split(",")]
+        lists[name] = [_parse_size(name, size) for size in value.split(",")]
     count = max(map(len, lists.values()), default=1)
-    for name, found in lists.items():
-        if len(found) not in (1, count):
-            raise InputError(f"--dim {name}: {len(found)} sizes are given, and {count} of another dimension.")
-    return [{name: found[k % len(found)] for name, found in lists.items()} for k in range(count)]
+    for name, sizes_of_dim in lists.items():
+        if len(sizes_of_dim) not in (1, count):
+            raise InputError(f"--dim {name}: {len(sizes_of_dim)} sizes are given, and {count} of another dimension.")
+    return [{name: sizes_of_dim[k % len(sizes_of_dim)] for name, sizes_of_dim in lists.items()} for k in range(count)]
 
 
-def _named(options: list[str]) -> dict[str, str]:
-    """What --dim says, by the name of the dimension, which may be of any characters. Raises InputError."""
-    found: dict[str, str] = {}
+def _split_options(options: list[str]) -> dict[str, str]:
+    """Return the values of --dim by the name of the dimension, which may have any characters.
+
+    Raises:
+        InputError: A text has another form, or a dimension occurs twice.
+    """
+    parsed: dict[str, str] = {}
     for text in options:
-        name, equals, said = text.rpartition("=")
+        name, equals, value = text.rpartition("=")
         if not (name and equals):
-            raise InputError(f"--dim {text}: {_WRITE}")
-        if name in found:
-            raise InputError(f"--dim {text}: '{name}' is {found[name]} already: give each dimension once.")
-        found[name] = said
-    return found
+            raise InputError(f"--dim {text}: {_USAGE}")
+        if name in parsed:
+            raise InputError(f"--dim {text}: '{name}' is {parsed[name]} already: give each dimension once.")
+        parsed[name] = value
+    return parsed
 
 
-def _size(name: str, text: str) -> int:
+def _parse_size(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,13}", text) or int(text) > LARGEST_SIZE:
-        raise InputError(f"--dim {name}: {text!r} is no size: {_WRITE}")
+        raise InputError(f"--dim {name}: {text!r} is no size: {_USAGE}")
     return int(text)
 
 
-_WRITE = f"write NAME=SIZE or NAME=LOW..HIGH, for instance batch=2 or tokens=1..512; sizes are 0 to {LARGEST_SIZE}."
+_USAGE = f"write NAME=SIZE or NAME=LOW..HIGH, for instance batch=2 or tokens=1..512; sizes are 0 to {LARGEST_SIZE}."
 
 
-def address(text: str) -> tuple[str, int]:
-    """A host and a port. Raises InputError."""
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port.
+
+    Raises:
+        InputError: The text has another form.
+    """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
         raise InputError(f"{text!r}: write HOST:PORT.")
     return host, int(port)
 
 
-def _number(kind: type, least: float, text: str) -> Any:
-    """An argument of that kind, finite and at least so large. Raises what argparse turns into its own error."""
+def _parse_number(kind: type, minimum: float, text: str) -> Any:
+    """Return a finite number of that kind, at least the minimum; raise ArgumentTypeError otherwise."""
     try:
         number = kind(text)
     except ValueError:
         number = math.nan
-    if not least <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {least} on")
+    if not minimum <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {minimum} on")
     return number
 
 
-def seconds(text: str) -> float:
-    """A length of time. Raises what argparse turns into its own error."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", text)
-    if found is None or float(found[1]) == 0:
+def parse_duration(text: str) -> float:
+    """Return a duration in seconds; raise ArgumentTypeError for texts of another form."""
+    parsed = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", text)
+    if parsed is None or float(parsed[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no length of time, such as 90s, 20m or 2h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(parsed[1]) * {"s": 1, "m": 60, "h": 3600}[parsed[2]]
 
 
-positive = functools.partial(_number, int, 1)
-natural = functools.partial(_number, int, 0)
-not_negative = functools.partial(_number, float, 0)
+parse_positive = functools.partial(_parse_number, int, 1)
+parse_natural = functools.partial(_parse_number, int, 0)
+parse_nonnegative = functools.partial(_parse_number, float, 0)
 
 
-def arrays(options: list[str]) -> dict[str, Any]:
-    """Arrays by name, of --input NAME=FILE.npy. Raises InputError."""
+def load_arrays(options: list[str]) -> dict[str, Any]:
+    """Return arrays by name, of --input NAME=FILE.npy.
+
+    Raises:
+        InputError: A text has another form, or a file cannot be read.
+    """
     import numpy as np
 
-    found = {}
+    parsed = {}
     for option in options:
         name, _, path = option.rpartition("=")
         if not name:
             raise InputError(f"--input {option}: write NAME=FILE.npy.")
         try:
             with Path(path).open("rb") as file:
-                found[name] = np.lib.format.read_array(file, allow_pickle=False)
+                parsed[name] = np.lib.format.read_array(file, allow_pickle=False)
         except OSError as error:
             raise InputError(f"--input {option}: {path} cannot be read: {error.strerror or error}.") from error
         except MemoryError as error:
             raise InputError(f"--input {option}: {path} says that it holds more than fits into memory.") from error
-        except Exception as error:  # whatever NumPy and Python's parser think of a header
+        except Exception as error:  # NumPy and Python's parser raise many types for a bad header
             raise InputError(
                 f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
             ) from error
-    return found
+    return parsed
 
 
-def add_serve(parser: argparse.ArgumentParser) -> None:
-    """The options of commands that compile, of which `serve` makes what `compile` is told."""
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `serve` to a command that compiles; `build_serve` reads them."""
     parser.add_argument(
-        "--serve", type=positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
+        "--serve", type=parse_positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
     )
     parser.add_argument(
         "--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache"
     )
 
 
-def serve(arguments: argparse.Namespace) -> Serve | None:
-    """Raises InputError for --cache without --serve."""
+def build_serve(arguments: argparse.Namespace) -> Serve | None:
+    """Return the `serve` argument of `compile`, or None.
+
+    Raises:
+        InputError: --cache is given without --serve.
+    """
     if arguments.serve is None:
         if arguments.cache is not None:
             raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
@@ -186,16 +211,20 @@ def serve(arguments: argparse.Namespace) -> Serve | None:
     return Serve(arguments.serve, cache=arguments.cache or "model")
 
 
-def add_calls(parser: argparse.ArgumentParser) -> None:
-    """The option of commands that compile, whose files `call` reads."""
+def add_calls_option(parser: argparse.ArgumentParser) -> None:
+    """Add --calls to a command that compiles; `load_call` reads its files."""
     parser.add_argument(
         "--calls", action="append", default=[], type=Path, metavar="FILE.npz",
         help="with --precision float16: inputs by name of one call, at whose numbers beyond its range nodes stay wide",
     )  # fmt: skip
 
 
-def call(path: Path) -> dict[str, Any]:
-    """The arrays of a .npz file, by name. Raises InputError."""
+def load_call(path: Path) -> dict[str, Any]:
+    """Return the arrays of a .npz file, by name.
+
+    Raises:
+        InputError: The file cannot be read, or is not a .npz file of arrays.
+    """
     import numpy as np
 
     try:

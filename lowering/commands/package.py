@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     p = add_parser(
         "package",
         help="an artifact with its runtime and a C++ application, or as a wheel, ready to ship",
@@ -39,12 +39,12 @@ def add(add_parser: Callable[..., Any]) -> None:
 
 def _package(arguments: argparse.Namespace) -> int:
     if arguments.wheel:
-        return _wheel(arguments)
+        return _write_wheel(arguments)
     if arguments.name is not None or arguments.version is not None:
         raise InputError("--name and --version are of a --wheel: give it too.")
-    from ..packaging.folder import package
+    from ..packaging.folder import package_artifact
 
-    manifest = package(arguments.artifact, arguments.to, arguments.runtime)
+    manifest = package_artifact(arguments.artifact, arguments.to, arguments.runtime)
     if arguments.json:
         print_json({"output": arguments.to, "target": manifest.target})
     else:
@@ -52,7 +52,7 @@ def _package(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _wheel(arguments: argparse.Namespace) -> int:
+def _write_wheel(arguments: argparse.Namespace) -> int:
     from ..packaging.model_wheel import write_model_wheel
 
     if arguments.runtime is not None:

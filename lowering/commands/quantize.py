@@ -1,4 +1,4 @@
-"""The command that makes a model of 8 bits: quantize."""
+"""The command that writes an 8-bit model: quantize."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..deprecated import with_old_fields
-from .options import call
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
+from .options import load_call
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     q = add_parser(
         "quantize",
         help="write a float model with its matmuls in 8 bits, and tell the error by node",
@@ -41,7 +41,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
     report = quantize(
         arguments.model,
         arguments.output,
-        [call(path) for path in arguments.calls],
+        [load_call(path) for path in arguments.calls],
         "dynamic" if arguments.dynamic else None,
         arguments.weights,
         not arguments.per_tensor,

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from .options import VERIFY_KEY, arrays, positive
-from .printed import add_json, print_json
-from .written import written
+from .json_output import add_json, print_json
+from .options import VERIFY_KEY, load_arrays, parse_positive
+from .output_files import replace_file
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     r = add_parser(
         "run",
         help="run an artifact on .npy files",
@@ -33,7 +33,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     r.add_argument(
         "--output-dir", type=Path, help="write every output as NAME.npy into this folder, odd characters as %%XX"
     )
-    r.add_argument("--threads", type=positive, help="number of workers")
+    r.add_argument("--threads", type=parse_positive, help="number of workers")
     r.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=VERIFY_KEY)
     add_json(r)
     r.set_defaults(run=_run)
@@ -46,20 +46,20 @@ def _run(arguments: argparse.Namespace) -> int:
     from ..runtime.lists import flatten_lists
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
-    outputs = model.run(arrays(arguments.input))
-    found = []
+    outputs = model.run(load_arrays(arguments.input))
+    documents = []
     names = [tensor.name for tensor in model.outputs]
     for name, array in flatten_lists(outputs, names, model.manifest.output_lists, "output").items():
-        place = None
+        output_path = None
         if arguments.output_dir is not None:
-            place = arguments.output_dir / f"{quote(name, safe='')}.npy"
-            with written(place) as path, path.open("wb") as file:
+            output_path = arguments.output_dir / f"{quote(name, safe='')}.npy"
+            with replace_file(output_path) as path, path.open("wb") as file:
                 np.save(file, array.astype(str) if array.dtype == object else array, allow_pickle=False)
-        found.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "file": place})
+        documents.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "file": output_path})
         if not arguments.json:
             print(f"{name}: {array.dtype}{list(array.shape)}")
-            if place is None:
+            if output_path is None:
                 print(np.array2string(np.asarray(array), threshold=16, edgeitems=2))
     if arguments.json:
-        print_json({"outputs": found})
+        print_json({"outputs": documents})
     return 0

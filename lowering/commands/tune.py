@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ..choices import PRECISIONS, SCHEMES
 from ..deprecated import with_old_fields
 from ..errors import InputError
-from .options import RUNS, TARGET, address, natural, positive, seconds, settings
-from .printed import add_json, print_json
+from .json_output import add_json, print_json
+from .options import RUNS, TARGET, parse_address, parse_duration, parse_natural, parse_positive, parse_runs
 
 if TYPE_CHECKING:
     from ..tuning.tune import Tuning
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Their options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the commands and their options."""
     t = add_parser(
         "tune",
         help="search the tiles of a model's kernels on this machine",
@@ -32,8 +32,10 @@ def add(add_parser: Callable[..., Any]) -> None:
         "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
     )
     t.add_argument("--target", default="cpu", help=TARGET)
-    t.add_argument("--budget", type=seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
-    t.add_argument("--trials", type=natural, help="end after so many trials, if the time is not over before")
+    t.add_argument(
+        "--budget", type=parse_duration, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h"
+    )
+    t.add_argument("--trials", type=parse_natural, help="end after so many trials, if the time is not over before")
     t.add_argument("--effort", choices=("quick", "full"), default="full", help="how small a kernel is still tuned")
     t.add_argument(
         "--dim",
@@ -42,12 +44,12 @@ def add(add_parser: Callable[..., Any]) -> None:
         metavar="NAME=SIZES",
         help=RUNS,
     )
-    t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
+    t.add_argument("--static-cache", type=parse_positive, metavar="TOKENS", help="as for compile")
     t.add_argument("--weights", choices=SCHEMES, help="as for compile")
     t.add_argument("--precision", choices=PRECISIONS, help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
-    t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
-    t.add_argument("--seed", type=natural, default=0, help="of the search")
+    t.add_argument("--threads", type=parse_positive, default=1, help="number of workers (1)")
+    t.add_argument("--seed", type=parse_natural, default=0, help="of the search")
     t.add_argument("--runner", choices=("local", "rpc"), default="local", help="where candidates are measured (local)")
     t.add_argument("--tracker", metavar="HOST:PORT", help="rpc: TVM's tracker, `python -m tvm.exec.rpc_tracker`")
     t.add_argument("--key", action="append", default=[], help="rpc: of devices; may be repeated")
@@ -100,47 +102,47 @@ def add(add_parser: Callable[..., Any]) -> None:
     x.add_argument(
         "-o", "--output", type=Path, help="the database to add to (merge, export, pack), or the picture (plot)"
     )
-    x.add_argument("--keep", type=positive, default=16, help="prune: trials that stay of each task (16)")
+    x.add_argument("--keep", type=parse_positive, default=16, help="prune: trials that stay of each task (16)")
     x.add_argument("--least", type=float, default=1.03, help="pack: what won by so much, as presets are (1.03)")
     add_json(x)
     x.set_defaults(run=_db)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    said: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     tuning = None
     if arguments.import_results is not None:
         from ..tuning.batches import file_results
 
         filed = file_results(arguments.import_results, arguments.database, arguments.target)
-        said["filed"] = asdict(filed)
+        document["filed"] = asdict(filed)
         if not arguments.json:
             faster = f"{filed.won} of these are faster than the default"
             print(f"filed {filed.trials} trials of {filed.tasks} kernels; {faster}")
     if arguments.import_results is None or arguments.export_candidates is not None:
-        tuning = _tuned(arguments)
+        tuning = _run_tuning(arguments)
         if arguments.export_candidates is not None:
-            _exported(arguments, tuning, said)
+            _report_export(arguments, tuning, document)
         elif arguments.json:
             outcomes = [{**vars(o), "failures": dict(o.failures), "gain": o.gain} for o in tuning.outcomes]
-            said |= {**vars(tuning), "outcomes": outcomes, "gain": tuning.gain, "interrupted": tuning.interrupted}
+            document |= {**vars(tuning), "outcomes": outcomes, "gain": tuning.gain, "interrupted": tuning.interrupted}
         else:
             from ..tuning.table import print_tuning
 
             print_tuning(tuning)
     if arguments.json:
-        print_json(said)
+        print_json(document)
     return 130 if tuning is not None and tuning.interrupted else 0
 
 
-def _exported(arguments: argparse.Namespace, tuning: Tuning, said: dict[str, Any]) -> None:
+def _report_export(arguments: argparse.Namespace, tuning: Tuning, document: dict[str, Any]) -> None:
     total, folder = sum(outcome.trials for outcome in tuning.outcomes), arguments.export_candidates
-    said["exported"] = {"folder": folder, "candidates": total, "kernels": len(tuning.outcomes)}
+    document["exported"] = {"folder": folder, "candidates": total, "kernels": len(tuning.outcomes)}
     if not arguments.json:
         print(f"wrote {total} candidates of {len(tuning.outcomes)} kernels to {folder}")
 
 
-def _tuned(arguments: argparse.Namespace) -> Tuning:
+def _run_tuning(arguments: argparse.Namespace) -> Tuning:
     from ..tuning.table import ProgressDisplay
     from ..tuning.tune import tune
 
@@ -152,51 +154,55 @@ def _tuned(arguments: argparse.Namespace) -> Tuning:
             arguments.budget,
             arguments.trials,
             arguments.effort,
-            settings(arguments.dim),
+            parse_runs(arguments.dim),
             arguments.threads,
             static_cache=arguments.static_cache,
             weights=arguments.weights,
             donate=arguments.donate,
             seed=arguments.seed,
             progress=watch,
-            tracker=_tracker(arguments),
+            tracker=_read_tracker(arguments),
             keys=arguments.key,
             export=arguments.export_candidates,
             precision=arguments.precision,
         )
 
 
-def _tracker(arguments: argparse.Namespace) -> tuple[str, int] | None:
-    """Raises InputError for options that do not go together."""
+def _read_tracker(arguments: argparse.Namespace) -> tuple[str, int] | None:
+    """Return host and port of the tracker, or None.
+
+    Raises:
+        InputError: Options do not go together.
+    """
     if arguments.runner == "rpc" and (arguments.tracker is None or not arguments.key):
         raise InputError("--runner rpc needs --tracker HOST:PORT and --key NAME.")
     if arguments.runner == "local" and (arguments.tracker is not None or arguments.key):
         raise InputError("--tracker and --key are for --runner rpc.")
-    return None if arguments.tracker is None else address(arguments.tracker)
+    return None if arguments.tracker is None else parse_address(arguments.tracker)
 
 
 def _device(arguments: argparse.Namespace) -> int:
     from ..fleet.device import serve
 
-    host, port = address(arguments.tracker)
+    host, port = parse_address(arguments.tracker)
     print(f"registers at {host}:{port} as '{arguments.key}'; Ctrl-C ends it", flush=True)
     serve((host, port), arguments.key)
     return 0
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from ..measuring.batch import BatchTask, Result, measure
+    from ..measuring.batch import BatchTask, Result, measure_batch
 
     def report(task: BatchTask, result: Result) -> None:
-        found = (
+        outcome = (
             f"{1 / result.ratio:.3f}x the default's speed" if result.cause is None else f"{result.cause}: {result.text}"
         )
-        print(f"{task.title} [{result.candidate}]{' again' if result.last else ''}: {found}", flush=True)
+        print(f"{task.title} [{result.candidate}]{' again' if result.last else ''}: {outcome}", flush=True)
 
     if arguments.json:
-        print_json({"results": [asdict(result) for result in measure(arguments.folder)]})
+        print_json({"results": [asdict(result) for result in measure_batch(arguments.folder)]})
         return 0
-    results = measure(arguments.folder, report)
+    results = measure_batch(arguments.folder, report)
     failed = sum(result.cause is not None for result in results)
     print(f"{len(results)} results in {arguments.folder}, {failed} of candidates that failed")
     return 0
@@ -205,9 +211,9 @@ def _measure(arguments: argparse.Namespace) -> int:
 def _db(arguments: argparse.Namespace) -> int:
     from ..tuning.db import run_action
 
-    done = run_action(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
+    result = run_action(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
     if arguments.json:
-        print_json(with_old_fields(done.document))
+        print_json(with_old_fields(result.document))
     else:
-        print(done.text)
+        print(result.text)
     return 0

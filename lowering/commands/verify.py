@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
 from ..deprecated import with_old_fields
+from .json_output import add_json, print_json
 from .options import (
     PRECISION,
     TARGET,
     VERIFY_KEY,
     WEIGHTS,
-    add_calls,
-    add_serve,
-    arrays,
-    call,
-    natural,
-    not_negative,
-    positive,
-    serve,
-    sizes,
+    add_calls_option,
+    add_serve_options,
+    build_serve,
+    load_arrays,
+    load_call,
+    parse_natural,
+    parse_nonnegative,
+    parse_positive,
+    parse_sizes,
 )
-from .printed import add_json, print_json
 
 if TYPE_CHECKING:
     from ..checking.verification import Verification
 
 
-def add(add_parser: Callable[..., Any]) -> None:
-    """Its options."""
+def add_command(add_parser: Callable[..., Any]) -> None:
+    """Add the command and its options."""
     v = add_parser(
         "verify",
         help="compile a model, or load its artifact, and compare every output with a reference",
@@ -53,13 +53,13 @@ def add(add_parser: Callable[..., Any]) -> None:
     v.add_argument("--target", default="cpu", help=TARGET)
     v.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
-    add_calls(v)
+    add_calls_option(v)
     v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     v.add_argument(
-        "--static-cache", type=positive, metavar="TOKENS", help="as for compile; a prompt and steps follow it"
+        "--static-cache", type=parse_positive, metavar="TOKENS", help="as for compile; a prompt and steps follow it"
     )
-    add_serve(v)
-    v.add_argument("--threads", type=positive, help="number of workers")
+    add_serve_options(v)
+    v.add_argument("--threads", type=parse_positive, help="number of workers")
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are synthetic")
     v.add_argument(
         "--dim",
@@ -68,9 +68,11 @@ def add(add_parser: Callable[..., Any]) -> None:
         metavar="NAME=SIZE",
         help="a symbolic dimension (else as inputs say, or 4)",
     )
-    v.add_argument("--seed", type=natural, default=0, help="of the synthetic inputs")
-    v.add_argument("--rtol", type=not_negative, help="allowed of an element (1e-3; where numbers are rounded, by type)")
-    v.add_argument("--atol", type=not_negative, help="allowed beside it (1e-5)")
+    v.add_argument("--seed", type=parse_natural, default=0, help="of the synthetic inputs")
+    v.add_argument(
+        "--rtol", type=parse_nonnegative, help="allowed of an element (1e-3; where numbers are rounded, by type)"
+    )
+    v.add_argument("--atol", type=parse_nonnegative, help="allowed beside it (1e-5)")
     v.add_argument(
         "--reduce", type=Path, metavar="DIR", help="write the smallest part of the model that fails, to this new folder"
     )
@@ -89,13 +91,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         artifact = load(arguments.artifact, arguments.threads, verify_key=arguments.verify_key)
     elif arguments.verify_key is not None:
         raise InputError("--verify-key is of an artifact: give --artifact as well.")
-    with progress_bar.shown():
+    with progress_bar.show_progress_bar():
         result = verify(
             arguments.model,
             arguments.against,
             arguments.target,
-            arrays(arguments.input),
-            sizes(arguments.dim),
+            load_arrays(arguments.input),
+            parse_sizes(arguments.dim),
             arguments.rtol,
             arguments.atol,
             arguments.seed,
@@ -106,35 +108,35 @@ def _verify(arguments: argparse.Namespace) -> int:
             arguments.static_cache,
             artifact,
             arguments.reduce,
-            [call(path) for path in arguments.calls],
-            serve(arguments),
+            [load_call(path) for path in arguments.calls],
+            build_serve(arguments),
         )
     if arguments.json:
-        print_json(with_old_fields(_as_json(result, arguments)))
+        print_json(with_old_fields(_to_json(result, arguments)))
     else:
         print("\n".join(map(str, result.comparisons)))
         print(f"allowed: {result.allowed}; synthetic inputs are of seed {arguments.seed}")
-        print(_verdict(result, arguments))
+        print(_format_verdict(result, arguments))
     return int(result.first_difference is not None)
 
 
-def _verdict(result: Verification, arguments: argparse.Namespace) -> str:
+def _format_verdict(result: Verification, arguments: argparse.Namespace) -> str:
     first = result.first_difference
     if first is None:
         return f"all outputs agree with {arguments.against}"
-    said = f"first output that differs: {first.name}, most at {list(first.worst)}"
+    text = f"first output that differs: {first.name}, most at {list(first.worst)}"
     if arguments.reduce is None:
-        return said
-    return f"{said}\n{result.reproducer or 'asked once more, no output differs: nothing is left to reduce'}"
+        return text
+    return f"{text}\n{result.reproducer or 'asked once more, no output differs: nothing is left to reduce'}"
 
 
-def _as_json(result: Verification, arguments: argparse.Namespace) -> dict[str, Any]:
+def _to_json(result: Verification, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "ok": result.first_difference is None,
         "allowed": result.allowed,
         "seed": arguments.seed,
         "against": arguments.against,
-        "verdict": _verdict(result, arguments),
+        "verdict": _format_verdict(result, arguments),
         "comparisons": [{**asdict(c), "said": str(c)} for c in result.comparisons],
         "reproducer": None if result.reproducer is None else asdict(result.reproducer),
     }

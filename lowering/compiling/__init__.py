@@ -1,1 +1,1 @@
-"""From an imported model to an artifact."""
+"""Compilation of an imported model into an artifact."""

@@ -1,4 +1,4 @@
-"""Writing an artifact: code, weights, manifest, and what a C++ host needs; all of it or nothing."""
+"""Atomic writing of artifacts: code, weights, manifest, and the files for a C++ host."""
 
 from __future__ import annotations
 
@@ -11,46 +11,56 @@ from pathlib import Path
 
 import numpy as np
 
-from ..manifest import BLOCK, FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, block_digests, digest
+from ..manifest import BLOCK, FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, compute_block_digests, digest
 from ..runtime.folders import replace_folder
 from ..runtime.signature import SigningKey, sign
 from .cpp_header import model_header
 
-# Cache lines, and the widest vectors.
+# Size of cache lines, and of the widest vectors.
 ALIGNMENT = 64
 
-_PART = 1 << 24  # bytes of weights that are in memory at a time, or a row
+_CHUNK_BYTES = 1 << 24  # bytes of weights that are in memory at a time, or one row if that is larger
 
 
 @dataclass(frozen=True)
-class Part:
-    """A model, or its setup: libraries are the files of `manifest.code()`, weights are in the order of the compiled
-    main's tuple."""
+class ArtifactPart:
+    """A model, or its setup.
+
+    libraries are the files of `manifest.code()`, weights are in the order of the compiled main's tuple.
+    """
 
     manifest: Manifest
     libraries: tuple[bytes, ...]
     weights: dict[str, np.ndarray]
 
 
-def write(folder: Path, parts: Sequence[Part], sign_key: SigningKey | None = None) -> Manifest:
-    """Writes the folder and returns the manifest in it, completed with the places of the weights and the hashes.
+def write_artifact(folder: Path, artifacts: Sequence[ArtifactPart], sign_key: SigningKey | None = None) -> Manifest:
+    """Write the folder and return its manifest, completed with the offsets of the weights and the hashes.
 
-    parts are the model, and its setup if it has one. Weights that are mapped from files are copied piece by piece. An
-    artifact that is there is replaced in one step. sign_key is as for `Model.save`. Raises ArtifactError where `folder`
-    holds something else, or cannot be written.
+    An existing artifact is replaced in one step. Weights that are mapped from files are copied in chunks.
+
+    Args:
+        folder: The artifact folder.
+        parts: The model, and its setup if it has one.
+        sign_key: As for `Model.save`.
+
+    Raises:
+        ArtifactError: if `folder` contains something else, or cannot be written.
     """
     with replace_folder(Path(folder)) as new:
         hashes: dict[str, str] = {}
-        manifests = [part.manifest for part in parts]
-        if any(part.weights for part in parts):
-            places, blocks, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, [part.weights for part in parts])
-            manifests = [dataclasses.replace(m, weights=specs) for m, specs in zip(manifests, places)]
+        manifests = [artifact.manifest for artifact in artifacts]
+        if any(artifact.weights for artifact in artifacts):
+            weight_specs, blocks, hashes[WEIGHTS] = _write_weights(
+                new / WEIGHTS, [artifact.weights for artifact in artifacts]
+            )
+            manifests = [dataclasses.replace(m, weights=specs) for m, specs in zip(manifests, weight_specs)]
             manifests[0] = dataclasses.replace(manifests[0], weights_blocks=blocks)
         manifest = dataclasses.replace(manifests[0], setup=next(iter(manifests[1:]), None))
         code = {
             name: library
-            for part in parts
-            for name, library in zip(part.manifest.code().values(), part.libraries, strict=True)
+            for artifact in artifacts
+            for name, library in zip(artifact.manifest.code().values(), artifact.libraries, strict=True)
         }
         header = model_header(manifest, code).encode("ascii")
         host = (Path(__file__).parents[1] / "runtime" / HOST).read_bytes()
@@ -67,40 +77,40 @@ def write(folder: Path, parts: Sequence[Part], sign_key: SigningKey | None = Non
 
 
 def _write_weights(
-    path: Path, parts: Sequence[Mapping[str, np.ndarray]]
+    path: Path, weight_lists: Sequence[Mapping[str, np.ndarray]]
 ) -> tuple[list[tuple[WeightSpec, ...]], tuple[str, ...], str]:
-    """Writes weights.bin; the places of each part's weights, the digests of its blocks and that of the file."""
-    places, hasher = [], hashlib.sha256()
+    """Write weights.bin; return the specs of each artifact's weights, the digests of its blocks and of the file."""
+    weight_specs, hasher = [], hashlib.sha256()
     with path.open("w+b", buffering=0) as file:  # a buffer makes writes of this size five times slower
 
-        def put(data: bytes | memoryview) -> None:
+        def append(data: bytes | memoryview) -> None:
             hasher.update(data)
             while data:
                 data = data[file.write(data) :]
 
-        for weights in parts:
+        for weights in weight_lists:
             specs = []
             for name, array in weights.items():
                 specs.append(WeightSpec(name, array.dtype.name, array.shape, file.tell(), array.nbytes))
-                for rows in _rows(array):
-                    put(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-                # At least one byte: a file of empty weights could not be read into memory of its own.
-                put(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
-            places.append(tuple(specs))
+                for rows in _split_rows(array):
+                    append(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+                # At least one byte: a file of empty weights could not be read into its own memory.
+                append(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
+            weight_specs.append(tuple(specs))
         size = file.tell()
 
         def read(position: int, count: int) -> bytes:
             return os.pread(file.fileno(), count, position)
 
-        blocks = tuple(block_digests(size, read, range(-(-size // BLOCK))))
-    return places, blocks, hasher.hexdigest()
+        blocks = tuple(compute_block_digests(size, read, range(-(-size // BLOCK))))
+    return weight_specs, blocks, hasher.hexdigest()
 
 
-def _rows(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array in parts of some rows: the whole of a mapped one need not fit into memory."""
+def _split_rows(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield an array in chunks of rows, since a mapped array need not fit into memory."""
     if array.ndim < 2 or array.size == 0:
         yield array
         return
-    rows = max(1, _PART * len(array) // array.nbytes)
+    rows = max(1, _CHUNK_BYTES * len(array) // array.nbytes)
     for first in range(0, len(array), rows):
         yield array[first : first + rows]

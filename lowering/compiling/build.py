@@ -17,51 +17,54 @@ from tvm.tirx import compilation_pipeline
 
 from ..errors import TargetError
 from ..target import Target
-from ..target.building import make_modules_of_machine_code
+from ..target.building import load_cuda_runtime
 from . import objects, progress
-from .bundled_sources import link_options
+from .bundled_sources import compile_bundled_sources
 from .early_launch import early_launch
 from .own_device import ask_own_device
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
 
-def build(module: tvm.IRModule, target: Target, kernels: objects.Kernels) -> bytes:
-    """The shared library; kernels makes the code of a CPU's, or has it already.
+def build(module: tvm.IRModule, target: Target, kernels: objects.KernelCompiler) -> bytes:
+    """Return the shared library; `kernels` compiles the kernels of a CPU, or has their code cached.
 
-    Raises TargetError when a compiler or the linker is missing or fails.
+    Raise TargetError if a compiler or the linker is missing or fails.
     """
     check_linker(target)
     if target.architecture:
-        make_modules_of_machine_code(target.linker)
-    called = _called(module)
-    taken: list[objects.Object] = []
+        load_cuda_runtime(target.linker)
+    external_calls = _find_external_calls(module)
+    objects_to_link: list[objects.KernelObject] = []
     if not target.architecture:
-        module, taken = kernels.taken_out(module)
-    module = _with_code(module)
-    disabled = list(objects.unused(target))
+        module, objects_to_link = kernels.compile_kernels(module)
+    module = _add_empty_kernel(module)
+    disabled = list(objects.list_unused_passes(target))
     with progress.stage("generating code"), target.tvm, tvm.transform.PassContext(disabled_pass=disabled):
         executable = tvm.compile(
             module,
             target=target.tvm,
             relax_pipeline=tvm.transform.Sequential([]),
-            tir_pipeline=tir_pipeline(target),
+            tir_pipeline=get_tir_pipeline(target),
         )
     with progress.stage("linking"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         try:
-            options = [*link_options(target.linker, folder, called), *objects.link_options(taken, folder)]
+            options = [
+                *compile_bundled_sources(target.linker, folder, external_calls),
+                *objects.link_objects(objects_to_link, folder),
+            ]
             executable.export_library(str(path), fcompile=_Linker(target, options))
         except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
 
 
-def _with_code(module: tvm.IRModule) -> tvm.IRModule:
+def _add_empty_kernel(module: tvm.IRModule) -> tvm.IRModule:
     """Add a function that does nothing to a module without kernels.
 
-    TVM makes an empty C file of what has no code, and compiles that with headers of its own, which an installation may
-    lack.
+    TVM writes an empty C file for a module without code, and compiles it with its own headers, which an installation
+    may lack.
     """
     if any(isinstance(function, tirx.PrimFunc) for function in module.functions.values()):
         return module
@@ -74,7 +77,7 @@ def _with_code(module: tvm.IRModule) -> tvm.IRModule:
 
 
 class _Linker:
-    """What links, as TVM calls it; it asks for the machine where no module tells."""
+    """The linker, as TVM calls it; TVM asks it for the target triple if no module has one."""
 
     def __init__(self, target: Target, options: list[str]) -> None:
         self.target, self.options = target, options
@@ -88,7 +91,7 @@ class _Linker:
 
 
 def check_linker(target: Target) -> None:
-    """Raises TargetError where the linker is missing."""
+    """Raise TargetError if the linker is missing."""
     if shutil.which(target.linker) is None:
         raise TargetError(
             f"Target '{target.name}' is linked by '{target.linker}', which is not installed. "
@@ -96,45 +99,48 @@ def check_linker(target: Target) -> None:
         )
 
 
-def _called(module: tvm.IRModule) -> set[str]:
-    """Names of the functions outside the module that it calls."""
-    found: set[str] = set()
+def _find_external_calls(module: tvm.IRModule) -> set[str]:
+    """Return the names of the external functions that the module calls."""
+    names: set[str] = set()
 
     for _, function in module.functions_items():
         if isinstance(function, relax.Function):
-            tvm_ffi.structural_walk(function.body, (relax.ExternFunc, lambda extern: found.add(extern.global_symbol)))
-    return found
+            tvm_ffi.structural_walk(function.body, (relax.ExternFunc, lambda extern: names.add(extern.global_symbol)))
+    return names
 
 
 def warm_up(linker: str) -> None:
-    """Does what every build of this process would do first, once."""
+    """Do the setup that every build of this process needs, once."""
     with tempfile.TemporaryDirectory() as folder:
-        link_options(linker, folder)
+        compile_bundled_sources(linker, folder)
 
 
 _PIPELINE = "onnx_lowering"
 
 
-def tir_pipeline(target: Target) -> str:
+def get_tir_pipeline(target: Target) -> str:
     """Return the name of TVM's pipeline from TensorIR to code."""
     return _PIPELINE if target.architecture else "default"
 
 
-def _by_kind() -> tuple[Pass, Callable[[], Pass], Callable[[], Pass]]:
-    """TVM's passes from TensorIR to code, for modules in which some functions are blocks to be lowered, as TVM's own
-    operators are, and others are final code, in which nothing may be moved and no barrier added."""
+def _build_pipeline() -> tuple[Pass, Callable[[], Pass], Callable[[], Pass]]:
+    """Return TVM's passes from TensorIR to code, for modules of two kinds of functions.
+
+    Functions of blocks are lowered, as TVM's own operators are. The others are final code, in which no statement may be
+    moved and no barrier added.
+    """
     blocks, host, device = compilation_pipeline.get_tir_pipeline("s_tir")
     final, _, _ = compilation_pipeline.get_tir_pipeline("tirx")
 
     def run(mod: tvm.IRModule) -> tvm.IRModule:
-        parts: dict[bool, dict] = {True: {}, False: {}}
+        functions: dict[bool, dict] = {True: {}, False: {}}
         for name, func in mod.functions_items():
-            parts[_is_final(func)][name] = func
-        whole = tvm.IRModule({}, attrs=mod.attrs)
+            functions[_is_final(func)][name] = func
+        merged = tvm.IRModule({}, attrs=mod.attrs)
         for is_final, lowered in ((False, blocks), (True, final)):
-            if parts[is_final]:
-                whole.update(lowered(tvm.IRModule(parts[is_final], attrs=mod.attrs)))
-        return whole
+            if functions[is_final]:
+                merged.update(lowered(tvm.IRModule(functions[is_final], attrs=mod.attrs)))
+        return merged
 
     return (
         run,
@@ -147,4 +153,4 @@ def _is_final(func: tirx.PrimFunc) -> bool:
     return "s_tir" not in func.attrs
 
 
-compilation_pipeline.register_tir_pipeline(_PIPELINE, _by_kind)
+compilation_pipeline.register_tir_pipeline(_PIPELINE, _build_pipeline)

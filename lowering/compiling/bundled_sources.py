@@ -1,5 +1,7 @@
-"""The C code that a model.so carries: the thread pool (parallel.c), checks of data and sizes (checks.c) and, where it
-calls them, of the tables of serving operators (requests_*.c)."""
+"""Bundled C sources of a model.so: the thread pool (parallel.c) and checks of data and sizes (checks.c).
+
+A model that calls the checks of serving operators' tables gets those, too (requests_*.c).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pathlib import Path
 from tvm_ffi import libinfo
 
 from . import object_cache
-from .fingerprints import program
+from .fingerprints import fingerprint_program
 
 _FOLDER = Path(__file__).parents[1] / "runtime"
 _FLAGS = ("-O2", "-fPIC", "-pthread", "-std=gnu11")
@@ -27,32 +29,31 @@ _BY_FUNCTION = {
 }
 
 
-def link_options(cc: str, folder: str | Path, called: Collection[str] = tuple(_BY_FUNCTION)) -> list[str]:
-    """Options that make the C compiler `cc` link that code into a library that calls functions of these names; object
-    files go to `folder`.
+def compile_bundled_sources(cc: str, folder: str | Path, called: Collection[str] = tuple(_BY_FUNCTION)) -> list[str]:
+    """Compile the sources for calls of these functions, and return the options that link them.
 
-    Raises RuntimeError when the compiler fails.
+    Object files go to `folder`. Raise RuntimeError if the compiler fails.
     """
-    more = (name for function, names in _BY_FUNCTION.items() if function in called for name in names)
-    sources = (*_SOURCES, *dict.fromkeys(more))
+    optional = (name for function, names in _BY_FUNCTION.items() if function in called for name in names)
+    sources = (*_SOURCES, *dict.fromkeys(optional))
     paths = [Path(folder) / f"{name}.o" for name in sources]
     for name, path in zip(sources, paths):
-        path.write_bytes(_object(cc, name))
+        path.write_bytes(_get_object(cc, name))
     return ["-pthread", *map(str, paths)]
 
 
 @functools.cache
-def _object(cc: str, name: str) -> bytes:
-    """A compiled source: once per process, and kept for others, since it takes longer than compiling a small model."""
-    key = "c" + hashlib.sha256(repr((program(cc), _FLAGS, name, _sources())).encode()).hexdigest()[:32]
-    found = object_cache.get(key, object_cache.CARRIED)
-    if found is None:
-        found = _compiled(cc, name)
-        object_cache.put(key, found, object_cache.CARRIED)
-    return found
+def _get_object(cc: str, name: str) -> bytes:
+    """Return a compiled source: once per process, and cached, as it takes longer than compiling a small model."""
+    key = "c" + hashlib.sha256(repr((fingerprint_program(cc), _FLAGS, name, _hash_sources())).encode()).hexdigest()[:32]
+    code = object_cache.get(key, object_cache.CARRIED)
+    if code is None:
+        code = _compile_source(cc, name)
+        object_cache.put(key, code, object_cache.CARRIED)
+    return code
 
 
-def _compiled(cc: str, name: str) -> bytes:
+def _compile_source(cc: str, name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.o"
         files = ["-c", "-x", "c", str(_FOLDER / f"{name}.c"), "-o", str(path)]
@@ -64,8 +65,8 @@ def _compiled(cc: str, name: str) -> bytes:
 
 
 @functools.cache
-def _sources() -> str:
-    """Of the code, with what it includes."""
+def _hash_sources() -> str:
+    """Return the digest of the sources, with their includes."""
     digest = hashlib.sha256(version("apache-tvm-ffi").encode())
     for path in sorted((*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h"))):
         digest.update(path.read_bytes())

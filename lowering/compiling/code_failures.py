@@ -1,6 +1,6 @@
-"""What a failure of code generation is about: the kernel, and the nodes that call it.
+"""Diagnosis of failed code generation: the kernel, and the nodes that call it.
 
-TVM's error names neither. The kernels are lowered once more, each by itself, until one fails.
+TVM's error names neither. The kernels are lowered again one by one, until one fails.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from tvm import tirx
 from ..errors import CompilerError
 from ..manifest import CallSpec
 from ..target import Target
-from ..target.cubin import without_machine_code
-from .build import tir_pipeline
+from ..target.cubin import skip_machine_code
+from .build import get_tir_pipeline
 
-_MOST_NODES = 4  # that an error names
+_MAX_NODES = 4  # in an error
 
 
-def code_failure(module: tvm.IRModule, calls: Sequence[CallSpec], target: Target) -> CompilerError:
-    """Return the error for a module of which TVM could not generate code."""
-    kernel = _failing_kernel(module, target)
+def diagnose_code_failure(module: tvm.IRModule, calls: Sequence[CallSpec], target: Target) -> CompilerError:
+    """Return the error for a module whose code generation failed in TVM."""
+    kernel = _find_failing_kernel(module, target)
     if kernel is None:
         where, what = "the model", "no code could be generated"
     else:
         nodes = list(dict.fromkeys(node for call in calls if call.kernel == kernel for node in call.nodes))
-        names = [*(f"'{node}'" for node in nodes[:_MOST_NODES]), *(["others"] if len(nodes) > _MOST_NODES else [])]
+        names = [*(f"'{node}'" for node in nodes[:_MAX_NODES]), *(["others"] if len(nodes) > _MAX_NODES else [])]
         where = f"nodes {', '.join(names)}" if len(names) > 1 else f"node {names[0]}" if names else "the model"
         what = f"no code could be generated for the kernel '{kernel}'"
     elsewhere = " Compile for a CPU until it is repaired." if target.architecture else ""
@@ -36,15 +36,15 @@ def code_failure(module: tvm.IRModule, calls: Sequence[CallSpec], target: Target
     )
 
 
-def _failing_kernel(module: tvm.IRModule, target: Target) -> str | None:
-    """Return the first kernel that cannot be compiled alone."""
+def _find_failing_kernel(module: tvm.IRModule, target: Target) -> str | None:
+    """Return the first kernel that fails to compile by itself."""
     for name, func in module.functions_items():
         if not isinstance(func, tirx.PrimFunc):
             continue
         try:
-            with target.tvm, without_machine_code():
-                alone = tvm.IRModule({name: func}, attrs=module.attrs)
-                tvm.tirx.build(alone, target=target.tvm, pipeline=tir_pipeline(target))
+            with target.tvm, skip_machine_code():
+                single = tvm.IRModule({name: func}, attrs=module.attrs)
+                tvm.tirx.build(single, target=target.tvm, pipeline=get_tir_pipeline(target))
         except Exception:  # whatever TVM raises
             return str(name.name_hint)
     return None

@@ -1,4 +1,4 @@
-"""The whole way from an ONNX model to what an artifact is made of."""
+"""Compilation of an ONNX model into the contents of an artifact."""
 
 from __future__ import annotations
 
@@ -19,72 +19,78 @@ from ..errors import InputError, LoweringError
 from ..graph.declared_sizes import ranges
 from ..graph.model import ModelLike
 from ..graph.static_cache import LENGTH
-from ..importing.imported import Imported, Port
+from ..importing.imported_model import ImportedModel, Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
 from ..manifest import SETUP, Manifest, TensorSpec
-from ..profiling.expected import warnings
+from ..profiling.expected import list_slow_kernels
 from ..target import Target, resolve
 from ..tuning.lookup import TunedRecords
 from ..version import VERSION
 from . import progress
-from .artifact import Part
+from .artifact import ArtifactPart
 from .build import build, check_linker
-from .code_failures import code_failure
-from .interrupts import interrupts_kept
-from .objects import Kernels
+from .code_failures import diagnose_code_failure
+from .interrupts import preserve_interrupts
+from .objects import KernelCompiler
 from .options import Options
-from .pipeline import Dump, Lowered, lower
+from .pipeline import Dump, LoweredModule, lower_model
 from .prepare import prepare_model
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """What an artifact is made of, and what a tuner needs to know: the targets that the libraries are for, and by
-    target the functions of the model that were scheduled as they were before, by the name of the kernel.
+class CompiledModel:
+    """The contents of an artifact, and data for a tuner.
+
+    targets are those of the libraries. unscheduled has, for each target, the functions before scheduling, by the name
+    of the kernel.
     """
 
-    parts: tuple[Part, ...]  # the model, and its setup if it has one
+    artifacts: tuple[ArtifactPart, ...]  # the model, and its setup if it has one
     targets: tuple[Target, ...]
     unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
 
 
-@interrupts_kept()
-def compiled(model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None) -> Compiled:
-    """The way itself. stand_in is a CPU that runs the functions of a GPU in its place, by kernels of its own; dump is
-    as for `compile`."""
+@preserve_interrupts()
+def compiled(
+    model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None
+) -> CompiledModel:
+    """Compile a model.
+
+    stand_in is a CPU that runs the functions of a GPU instead of it, with its own kernels. dump is as for `compile`.
+    """
     targets = tuple(resolve(options.target, options.cc))
-    for each in targets:
-        check_linker(each)
+    for resolved in targets:
+        check_linker(resolved)
     if options.precision in TF32 and not all(target.architecture for target in targets):
         raise InputError(
             f"precision='{options.precision}' is how tensor cores of GPUs multiply float32, and "
             f"target='{options.target}' has none. Leave it out: a CPU computes such matmuls in float32."
         )
     prepared = prepare_model(model, options, targets, dump)
-    kept = prepared.kept
+    caches = prepared.caches
     setup = prepared.setup
-    legal, *of_setup = ranges(prepared.dims, prepared.model, None if setup is None else setup.model)
-    compiling = _PartCompiler(options, targets, stand_in)
-    lengths = () if kept.slots is None else (LENGTH,)
-    part, unscheduled = compiling.compile(prepared.model, prepared.donated, lengths, prepared.notes, dump)
+    legal, *setup_ranges = ranges(prepared.dims, prepared.model, None if setup is None else setup.model)
+    compiling = _ArtifactCompiler(options, targets, stand_in)
+    lengths = () if caches.slots is None else (LENGTH,)
+    artifact, unscheduled = compiling.compile(prepared.model, prepared.donated, lengths, prepared.notes, dump)
     manifest = replace(
-        part.manifest,
+        artifact.manifest,
         ranges=legal,
-        slots=kept.slots,
-        decoder=kept.decoder,
+        slots=caches.slots,
+        decoder=caches.decoder,
         served=prepared.served,
         input_lists=prepared.lists,
     )
-    parts = [replace(part, manifest=manifest)]
+    artifacts = [replace(artifact, manifest=manifest)]
     if setup is not None:
-        part, _ = compiling.compile(setup.model, setup.donated, (), (), None)
-        parts.append(replace(part, manifest=replace(part.manifest, ranges=of_setup[0], part=SETUP)))
-    return Compiled(tuple(parts), targets, unscheduled)
+        artifact, _ = compiling.compile(setup.model, setup.donated, (), (), None)
+        artifacts.append(replace(artifact, manifest=replace(artifact.manifest, ranges=setup_ranges[0], part=SETUP)))
+    return CompiledModel(tuple(artifacts), targets, unscheduled)
 
 
 @dataclass(frozen=True)
-class _PartCompiler:
+class _ArtifactCompiler:
     options: Options
     targets: tuple[Target, ...]
     stand_in: Target | None
@@ -96,14 +102,14 @@ class _PartCompiler:
         lengths: Sequence[str],
         notes: Sequence[str],
         dump: Dump | None,
-    ) -> tuple[Part, tuple[dict[str, tirx.PrimFunc], ...]]:
-        """Return the code of a model, and by target the functions as they were before they were scheduled.
+    ) -> tuple[ArtifactPart, tuple[dict[str, tirx.PrimFunc], ...]]:
+        """Return the code of a model, and for each target the functions before scheduling.
 
         lengths are the inputs whose content is a symbol.
         """
         options, notes = self.options, list(notes)
         matmuls = options.precision if options.precision in TF32 else None
-        # What a GPU has in its memory the host does not read.
+        # The host does not read data in GPU memory.
         checks = options.checks and not any(target.architecture for target in self.targets)
         with progress.stage("importing"):
             imported = import_model(model, tuple(lengths), checks, options.seed)
@@ -111,30 +117,36 @@ class _PartCompiler:
         pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
         notes += imported.warnings
         libraries, unscheduled = [], []
-        for each in self.targets:
-            choose = TunedRecords(None if options.database is None else Path(options.database), each).choose
-            runs_on = self.stand_in or each
-            kernels = Kernels(runs_on)
-            known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
+        for target in self.targets:
+            choose = TunedRecords(None if options.database is None else Path(options.database), target).choose
+            runs_on = self.stand_in or target
+            kernels = KernelCompiler(runs_on)
+            cached = kernels if dump is None else None  # a dump must show every scheduled kernel
             with progress.stage("lowering"):
-                lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, matmuls, known)
-            libraries.append(_built(lowered, runs_on, kernels))
+                lowered = lower_model(
+                    imported, target, pairs, notes, dump, options.weights, choose, runs_on, matmuls, cached
+                )
+            libraries.append(_build_library(lowered, runs_on, kernels))
             unscheduled.append(lowered.unscheduled)
-            if not each.architecture:
-                notes += warnings(lowered.kernels, lowered.calls)
+            if not target.architecture:
+                notes += list_slow_kernels(lowered.kernels, lowered.calls)
         manifest = self._manifest(imported, lowered, notes)
-        return Part(replace(manifest, donated=dict(donated)), tuple(libraries), lowered.weights), tuple(unscheduled)
+        return ArtifactPart(replace(manifest, donated=dict(donated)), tuple(libraries), lowered.weights), tuple(
+            unscheduled
+        )
 
-    def _manifest(self, imported: Imported, lowered: Lowered, notes: Sequence[str]) -> Manifest:
+    def _manifest(self, imported: ImportedModel, lowered: LoweredModule, notes: Sequence[str]) -> Manifest:
         options, targets = self.options, self.targets
         return Manifest(
-            inputs=tuple(_spec(p) for p in imported.inputs),
-            outputs=tuple(_spec(p) for p in imported.outputs),
+            inputs=tuple(_make_tensor_spec(p) for p in imported.inputs),
+            outputs=tuple(_make_tensor_spec(p) for p in imported.outputs),
             donated={},
             weights=(),
             target=options.target,
             cpu_features=targets[0].cpu_features,
-            architectures=tuple(each.architecture for each in targets if each.architecture and self.stand_in is None),
+            architectures=tuple(
+                target.architecture for target in targets if target.architecture and self.stand_in is None
+            ),
             threads=options.threads,
             derived=imported.derived,
             strings=tuple(imported.strings),
@@ -148,8 +160,8 @@ class _PartCompiler:
         )
 
 
-def _built(lowered: Lowered, target: Target, kernels: Kernels) -> bytes:
-    """Return the library. Raises LoweringError, whose text names the nodes where code generation fails."""
+def _build_library(lowered: LoweredModule, target: Target, kernels: KernelCompiler) -> bytes:
+    """Return the library; raise LoweringError, which names the nodes if code generation fails."""
     try:
         return build(lowered.module, target, kernels)
     except LoweringError:
@@ -157,8 +169,8 @@ def _built(lowered: Lowered, target: Target, kernels: Kernels) -> bytes:
     except Exception as error:
         if type(error) is RuntimeError:  # an interrupt, which TVM turns into one (interrupts.py)
             raise
-        raise code_failure(lowered.module, lowered.calls, target) from error
+        raise diagnose_code_failure(lowered.module, lowered.calls, target) from error
 
 
-def _spec(port: Port) -> TensorSpec:
+def _make_tensor_spec(port: Port) -> TensorSpec:
     return TensorSpec(port.name, port.dtype, storage_dtype(port.dtype), port.dims)

@@ -1,4 +1,4 @@
-"""model.h: what a C++ host must know of one artifact, as constants."""
+"""model.h: the description of one artifact for a C++ host, as constants."""
 
 from __future__ import annotations
 
@@ -40,89 +40,91 @@ inline const lowering::Spec {name}{{
 }};
 """
 
-# The names of specs by that of the part.
+# Names of specs, by the manifest's part.
 _NAMES = {MODEL: "spec", SETUP: "setup"}
 
 
 def model_header(manifest: Manifest, code: Mapping[str, bytes]) -> str:
-    """The text of model.h, ASCII. code has the libraries' bytes by file name; CRC-32s tie the header to them."""
+    """Return the text of model.h, ASCII; CRC-32s of `code`, the libraries by file name, tie the header to them."""
     lines = []
-    for part in manifest.parts():
-        if part.part == SETUP:
+    for described in manifest.parts():
+        if described.part == SETUP:
             lines.append("// setup, which runs once per sequence and gives some of these inputs:")
-        lines += [line for role, tensors, lists in _roles(part) for line in _summary(role, tensors, lists)]
-    return _TEMPLATE.format(summary="\n".join(lines), specs="\n".join(_spec(part, code) for part in manifest.parts()))
+        lines += [line for role, tensors, lists in _list_roles(described) for line in _summarize(role, tensors, lists)]
+    return _TEMPLATE.format(
+        summary="\n".join(lines), specs="\n".join(_render_spec(described, code) for described in manifest.parts())
+    )
 
 
-def _spec(manifest: Manifest, code: Mapping[str, bytes]) -> str:
+def _render_spec(manifest: Manifest, code: Mapping[str, bytes]) -> str:
     names = [t.name for t in manifest.outputs]
     donated = {i: names.index(o) for i, o in manifest.donated.items()}
     return _SPEC.format(
         name=_NAMES[manifest.part],
-        inputs=_lines([_tensor(t, donated.get(t.name, -1)) for t in manifest.inputs]),
-        outputs=_lines([_tensor(t, -1) for t in manifest.outputs]),
-        weights=_lines([_weight(w) for w in manifest.weights]),
-        ranges=", ".join(f"{{{_text(n)}, {{{low}, {high}}}}}" for n, (low, high) in manifest.ranges.items()),
-        features=", ".join(_text(f) for f in manifest.cpu_features),
+        inputs=_join_lines([_render_tensor(t, donated.get(t.name, -1)) for t in manifest.inputs]),
+        outputs=_join_lines([_render_tensor(t, -1) for t in manifest.outputs]),
+        weights=_join_lines([_render_weight(w) for w in manifest.weights]),
+        ranges=", ".join(f"{{{_quote(n)}, {{{low}, {high}}}}}" for n, (low, high) in manifest.ranges.items()),
+        features=", ".join(_quote(f) for f in manifest.cpu_features),
         threads=manifest.threads or 0,
-        codes=_lines([_code(code[name], name, arch) for arch, name in manifest.code().items()]),
-        slots="" if manifest.slots is None else _slots(manifest.slots),
+        codes=_join_lines([_render_code(code[name], name, arch) for arch, name in manifest.code().items()]),
+        slots="" if manifest.slots is None else _render_slots(manifest.slots),
     )
 
 
-def _code(library: bytes, name: str, architecture: str) -> str:
-    return f"{{{_text(name)}, {_text(architecture)}, {zlib.crc32(library)}u}}"
+def _render_code(library: bytes, name: str, architecture: str) -> str:
+    return f"{{{_quote(name)}, {_quote(architecture)}, {zlib.crc32(library)}u}}"
 
 
-def _slots(slots: SlotCaches) -> str:
+def _render_slots(slots: SlotCaches) -> str:
     name, axis = slots.tokens or ("", 0)
-    return f"{{{_text(slots.length)}, {_text(name)}, {axis}, {slots.capacity}, {slots.rows or 0}}}"
+    return f"{{{_quote(slots.length)}, {_quote(name)}, {axis}, {slots.capacity}, {slots.rows or 0}}}"
 
 
-def _roles(manifest: Manifest) -> tuple[tuple[str, tuple[TensorSpec, ...], tuple[ListSpec, ...]], ...]:
+def _list_roles(manifest: Manifest) -> tuple[tuple[str, tuple[TensorSpec, ...], tuple[ListSpec, ...]], ...]:
     return ("input ", manifest.inputs, manifest.input_lists), ("output", manifest.outputs, manifest.output_lists)
 
 
-def _summary(role: str, tensors: tuple[TensorSpec, ...], lists: tuple[ListSpec, ...]) -> Iterator[str]:
-    """Comments that name the tensors: a host passes and gets those of lists one by one."""
+def _summarize(role: str, tensors: tuple[TensorSpec, ...], lists: tuple[ListSpec, ...]) -> Iterator[str]:
+    """Yield comments that name the tensors; a host passes and gets the tensors of lists one by one."""
     for argument in arguments(tensors, lists):
         if argument.kind == "none":
-            yield f"//   {role} {_escaped(argument.name)}: None in the ONNX model, and no tensor here"
+            yield f"//   {role} {_escape(argument.name)}: None in the ONNX model, and no tensor here"
         elif argument.kind == "list":
             count = len(argument.tensors)
-            yield f"//   {role} {_escaped(argument.name)}: a list in the ONNX model, and {count} tensors here"
-        yield from (f"//   {role} {_comment(tensor)}" for tensor in argument.tensors)
+            yield f"//   {role} {_escape(argument.name)}: a list in the ONNX model, and {count} tensors here"
+        yield from (f"//   {role} {_describe_tensor(tensor)}" for tensor in argument.tensors)
 
 
-def _lines(entries: list[str]) -> str:
+def _join_lines(entries: list[str]) -> str:
     return "".join(f"\n        {entry}," for entry in entries) + ("\n    " if entries else "")
 
 
-def _tensor(tensor: TensorSpec, donated_to: int) -> str:
-    dims = [f"{{{d}, {_text('')}}}" if isinstance(d, int) else f"{{0, {_text(d)}}}" for d in tensor.dims]
-    if tensor.dtype == "complex128":  # pairs of 64-bit words
-        dims.append(f"{{2, {_text('')}}}")
-    return f"{{{_text(tensor.name)}, {_text(tensor.storage)}, {{{', '.join(dims)}}}, {donated_to}}}"
+def _render_tensor(tensor: TensorSpec, donated_to: int) -> str:
+    dims = [f"{{{d}, {_quote('')}}}" if isinstance(d, int) else f"{{0, {_quote(d)}}}" for d in tensor.dims]
+    if tensor.dtype == "complex128":  # pairs of 64-bit integers
+        dims.append(f"{{2, {_quote('')}}}")
+    return f"{{{_quote(tensor.name)}, {_quote(tensor.storage)}, {{{', '.join(dims)}}}, {donated_to}}}"
 
 
-def _weight(weight: WeightSpec) -> str:
+def _render_weight(weight: WeightSpec) -> str:
     dims = ", ".join(map(str, weight.dims))
-    return f"{{{_text(weight.storage)}, {{{dims}}}, {weight.offset}, {weight.nbytes}}}"
+    return f"{{{_quote(weight.storage)}, {{{dims}}}, {weight.offset}, {weight.nbytes}}}"
 
 
-def _comment(tensor: TensorSpec) -> str:
-    dims = ", ".join(str(d) if isinstance(d, int) else _escaped(d) for d in tensor.dims)
-    return f"{_escaped(tensor.name)}: {tensor.dtype}[{dims}]"
+def _describe_tensor(tensor: TensorSpec) -> str:
+    dims = ", ".join(str(d) if isinstance(d, int) else _escape(d) for d in tensor.dims)
+    return f"{_escape(tensor.name)}: {tensor.dtype}[{dims}]"
 
 
-def _text(text: str) -> str:
-    """A std::string literal of the text's UTF-8, whatever is in it."""
-    return f'"{_escaped(text)}"s'
+def _quote(text: str) -> str:
+    """Return a std::string literal of the text in UTF-8, for arbitrary text."""
+    return f'"{_escape(text)}"s'
 
 
-def _escaped(text: str) -> str:
-    """ASCII that ends no literal, no comment and no line: bytes other than plain characters as `\\nnn`.
+def _escape(text: str) -> str:
+    """Return ASCII that ends no literal, comment or line: special bytes become `\\nnn`.
 
-    Three octal digits are all that such an escape takes, so that digits may follow it. Question marks begin trigraphs.
+    Such an escape takes exactly three octal digits, so that digits may follow it. Question marks begin trigraphs.
     """
     return "".join(chr(b) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}" for b in text.encode())

@@ -1,8 +1,8 @@
-"""What `compile --dump-dir` writes: the model before and after fusion, the module after every pass, the manifest.
+"""The files of `compile --dump-dir`: the model before and after fusion, the module after every pass, the manifest.
 
-given.onnx is the model as it was given, with model-local functions inlined, and large weights as inputs: it is there to
-be looked at. fused.onnx is whole, and other tools run it. NN_<pass>.py are scripts of modules. artifact.json is the
-artifact's manifest, written last, by which `inspect --html --dump` knows that both belong together.
+given.onnx is the original model, with model-local functions inlined, and large weights as inputs: it is meant for
+inspection. fused.onnx is complete, and other tools run it. NN_<pass>.py are scripts of modules. artifact.json is the
+artifact's manifest, written last; `inspect --html --dump` uses it to match both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 FILE = "artifact.json"
 
-_LARGE = 1 << 10  # bytes
-_HEAD = 200  # characters of a script that say what it is
+_LARGE_BYTES = 1 << 10  # bytes
+_HEADER_CHARS = 200  # characters of a script that identify it
 
 
 class DumpFolder:
@@ -30,14 +30,14 @@ class DumpFolder:
         self._folder, self._steps = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).unlink(missing_ok=True)
-        for old in folder.glob("[0-9][0-9]*_*.py"):  # of another compilation, which may have had more passes
-            if "tvm.script" in old.read_text("utf-8", "replace")[:_HEAD]:
+        for old in folder.glob("[0-9][0-9]*_*.py"):  # of an earlier compilation, which may have had more passes
+            if "tvm.script" in old.read_text("utf-8", "replace")[:_HEADER_CHARS]:
                 old.unlink()
 
     def __call__(self, name: str, module: ir.Model | tvm.IRModule) -> None:
         if isinstance(module, ir.Model):
             if name == "given":
-                ir.save(_without_weights(module), self._folder / f"{name}.onnx")
+                ir.save(_replace_weights_by_inputs(module), self._folder / f"{name}.onnx")
             else:
                 ir.save(module, self._folder / f"{name}.onnx", external_data=f"{name}.onnx.data")
             return
@@ -45,16 +45,16 @@ class DumpFolder:
         (self._folder / f"{self._steps:02}_{name}.py").write_text(module.script() + "\n", encoding="utf-8")
 
     def finish(self, manifest: Manifest) -> None:
-        """The compilation is complete, and this is what came of it."""
+        """Write the manifest of the complete compilation."""
         (self._folder / FILE).write_text(manifest.to_json())
 
 
-def _without_weights(model: ir.Model) -> ir.Model:
-    """A copy whose large initializers are inputs."""
+def _replace_weights_by_inputs(model: ir.Model) -> ir.Model:
+    """Return a copy whose large initializers are inputs."""
     copy = model.clone()
     graph = copy.graph
     for name, value in list(graph.initializers.items()):
-        if value.const_value is not None and value.const_value.nbytes > _LARGE:
+        if value.const_value is not None and value.const_value.nbytes > _LARGE_BYTES:
             del graph.initializers[name]
             value.const_value = None
             if value not in graph.inputs:

@@ -1,16 +1,17 @@
-"""Kernels that begin while the one before ends: programmatic dependent launch (CUDA C++ Programming Guide), from sm_90.
+"""Programmatic dependent launch (CUDA C++ Programming Guide), from sm_90: kernels begin while the previous one ends.
 
-A launch takes a microsecond or two in which the GPU does nothing else, and a decode step has hundreds. Every kernel
-says at its begin that the next may be launched, as soon as all of its blocks are there, and waits for the one before it
-to end, memory and all, before it reads or writes anything. So each is on its SMs by the time its turn
-comes, and in between it may do what needs nothing of the others: kernels that read weights begin to (schedules/cuda/
-small_m_matmul.py). They wait where they stand; for all others the wait is put here.
+A launch takes a microsecond or two in which the GPU is idle, and a decode step has hundreds. Every kernel signals at
+its beginning that the next one may be launched once all of its thread blocks are resident. It then waits for the
+previous kernel to end, memory included, before it reads or writes anything. So each kernel is resident on its SMs by
+the time the previous one ends. In the meantime it may do work that does not depend on other kernels: kernels that read
+weights start loading them (schedules/cuda/small_m_matmul.py). Those kernels have their own wait; for all others the
+wait is inserted here.
 
-What is launched so waits for kernels alone in another way; behind copies and events it is launched as ever.
+A kernel launched this way only changes how it waits for kernels; after copies and events it is launched normally.
 
-Pointers of such a kernel are not `__restrict__`. Where nothing is written through a restricted pointer nvcc reads by
-`ld.global.nc`, which is for memory that nobody writes while the kernel runs: such a load may move above the wait, and
-the first-level cache may answer it with an old line (PTX ISA, ld.global.nc). The kernel before still writes.
+Pointers of such a kernel are not `__restrict__`. If nothing is written through a restricted pointer, nvcc reads it with
+`ld.global.nc`, which is for memory that is constant while the kernel runs. Such a load may move above the wait, and the
+first-level cache may answer it with a stale line (PTX ISA, ld.global.nc). The previous kernel is still writing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.cuda import ptx
 from schedules.cuda.device import device
 
-_TAGS, _TAG, _LAST = (
+_LAUNCH_PARAMS, _EARLY_LAUNCH, _DYNAMIC_SHARED_MEMORY = (
     "tirx.kernel_launch_params",
     "tirx.use_programtic_dependent_launch",
     "tirx.use_dyn_shared_memory",
@@ -33,30 +34,34 @@ _TAGS, _TAG, _LAST = (
 
 @tvm.transform.module_pass(opt_level=0, name="early_launch")
 def early_launch(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
-    """The device functions of a module, launched early where their target has it."""
+    """Launch the device functions of a module early, on targets that support it."""
     for name, func in mod.functions_items():
-        is_kernel = isinstance(func, tirx.PrimFunc) and func.attrs is not None and _TAGS in func.attrs
+        is_kernel = isinstance(func, tirx.PrimFunc) and func.attrs is not None and _LAUNCH_PARAMS in func.attrs
         if is_kernel and device(func.attrs["target"]).begins_early:
-            mod.update_func(name, _launched_early(func))
+            mod.update_func(name, _make_early_launch(func))
     return mod
 
 
-def _launched_early(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    tags = [str(tag) for tag in func.attrs[_TAGS] if str(tag) != _LAST]
-    last = [_LAST] if any(str(tag) == _LAST for tag in func.attrs[_TAGS]) else []
-    first = _statements(waits=not _waits(func))
+def _make_early_launch(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    tags = [str(tag) for tag in func.attrs[_LAUNCH_PARAMS] if str(tag) != _DYNAMIC_SHARED_MEMORY]
+    last = (
+        [_DYNAMIC_SHARED_MEMORY]
+        if any(str(tag) == _DYNAMIC_SHARED_MEMORY for tag in func.attrs[_LAUNCH_PARAMS])
+        else []
+    )
+    first = _make_launch_statements(waits=not _has_wait(func))
     func = func.with_body(tirx.SeqStmt([*first, func.body])).without_attr("tirx.noalias")
-    return func.with_attr(_TAGS, [*tags, _TAG, *last])
+    return func.with_attr(_LAUNCH_PARAMS, [*tags, _EARLY_LAUNCH, *last])
 
 
-def _waits(func: tirx.PrimFunc) -> bool:
-    """Whether the kernel waits somewhere by itself."""
-    found: list[str] = []
-    tvm_ffi.structural_walk(func.body, (ir.StringImm, lambda text: found.append(str(text.value))))
-    return ptx.WAIT in found
+def _has_wait(func: tirx.PrimFunc) -> bool:
+    """Return whether the kernel has its own wait."""
+    texts: list[str] = []
+    tvm_ffi.structural_walk(func.body, (ir.StringImm, lambda text: texts.append(str(text.value))))
+    return ptx.WAIT in texts
 
 
-def _statements(waits: bool) -> list[tirx.Stmt]:
+def _make_launch_statements(waits: bool) -> list[tirx.Stmt]:
     code = """
 __forceinline__ __device__ void let_next_kernel_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

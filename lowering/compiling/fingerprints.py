@@ -1,4 +1,4 @@
-"""What tells a compiler, or a state of this project's sources, from the next: for the keys of what is kept."""
+"""Fingerprints of compilers and of this project's sources, for the keys of cached objects."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _LIBRARIES = ("apache-tvm", "apache-tvm-ffi", "onnx", "onnx-ir", "numpy", "nvidi
 
 
 @functools.cache
-def libraries() -> tuple[str, ...]:
-    """Versions of the packages that have a part in compiling, of those that are installed."""
-    found = []
+def list_libraries() -> tuple[str, ...]:
+    """Return the versions of the installed packages that affect compilation."""
+    versions = []
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return tuple(found)
+            versions.append(f"{name} {version(name)}")
+    return tuple(versions)
 
 
 @functools.cache
 def sources() -> str:
-    """Digest of the files of this project that have a part in compiling, and of the version of TVM."""
+    """Return the digest of this project's files that affect compilation, and of the version of TVM."""
     digest = hashlib.sha256(version("apache-tvm").encode())
     for name in _PACKAGES:
         package = find_spec(name)
@@ -39,8 +39,8 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def program(name: str) -> tuple[object, ...]:
-    """A program by its file. Raises OSError if there is none."""
-    path = shutil.which(name) or name  # one file may be several compilers, by the name that it is called by
+def fingerprint_program(name: str) -> tuple[object, ...]:
+    """Return the fingerprint of a program's file; raise OSError if there is none."""
+    path = shutil.which(name) or name  # one file may be several compilers, selected by its name
     stat = os.stat(path)
     return path, os.path.realpath(path), stat.st_size, stat.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Ctrl-C while TVM is at work."""
+"""Ctrl-C during calls of TVM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from types import FrameType
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Around calls of TVM, which makes a RuntimeError of a KeyboardInterrupt in what it calls back: a KeyboardInterrupt
-    again. Only the main thread has it, and only where nobody else handles the signal."""
-    mine = threading.current_thread() is threading.main_thread()
-    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+def preserve_interrupts() -> Iterator[None]:
+    """Turn an interrupt in calls of TVM back into a KeyboardInterrupt.
+
+    TVM turns a KeyboardInterrupt in its callbacks into a RuntimeError. Only the main thread gets the signal, and only
+    if it has Python's default handler.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     interrupted = False

@@ -1,8 +1,8 @@
-"""Object code of a CPU's kernels, each compiled by itself: what was compiled before is found again (object_cache.py).
+"""Object code of a CPU's kernels, compiled separately and cached (object_cache.py).
 
-A kernel is compiled under a name that says what it computes, its symbol, so that models share it whatever they call it;
-the linker is told the names of the model. What was scheduled before by the same sources need not be scheduled again to
-learn its symbol.
+A kernel is compiled under a symbol derived from its computation, so that models share it under any name; the linker
+maps the names of the model to symbols. A kernel that the same sources scheduled before need not be scheduled again to
+determine its symbol.
 """
 
 from __future__ import annotations
@@ -35,102 +35,103 @@ from .fingerprints import sources
 
 
 @dataclass(frozen=True)
-class Object:
-    """The code of kernel `name`, in which it is called `symbol`."""
+class KernelObject:
+    """The code of kernel `name`, which has the name `symbol` in the code."""
 
     name: str
     symbol: str
     code: bytes
 
 
-class Kernels:
-    """The kernels of a module for a target: from the cache, or compiled and, if so wanted, kept for later."""
+class KernelCompiler:
+    """The kernels of a module for a target: from the cache, or compiled and cached if use_cache is set."""
 
-    def __init__(self, target: Target, kept: bool = True) -> None:
-        self.target, self.made_for, self.kept = target, target.tvm.with_host(target.tvm), kept
+    def __init__(self, target: Target, use_cache: bool = True) -> None:
+        self.target, self.made_for, self.use_cache = target, target.tvm.with_host(target.tvm), use_cache
         self.new: list[str] = []
-        """What was not in the cache."""
-        self._known: dict[str, Object] = {}
-        """By what they are made of, in memory: others may clear the cache at any time."""
-        self._codes: dict[str, Future[bytes]] = {}
+        """Symbols that were not in the cache."""
+        self._cached: dict[str, KernelObject] = {}
+        """By key of the unscheduled kernel, in memory: other processes may clear the cache at any time."""
+        self._pending: dict[str, Future[bytes]] = {}
         """By symbol: of equal kernels one thread compiles the first, and the others wait for its code."""
         self._guard = threading.Lock()
 
     def key(self, func: tirx.PrimFunc, how: str) -> str | None:
-        """What stands for the code of a kernel that is still to be scheduled, in the way that `how` tells; None where
-        it is not compiled by itself."""
-        if not self.kept or self.target.architecture or not _stands_alone(func):
+        """Return the key of an unscheduled kernel and its schedule `how`; None if it is not compiled separately."""
+        if not self.use_cache or self.target.architecture or not _is_standalone(func):
             return None
-        what = (tvm_ffi.structural_hash(_anonymous(func)), how, str(self.made_for), sources())
-        return "m" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        fingerprint = (tvm_ffi.structural_hash(_remove_names(func)), how, str(self.made_for), sources())
+        return "m" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:32]
 
     def has(self, key: str) -> bool:
-        """Whether that kernel need not be scheduled."""
-        if key not in self._known:
+        """Return whether the code is cached, so that the kernel need not be scheduled."""
+        if key not in self._cached:
             symbol = object_cache.get(key, object_cache.MADE_OF)
             code = None if symbol is None else object_cache.get(symbol.decode())
             if symbol is None or code is None:
                 return False
-            self._known[key] = Object("", symbol.decode(), code)
+            self._cached[key] = KernelObject("", symbol.decode(), code)
         return True
 
-    def taken_out(self, module: tvm.IRModule) -> tuple[tvm.IRModule, list[Object]]:
-        """The module without the kernels that call no other function, and their code, compiled on all CPUs that the
-        caller may use."""
-        names = {name: func for name, func in module.functions_items() if _stands_alone(func)}
+    def compile_kernels(self, module: tvm.IRModule) -> tuple[tvm.IRModule, list[KernelObject]]:
+        """Compile the kernels that call no other function; return the rest of the module, and their code.
+
+        They are compiled on all CPUs that the caller may use.
+        """
+        names = {name: func for name, func in module.functions_items() if _is_standalone(func)}
         rest = tvm.IRModule({n: f for n, f in module.functions_items() if n not in names}, attrs=module.attrs)
         begin = time.perf_counter()
         pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
         try:
-            found = []
-            for each in pool.map(self.object, names.values()):
-                found.append(each)
-                progress.at("compiling kernels", len(found), len(names))
+            compiled = []
+            for kernel in pool.map(self.compile_kernel, names.values()):
+                compiled.append(kernel)
+                progress.report("compiling kernels", len(compiled), len(names))
         finally:
             pool.shutdown(cancel_futures=True)
         new, seconds = len(self.new), time.perf_counter() - begin
-        progress.LOG.info("%d kernels compiled, %d from the cache: %.2f s", new, len(found) - new, seconds)
-        if new and self.kept:
+        progress.LOG.info("%d kernels compiled, %d from the cache: %.2f s", new, len(compiled) - new, seconds)
+        if new and self.use_cache:
             object_cache.trim_seldom()
-        return rest, found
+        return rest, compiled
 
-    def object(self, func: tirx.PrimFunc) -> Object:
+    def compile_kernel(self, func: tirx.PrimFunc) -> KernelObject:
         name, key = str(func.attrs["global_symbol"]), func.attrs.get(CODE)
-        if key in self._known:
-            return replace(self._known[key], name=name)
-        plain = _with_needed_features(func, self.made_for)
-        what = (tvm_ffi.structural_hash(_anonymous(func)), str(plain), _versions())
-        symbol = "k" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        if key in self._cached:
+            return replace(self._cached[key], name=name)
+        plain = _remove_unused_features(func, self.made_for)
+        fingerprint = (tvm_ffi.structural_hash(_remove_names(func)), str(plain), _versions())
+        symbol = "k" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:32]
         with self._guard:
-            mine = symbol not in self._codes
-            code = self._codes.setdefault(symbol, Future())
-        if mine:
+            is_first = symbol not in self._pending
+            code = self._pending.setdefault(symbol, Future())
+        if is_first:
             try:
                 code.set_result(self._code(func, symbol, plain))
             except BaseException as error:
                 code.set_exception(error)
-        found = code.result()
+        result = code.result()
         if key is not None:
             object_cache.put(key, symbol.encode(), object_cache.MADE_OF)
-        return Object(name, symbol, found)
+        return KernelObject(name, symbol, result)
 
     def _code(self, func: tirx.PrimFunc, symbol: str, plain: tvm.target.Target) -> bytes:
-        """Return the code of a kernel under the symbol, which says what it computes."""
-        code = object_cache.get(symbol) if self.kept else None
+        """Return the code of a kernel under its symbol, which identifies its computation."""
+        code = object_cache.get(symbol) if self.use_cache else None
         if code is None:
             begin = time.perf_counter()
             code = self.compiled(func.with_attr("global_symbol", symbol), plain)
             progress.LOG.debug("kernel %s: %.2f s", func.attrs["global_symbol"], time.perf_counter() - begin)
             self.new.append(symbol)
-            if self.kept:
+            if self.use_cache:
                 object_cache.put(symbol, code)
         return code
 
     def compiled(self, func: tirx.PrimFunc, target: tvm.target.Target) -> bytes:
         run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
-        with target, tvm.transform.PassContext(disabled_pass=list(unused(self.target))):
+        with target, tvm.transform.PassContext(disabled_pass=list(list_unused_passes(self.target))):
             module = tirx.transform.BindTarget(target)(tvm.IRModule({str(func.attrs["global_symbol"]): func}))
-            # A module of one function would have an entry, and so would the next one.
+            # A module of one function would have an entry function, and so would the next one.
             lowered = {n: f.without_attr("tirx.is_entry_func") for n, f in run(module).functions_items()}
             code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(lowered)), target)
         with tempfile.TemporaryDirectory() as folder:
@@ -139,8 +140,8 @@ class Kernels:
             return path.read_bytes()
 
 
-def link_options(kernels: Sequence[Object], folder: str | Path) -> list[str]:
-    """Options that have the C compiler link them; their files go to `folder`."""
+def link_objects(kernels: Sequence[KernelObject], folder: str | Path) -> list[str]:
+    """Return options that make the C compiler link the kernels; their files go to `folder`."""
     options = []
     for symbol, code in {kernel.symbol: kernel.code for kernel in kernels}.items():
         path = Path(folder) / f"{symbol}.o"
@@ -150,46 +151,49 @@ def link_options(kernels: Sequence[Object], folder: str | Path) -> list[str]:
     return options + names
 
 
-def unused(target: Target) -> tuple[str, ...]:
-    """TVM's passes that do nothing for the target."""
+def list_unused_passes(target: Target) -> tuple[str, ...]:
+    """Return TVM's passes that have no effect for the target."""
     return () if target.architecture else _UNUSED_ON_CPUS
 
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Of what makes code of functions: TVM and this file."""
+    """Return the versions of the code generator: of TVM and this file."""
     return version("apache-tvm"), hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def _anonymous(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def _remove_names(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func.with_attr("global_symbol", "").without_attr(CODE).without_attr(CONSIDERED)
 
 
-def _stands_alone(func: tvm.ir.BaseFunc) -> bool:
-    """Whether it is a kernel that calls no function of the module."""
+def _is_standalone(func: tvm.ir.BaseFunc) -> bool:
+    """Return whether the function is a kernel that calls no function of the module."""
     if not isinstance(func, tirx.PrimFunc):
         return False
-    found: list[tvm.ir.GlobalVar] = []
-    tvm_ffi.structural_walk(func.body, (tvm.ir.GlobalVar, found.append))
-    return not found
+    callees: list[tvm.ir.GlobalVar] = []
+    tvm_ffi.structural_walk(func.body, (tvm.ir.GlobalVar, callees.append))
+    return not callees
 
 
 _UNUSED_ON_CPUS = (
-    # Takes half the time of compiling an attention, and finds nothing: what rules make allocates what it needs.
+    # Takes half the time of compiling an attention, and finds nothing: kernels of rules allocate what they need.
     "s_tir.CompactBufferAllocation",
-    # Find nothing in what rules make: they write no condition that does not depend on the loop around it.
+    # Find nothing in kernels of rules: they write no condition that is invariant in the loop around it.
     "s_tir.HoistExpression", "s_tir.InsertHoistIfThenElse",
-    # Look for what only schedules of GPUs ask for.
+    # Look for annotations of GPU schedules only.
     "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",
     "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",
 )  # fmt: skip
 
 
-def _with_needed_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm.target.Target:
-    """The target without matmuls of bytes where the kernel does not ask for them: of what it finds in loops by itself,
-    LLVM 22 makes such matmuls of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
+def _remove_unused_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm.target.Target:
+    """Return the target, without int8 dot products if the kernel does not use them explicitly.
+
+    LLVM 22 combines loops into such dot products and then accumulates only some of the terms (combineVPDPBUSDPattern,
+    sums of 8 to 16).
+    """
     config = dict(target.export())
-    if not _VNNI & set(config.get("mattr", ())) or _multiplies_bytes(func):
+    if not _VNNI & set(config.get("mattr", ())) or _has_int8_dot(func):
         return target
     plain = tvm.target.Target({**config, "mattr": [feature for feature in config["mattr"] if feature not in _VNNI]})
     return plain.with_host(plain)
@@ -198,17 +202,21 @@ def _with_needed_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm
 _VNNI = {"+avx512vnni", "+avxvnni"}
 
 
-def _multiplies_bytes(func: tirx.PrimFunc) -> bool:
-    """Whether the kernel has an instruction for matmuls of bytes."""
-    numbers = [codegen.llvm_lookup_intrinsic_id(name) for name in (VNNI_512, VNNI_256)]
-    found: list[tvm.ir.Call] = []
+def _has_int8_dot(func: tirx.PrimFunc) -> bool:
+    """Return whether the kernel has an instruction for int8 dot products."""
+    intrinsic_ids = [codegen.llvm_lookup_intrinsic_id(name) for name in (VNNI_512, VNNI_256)]
+    calls: list[tvm.ir.Call] = []
 
     def visit(call: tvm.ir.Call) -> None:
-        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value in numbers:
-            found.append(call)
+        if (
+            call.op.same_as(_INTRINSIC)
+            and isinstance(call.args[0], tirx.IntImm)
+            and call.args[0].value in intrinsic_ids
+        ):
+            calls.append(call)
 
     tvm_ffi.structural_walk(func.body, (tvm.ir.Call, visit))
-    return bool(found)
+    return bool(calls)
 
 
 _INTRINSIC = tvm.ir.Op.get("tirx.call_llvm_pure_intrin")

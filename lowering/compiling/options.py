@@ -1,4 +1,4 @@
-"""What a user asks of the compiler, checked in one place."""
+"""The options of the compiler, validated in one place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..choices import PRECISIONS, SCHEMES, Precision, Scheme
 from ..errors import InputError
-from ..runtime.checks import check_integer, check_threads
+from ..runtime.checks import check_threads, check_integer
 
 if TYPE_CHECKING:
     from ..graph.declared_sizes import Dims
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Fields are the parameters of `compile` of the same names. Raises InputError for values that make no sense by
-    themselves; what depends on the model, or on the target, is checked where it is used."""
+    """The parameters of `compile`, as fields of the same names.
+
+    Raises InputError for invalid values; checks that depend on the model or target are made where the value is used.
+    """
 
     target: str = "cpu"
     donate: Sequence[str] = ()
@@ -37,7 +39,7 @@ class Options:
     seed: int | str = 0
 
     def __post_init__(self) -> None:
-        # Python's own numbers in place of NumPy's.
+        # Python's own numbers instead of NumPy's.
         object.__setattr__(self, "threads", check_threads(self.threads))
         if not isinstance(self.seed, str):
             object.__setattr__(self, "seed", check_integer(self.seed, "seed", 0, 2**63 - 1))

@@ -1,4 +1,4 @@
-"""Numbers of a model that float16 cannot hold, as some calls bring them about."""
+"""Detection of values that exceed float16's range in sample calls."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ Call = Mapping[str, Any]
 """Arrays by the name of an input."""
 
 LIMIT = float(np.finfo(np.float16).max) / 2
-"""Other calls may have numbers twice as large."""
+"""Half of float16's largest number, since other calls may have numbers twice as large."""
 
 _PREFIX = "largest of "
 
 
-def overflowing(model: ir.Model, calls: Sequence[Call], compile: Callable[[ir.Model], Model]) -> set[ir.Value]:
-    """The float32 values of the model's graph of which a call has a finite number beyond LIMIT, or NaN.
+def find_overflowing_values(
+    model: ir.Model, calls: Sequence[Call], compile: Callable[[ir.Model], Model]
+) -> set[ir.Value]:
+    """Return the float32 values of the model's graph that have a finite number beyond LIMIT, or NaN, in a call.
 
-    The model is compiled with the largest number of each value as an output, by `compile`, and run on the calls. Raises
-    InputError for a call that is not one of the model.
+    `compile` compiles the model with the largest number of each value as an output, and the model runs on the calls.
+    Raise InputError for a call that does not match the model.
     """
     InferSizesPass()(model)
-    found = {value for value in model.graph.inputs for call in calls if _is_beyond(call.get(value.name or ""))}
+    values = {value for value in model.graph.inputs for call in calls if _is_beyond(call.get(value.name or ""))}
     observed = model.clone()
-    names = [_observe(observed.graph, value, f"{_PREFIX}{n}") for n, value in enumerate(list(_made(observed.graph)))]
+    names = [
+        _observe(observed.graph, value, f"{_PREFIX}{n}")
+        for n, value in enumerate(list(_iterate_float_outputs(observed.graph)))
+    ]
     module = compile(observed)
     for number, call in enumerate(calls):
         try:
@@ -40,8 +45,8 @@ def overflowing(model: ir.Model, calls: Sequence[Call], compile: Callable[[ir.Mo
         except InputError as error:
             raise InputError(f"call {number} of calls= is none of this model: {error}") from error
         beyond = {n for n, name in enumerate(names) if not largest[name] <= LIMIT}
-        found |= {value for n, value in enumerate(_made(model.graph)) if n in beyond}
-    return found
+        values |= {value for n, value in enumerate(_iterate_float_outputs(model.graph)) if n in beyond}
+    return values
 
 
 def _is_beyond(array: Any) -> bool:
@@ -49,14 +54,14 @@ def _is_beyond(array: Any) -> bool:
     return numbers.dtype == np.float32 and bool((np.abs(numbers[np.isfinite(numbers)]) > LIMIT).any())
 
 
-def _made(graph: ir.Graph) -> Iterator[ir.Value]:
-    """What the nodes make of float32, in their order."""
+def _iterate_float_outputs(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield the float32 outputs of the nodes, in their order."""
     for node in graph:
         yield from (v for v in node.outputs if v.name and v.dtype == ir.DataType.FLOAT)
 
 
 def _observe(graph: ir.Graph, value: ir.Value, name: str) -> str:
-    """Makes the largest finite magnitude of a value an output of that name."""
+    """Add the largest finite magnitude of a value as an output of that name."""
     size = ir.node("Abs", [value])
     infinite = ir.node("IsInf", [value])
     zero = ir.node("Constant", [], {"value": ir.tensor(np.zeros((), np.float32))})

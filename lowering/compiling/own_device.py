@@ -1,7 +1,7 @@
-"""Host code of GPU kernels asks the GPU that a call is for about itself.
+"""Host code of GPU kernels queries the GPU of the call.
 
-Schedules ask the first GPU (schedules/cuda/host.py): which one a call is for is known once arguments are unpacked, when
-TVM marks the code with the number that the tensors have. Grids of hosts whose GPUs differ follow from it.
+Schedules query the first GPU (schedules/cuda/host.py). The GPU of a call is determined when arguments are unpacked,
+where TVM annotates the code with the device number of the tensors. Grids then fit the GPU on hosts with different GPUs.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import tvm
 import tvm_ffi
 from tvm import ir, tirx
 
-_ASKS = "runtime.GetDeviceAttr"
+_DEVICE_QUERY = "runtime.GetDeviceAttr"
 
 
 @tvm.transform.module_pass(opt_level=0, name="ask_own_device")
 def ask_own_device(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
-    """Rewrite host functions that have been made packed ones."""
+    """Rewrite host functions that have been converted to packed functions."""
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
-            mod.update_func(name, _rewritten(func))
+            mod.update_func(name, _rewrite_queries(func))
     return mod
 
 
-def is_question(call: ir.Call) -> bool:
-    """Return whether a call asks a device about itself: name, kind and number of the device, and what is asked."""
-    return bool(call.args) and isinstance(call.args[0], ir.StringImm) and call.args[0].value == _ASKS
+def is_device_query(call: ir.Call) -> bool:
+    """Return whether a call queries a device: its arguments are a name, device kind, device number, and attribute."""
+    return bool(call.args) and isinstance(call.args[0], ir.StringImm) and call.args[0].value == _DEVICE_QUERY
 
 
-def _rewritten(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def _rewrite_queries(func: tirx.PrimFunc) -> tirx.PrimFunc:
     numbers: list[ir.Expr] = []
 
     def note(statement: tirx.AttrStmt) -> None:
@@ -35,7 +35,7 @@ def _rewritten(func: tirx.PrimFunc) -> tirx.PrimFunc:
             numbers.append(statement.value)
 
     def ask(call: ir.Call) -> ir.Call:
-        if not is_question(call):
+        if not is_device_query(call):
             return call
         name, kind, _, *rest = call.args
         return ir.Call(call.op, [name, kind, numbers[0], *rest], call.attrs, call.ty_args, ret_ty=call.ty)

@@ -1,7 +1,6 @@
 """The pipeline: one flat, named list of passes from an imported model to TensorIR and VM instructions.
 
-Order matters where a comment says so. `dump(name, module)` is called after each pass when the caller wants to look
-inside.
+Order matters where a comment says so. `dump(name, module)` is called after each pass, if present.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from schedules.variant import Choose
 
 from ..choices import Scheme
 from ..errors import CompilerError, LoweringError
-from ..importing.imported import Imported
-from ..importing.origins import Origins, after_fusion
+from ..importing.imported_model import ImportedModel
+from ..importing.origins import Origins, trace_fusion
 from ..manifest import CallSpec, KernelSpec
 from ..passes.alignment import assume_alignment
 from ..passes.convolutions import lower_convolutions
@@ -43,16 +42,14 @@ from ..passes.group_matmuls import group_matmuls
 from ..passes.guard_divisions import guard_divisions
 from ..passes.guard_float_arithmetic import WITH_ZEROS, guard_float_arithmetic
 from ..passes.hoist_shape_bindings import hoist_shape_bindings
-from ..passes.kernels import Scheduled
-from ..passes.kernels import schedule as schedule_kernels
-from ..passes.mark_tf32_matmuls import mark_tf32_matmuls
-from ..passes.mark_tf32_matmuls import note as note_of_matmuls
+from ..passes.kernels import ScheduledModule, schedule_kernels
+from ..passes.mark_tf32_matmuls import describe_tf32_matmuls, mark_tf32_matmuls
+from ..passes.name_shape_assertions import name_shape_assertions
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
 from ..passes.prove_indices import prove_indices
 from ..passes.release import add_release
 from ..passes.replay import add_replay
-from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.split_tuple_results import split_tuple_results
 from ..passes.unify_shape_symbols import unify_shape_symbols
@@ -60,20 +57,23 @@ from ..target import Target
 from . import progress
 
 # Operations in a fused group; in exported models the largest have 4. Chains of 240 operators run fastest in groups of
-# 16, or close to it, but for cheap operators on 64 elements. What walks expressions recurses no deeper than a group is
-# long.
-_FUSED = 16
+# 16, or close to it, except for cheap operators on 64 elements. Traversals of expressions recurse no deeper than the
+# length of a group.
+_MAX_FUSED = 16
 
-_LONG = 0.05  # seconds, from which on the log names a pass among the stages
+_SLOW_SECONDS = 0.05  # seconds, from which on the log lists a pass among the stages
 
 Dump = Callable[[str, ir.Model | tvm.IRModule], None]
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """A module ready for code generation, its weights by parameter name in the order of the weights tuple, what a
-    profile needs to know of its kernels, and the functions that were scheduled as they were before, by kernel."""
+class LoweredModule:
+    """A module ready for code generation.
+
+    weights are by parameter name in the order of the weights tuple. kernels and calls describe its kernels for a
+    profile. unscheduled has the functions before scheduling, by kernel.
+    """
 
     module: tvm.IRModule
     weights: dict[str, np.ndarray]
@@ -82,8 +82,8 @@ class Lowered:
     unscheduled: dict[str, tirx.PrimFunc]
 
 
-def lower(
-    imported: Imported,
+def lower_model(
+    imported: ImportedModel,
     target: Target,
     donated: dict[int, int],
     notes: list[str],
@@ -92,15 +92,25 @@ def lower(
     choose: Choose | None = None,
     runs_on: Target | None = None,
     matmuls: str | None = None,
-    known: Known | None = None,
-) -> Lowered:
-    """Runs the passes.
+    cached: Known | None = None,
+) -> LoweredModule:
+    """Run the passes.
 
-    donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
-    place is said in `notes`, and what it cost to compress constant matrices by `scheme`. choose picks variants and
-    tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target. matmuls is how
-    a GPU's tensor cores compute those of float32, "tf32" or "3xtf32"; None leaves them to other code. known tells which
-    kernels have code already and are left as they are.
+    Args:
+        imported: The model in Relax.
+        target: The target of the code.
+        donated: The position of a consumed input, mapped to the output that takes over its memory.
+        notes: A list that receives the updates that could not be done in place, and the error of compressing constant
+            matrices by `scheme`.
+        dump: As for `compile`.
+        scheme: How constant matrices are compressed.
+        choose: Picks variants and tiles (schedules/variant.py).
+        runs_on: The target of the kernels, if it is not `target`.
+        matmuls: How a GPU's tensor cores compute float32 matmuls, "tf32" or "3xtf32"; None leaves them to other code.
+        cached: Tells which kernels have cached code and stay as they are.
+
+    Returns:
+        The lowered module.
     """
     runs_on = runs_on or target
     t = relax.transform
@@ -119,11 +129,11 @@ def lower(
     def fuse(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal origins
         fused = t.FuseOps()(mod)
-        origins = after_fusion(mod, fused, origins)
+        origins = trace_fusion(mod, fused, origins)
         return fused
 
-    def traced(rewrite: Callable[[tvm.IRModule, Origins], tuple[tvm.IRModule, Origins]]) -> Pass:
-        """A pass that draws the lines between functions otherwise, and says where its calls come from."""
+    def trace_origins(rewrite: Callable[[tvm.IRModule, Origins], tuple[tvm.IRModule, Origins]]) -> Pass:
+        """Wrap a pass that changes which function computes a binding, and updates the origins."""
 
         def run(mod: tvm.IRModule) -> tvm.IRModule:
             nonlocal origins
@@ -134,31 +144,31 @@ def lower(
 
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
-        mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
+        mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, cached)
         if matmuls is not None:
-            notes.append(note_of_matmuls(mod, matmuls))
+            notes.append(describe_tf32_matmuls(mod, matmuls))
         return mod
 
-    def of_calls(rewrite: Callable[[Scheduled], Scheduled]) -> Pass:
-        """A pass that changes which kernels are called."""
+    def wrap_call_pass(rewrite: Callable[[ScheduledModule], ScheduledModule]) -> Pass:
+        """Wrap a pass that changes which kernels are called."""
 
         def run(mod: tvm.IRModule) -> tvm.IRModule:
             nonlocal kernels, calls, unscheduled
-            mod, kernels, calls, unscheduled = rewrite(Scheduled(mod, kernels, calls, unscheduled))
+            mod, kernels, calls, unscheduled = rewrite(ScheduledModule(mod, kernels, calls, unscheduled))
             return mod
 
         return run
 
     def on_gpu(run: Pass) -> Pass:
-        """Where kernels run on one."""
+        """Return the pass if kernels run on a GPU, else the identity."""
         return run if runs_on.architecture else lambda mod: mod
 
     def for_gpu(run: Pass) -> Pass:
-        """Where the target is one, whatever stands in for it."""
+        """Return the pass if the target is a GPU, even if a CPU stands in for it, else the identity."""
         return run if target.architecture else lambda mod: mod
 
     passes: list[tuple[str, Pass]] = [
-        # Relax: what the model computes
+        # Relax: the computation of the model
         ("canonicalize", t.CanonicalizeBindings()),
         ("to_dataflow", t.ConvertToDataflow(min_size=1)),
         ("eliminate_common_subexpressions", t.EliminateCommonSubexpr()),
@@ -166,13 +176,13 @@ def lower(
         ("pack_weights", pack),
         ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
         ("fold_transposes", lambda mod: fold_transposes(mod, target.tvm, on_tensor_cores)),
-        ("fold_heads", traced(fold_heads)),
+        ("fold_heads", trace_origins(fold_heads)),
         # Relax to TensorIR, fused
-        # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
+        # Reshapes stay operators, which share memory with their operands; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call, **WITH_ZEROS})),
         # Only hosts can raise: in device code an assertion does not compile.
         ("skip_assertions", for_gpu(tvm.tirx.transform.SkipAssert())),
-        # These read kernels, and must see those of indices, masks and changes of scores one by one.
+        # These read kernels, and must see those of indices, masks and score modifications before fusion.
         ("prove_indices", lambda mod: prove_indices(mod, on_gpu=bool(target.architecture))),
         ("fold_masks", fold_masks),
         ("fold_scores", fold_scores),
@@ -186,22 +196,34 @@ def lower(
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("merge_equal_functions", merge_equal_functions),
         ("mark_tf32_matmuls", lambda mod: mark_tf32_matmuls(mod, matmuls)),
-        ("group_matmuls", traced(lambda mod, of: group_matmuls(mod, target.tvm, of))),
-        # GPUs have no kernel for what it makes.
+        ("group_matmuls", trace_origins(lambda mod, origins_before: group_matmuls(mod, target.tvm, origins_before))),
+        # GPUs have no kernel for fused row blocks.
         (
             "fuse_row_blocks",
-            traced(lambda mod, of: fuse_row_blocks(mod, target.tvm, of) if not target.architecture else (mod, of)),
+            trace_origins(
+                lambda mod, origins_before: (
+                    fuse_row_blocks(mod, target.tvm, origins_before)
+                    if not target.architecture
+                    else (mod, origins_before)
+                )
+            ),
         ),
-        ("fuse_norm_prologues", for_gpu(traced(lambda mod, of: fuse_norm_prologues(mod, target.tvm, of)))),
-        # Fusion may move a reader behind a write: only now is the order of execution final.
+        (
+            "fuse_norm_prologues",
+            for_gpu(trace_origins(lambda mod, origins_before: fuse_norm_prologues(mod, target.tvm, origins_before))),
+        ),
+        # Fusion may move a reader after a write: only now is the execution order final.
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),
-        # Behind donation, which says what is updated in place.
-        ("fuse_epilogues", for_gpu(traced(lambda mod, of: fuse_epilogues(mod, target.tvm, of)))),
-        # How it runs
+        # After donation, which decides the updates in place.
+        (
+            "fuse_epilogues",
+            for_gpu(trace_origins(lambda mod, origins_before: fuse_epilogues(mod, target.tvm, origins_before))),
+        ),
+        # Scheduling
         ("schedule", schedule),
-        ("fuse_cache_writes", on_gpu(of_calls(fuse_cache_writes))),
-        ("fuse_launches", on_gpu(of_calls(fuse_launches))),
+        ("fuse_cache_writes", on_gpu(wrap_call_pass(fuse_cache_writes))),
+        ("fuse_launches", on_gpu(wrap_call_pass(fuse_launches))),
         ("guard_divisions", guard_divisions),
         ("guard_float_arithmetic", guard_float_arithmetic),
         # Virtual machine
@@ -218,15 +240,15 @@ def lower(
         ("lower_builtins", t.LowerRuntimeBuiltin()),
         ("compute_sizes", t.ComputePrimValue()),
         ("lower_shapes", t.VMShapeLower()),
-        # Also of the functions that the last passes have made, which compute sizes.
+        # Also for the functions created by the last passes, which compute sizes.
         ("assume_alignment", lambda mod: assume_alignment(mod, 16 if runs_on.architecture else 1)),
-        ("shape_errors", lambda mod: shape_errors(mod, imported.assertions)),
+        ("shape_errors", lambda mod: name_shape_assertions(mod, imported.assertions)),
         ("attach_symbols", t.AttachGlobalSymbol()),
     ]
     module = imported.module
-    with target.tvm, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _FUSED}):
+    with target.tvm, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _MAX_FUSED}):
         for number, (name, run) in enumerate(passes):
-            progress.at("lowering", number, len(passes))
+            progress.report("lowering", number, len(passes))
             begin = time.perf_counter()
             try:
                 module = run(module)
@@ -238,7 +260,9 @@ def lower(
                     "with the model; the cause of this error has the details (-v on the command line)."
                 ) from error
             seconds = time.perf_counter() - begin
-            progress.LOG.log(logging.INFO if seconds >= _LONG else logging.DEBUG, "pass %s: %.2f s", name, seconds)
+            progress.LOG.log(
+                logging.INFO if seconds >= _SLOW_SECONDS else logging.DEBUG, "pass %s: %.2f s", name, seconds
+            )
             if dump is not None:
                 dump(name, module)
-    return Lowered(module, weights, kernels, calls, unscheduled)
+    return LoweredModule(module, weights, kernels, calls, unscheduled)

@@ -1,7 +1,7 @@
-"""A model as the importer takes it: fused, in the precision that was asked for, with caches of slots or pages.
+"""Preparation of a model for the importer: fusion, precision, and caches of slots or pages.
 
-ONNX in, ONNX out. The order matters: caches are brought to one form before a precision narrows them, and rewritten
-after.
+It is a transformation of ONNX to ONNX. The order matters: caches are unified before a precision narrows them, and
+rewritten after.
 """
 
 from __future__ import annotations
@@ -37,27 +37,31 @@ from ..target import Target
 from . import progress
 from .compiler import compile
 from .options import Options
-from .overflow import Call, overflowing
+from .overflow import Call, find_overflowing_values
 from .pipeline import Dump
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """donated: output by input whose memory it takes over. notes are for the reader of the manifest. setup is what
-    runs once per sequence. lists are the inputs that are lists of tensors, and dims is what was said of dimensions."""
+    """A model ready to be imported.
+
+    lists are the inputs that are lists of tensors, and dims the declared facts about dimensions. setup is the model
+    that runs once per sequence. donated maps an input to the output that takes over its memory. notes are for the
+    reader of the manifest.
+    """
 
     model: ir.Model
     lists: tuple[ListSpec, ...]
     dims: Dims
     setup: Setup | None
     donated: dict[str, str]
-    kept: KeptCaches
+    caches: KeptCaches
     served: ServedCache | None
     notes: tuple[str, ...]
 
 
 def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target], dump: Dump | None) -> PreparedModel:
-    """Rewrite a model for what `compile` was asked for; the model that was given stays as it is."""
+    """Rewrite a model as the options of `compile` say; the original model is unchanged."""
     split = _load(model, options)
     loaded = split.model
     written = name_written_inputs(loaded)
@@ -78,21 +82,21 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
     served = setup = None
     if options.serve is not None:
         decoder = serve_decoder(fused, options.serve)
-        donated = decoder.donated  # of pools, which have taken the place of all caches and states
+        donated = decoder.donated  # the pools, which replace all caches and states
         served, setup = decoder.cache, decoder.setup
-    kept = keep_caches(fused, options.static_cache, donated)
+    caches = keep_caches(fused, options.static_cache, donated)
     group_experts(fused)
     if isinstance(options.seed, str):
         add_seed_input(fused, options.seed)
-    if options.static_cache is not None and kept.decoder is not None:
-        once = split_setup(fused, kept.called | donated.keys())
-        setup = None if once is None else Setup(once)
+    if options.static_cache is not None and caches.decoder is not None:
+        setup_model = split_setup(fused, caches.called | donated.keys())
+        setup = None if setup_model is None else Setup(setup_model)
     if dump is not None:
         dump("fused", fused)
         if setup is not None:
             dump("setup", setup.model)
     lists, dims = split.lists, split.dims
-    return PreparedModel(fused, lists, dims, setup, donated | kept.donated, kept, served, tuple(notes))
+    return PreparedModel(fused, lists, dims, setup, donated | caches.donated, caches, served, tuple(notes))
 
 
 def _load(model: ModelLike, options: Options) -> SplitInputs:
@@ -103,15 +107,15 @@ def _load(model: ModelLike, options: Options) -> SplitInputs:
 
 
 def _narrow(fused: ir.Model, options: Options, targets: Sequence[Target], calls: Sequence[Call]) -> list[str]:
-    """Narrow what is computed and stored, and return what there is to say of it. calls are those of the options."""
+    """Narrow types of computation and storage, and return notes about it; calls are those of the options."""
     notes: list[str | None] = []
     if options.precision == "float32":
         notes.append(keep_floats(fused))
     elif options.precision is not None and options.precision not in TF32:
         linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        beyond = overflowing(fused, calls, functools.partial(compile, cc=linker)) if calls else ()
-        notes.append(use_precision(fused, options.precision, slower, beyond))
+        overflows = find_overflowing_values(fused, calls, functools.partial(compile, cc=linker)) if calls else ()
+        notes.append(use_precision(fused, options.precision, slower, overflows))
     if options.weights is not None:
         notes.append(compress_tables(fused, options.weights))
     return [note for note in notes if note]

@@ -1,5 +1,4 @@
-"""What a compile is at: for who watches it, the name of a stage and how many of its parts are done; for the log
-"lowering", how long each stage took."""
+"""Progress of a compile: the current stage and its steps for a watcher, durations of stages for the log "lowering"."""
 
 from __future__ import annotations
 
@@ -11,35 +10,35 @@ from contextvars import ContextVar
 from typing import TypeAlias
 
 Watch: TypeAlias = Callable[[str, int, int], None]
-"""Called with a stage, and how many of how many parts of it are done; of none where nobody can say."""
+"""A function of a stage, its completed steps and its total steps; the total is 0 if it is unknown."""
 
 LOG = logging.getLogger("lowering")
-"""Of stages and what takes long at level INFO, of every pass and kernel at DEBUG."""
+"""Logs stages and slow passes at level INFO, every pass and kernel at DEBUG."""
 
-_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+_current_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
-def watched(by: Watch) -> Iterator[None]:
-    """Around compiling: `by` is told of each stage as it begins, and of its parts as they end."""
-    before = _watch.set(by)
+def watch_progress(watch: Watch) -> Iterator[None]:
+    """Report the progress of a compile to `by`: each stage as it begins, and its steps as they end."""
+    before = _current_watch.set(watch)
     try:
         yield
     finally:
-        _watch.reset(before)
+        _current_watch.reset(before)
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Around a stage: who watches is told as it begins, and the log as it ends."""
-    at(name)
+    """Report a stage to the watcher as it begins, and to the log as it ends."""
+    report(name)
     begin = time.perf_counter()
     yield
     LOG.info("%s: %.2f s", name, time.perf_counter() - begin)
 
 
-def at(stage: str, done: int = 0, of: int = 0) -> None:
-    """Tells who watches, if somebody does."""
-    watch = _watch.get()
+def report(stage: str, done: int = 0, total: int = 0) -> None:
+    """Report progress to the watcher, if there is one."""
+    watch = _current_watch.get()
     if watch is not None:
-        watch(stage, done, of)
+        watch(stage, done, total)

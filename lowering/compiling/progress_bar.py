@@ -18,38 +18,37 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from .progress import watched
+from .progress import watch_progress
 
 
-class _Bar(BarColumn):
-    """Nothing for stages of which nobody knows how much is done."""
+class _StageBar(BarColumn):
+    """A bar that is empty for stages of unspecified length."""
 
     def render(self, task: Task) -> Any:
         return Text("") if task.total is None else super().render(task)
 
 
-class _Count(MofNCompleteColumn):
-    """Likewise."""
+class _StepCount(MofNCompleteColumn):
+    """A count that is empty for stages of unspecified length."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """Around compiling: a line at the bottom of the terminal, gone when it ends. Where the errors of the command go to
-    no terminal, nothing."""
+def show_progress_bar() -> Iterator[None]:
+    """Show a progress line at the bottom of a terminal until the compile ends; without a terminal show nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Count(), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), _StageBar(), _StepCount(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
 
-        def show(stage: str, done: int, of: int) -> None:
-            progress.tasks[0].total = of or None  # which update() leaves as it was where it is None
+        def show(stage: str, done: int, total: int) -> None:
+            progress.tasks[0].total = total or None  # update() would ignore None
             progress.update(task, description=stage, completed=done, refresh=True)
 
-        with watched(show):
+        with watch_progress(show):
             yield

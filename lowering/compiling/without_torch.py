@@ -1,4 +1,4 @@
-"""Imports TVM without PyTorch, which it would import wherever it is installed: two seconds for nothing."""
+"""Import TVM without PyTorch, which TVM would import if it is installed: that takes two seconds for nothing."""
 
 from ..runtime.without_torch import hide_torch
 

@@ -1,3 +1,3 @@
-"""The demo: a decoder is built, compiled, saved, loaded where no compiler is, and generates tokens."""
+"""The demo: a decoder is built, compiled and saved, then loaded without a compiler, and generates tokens."""
 
 from .run import demo as demo

@@ -1,7 +1,7 @@
 """A Llama-style decoder as an ONNX model of opset 24, with random weights of a fixed seed.
 
-Every layer: RMSNormalization-23, Q/K/V projections, RotaryEmbedding-23, TensorScatter-24 into slot caches, grouped-
-query Attention-24 over the valid part of the caches (nonpad_kv_seqlen), output projection; RMSNormalization-23 and a
+Each layer has RMSNormalization-23, Q/K/V projections, RotaryEmbedding-23, TensorScatter-24 into slot caches, grouped-
+query Attention-24 over the valid part of the caches (nonpad_kv_seqlen), an output projection, RMSNormalization-23 and a
 SwiGLU with Swish-24. Batch, number of new tokens and cache capacity are symbolic: one model serves prefill and decode.
 """
 
@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of the decoder; heads are query heads, kv_heads key/value heads."""
+    """Sizes of the decoder; `heads` are query heads, `kv_heads` key/value heads."""
 
     layers: int = 4
     hidden: int = 256
@@ -30,8 +30,8 @@ class DecoderConfig:
     seed: int = 0
 
 
-class Graph:
-    """Collects nodes and initializers; every method returns the name of what it made."""
+class ModelBuilder:
+    """A collector of nodes and initializers; every method returns the name of the value that it adds."""
 
     def __init__(self, seed: int) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -47,33 +47,36 @@ class Graph:
         return name
 
     def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
-        """Normal numbers times `scale`; without one, matmuls by it keep the size of activations."""
+        """Add normal numbers times `scale`, by default such that matmuls keep the size of activations."""
         scale = 1 / np.sqrt(shape[0]) if scale is None else scale
         return self.constant((self.rng.standard_normal(shape) * scale).astype(np.float32), name)
 
 
-def build_decoder(config: DecoderConfig | None = None, graph: Graph | None = None) -> onnx.ModelProto:
-    """The model, collected by `graph`, which draws the weights.
+def build_decoder(config: DecoderConfig | None = None, graph: ModelBuilder | None = None) -> onnx.ModelProto:
+    """Return the model.
 
-    Inputs: ids int64 [batch, tokens], write_indices int64 [batch] (the tokens already in each row's cache), and for
-    each layer cache_k.N, cache_v.N float32 [batch, kv_heads, capacity, head_dim]. Outputs: logits float32
-    [batch, vocabulary] of the last token, and the updated caches present_k.N, present_v.N.
+    `graph` collects it and draws the weights. Inputs: ids int64 [batch, tokens], write_indices int64 [batch] (the
+    tokens already in each row's cache), and for each layer cache_k.N, cache_v.N float32 [batch, kv_heads, capacity,
+    head_dim]. Outputs: logits float32 [batch, vocabulary] of the last token, and the updated caches present_k.N,
+    present_v.N.
     """
     c = config or DecoderConfig()
-    g = graph or Graph(c.seed)
-    one = g.constant(np.array([1], np.int64), "one")
+    g = graph or ModelBuilder(c.seed)
+    axis_0 = g.constant(np.array([1], np.int64), "one")
     zero = g.constant(np.array(0, np.int64), "zero")
     step = g.constant(np.array(1, np.int64), "step")
 
     tokens = g.node("Shape", "ids", name="tokens", start=1, end=2)
     count = g.node("Squeeze", tokens, name="count")
     nonpad = g.node("Add", "write_indices", tokens, name="valid_lengths")
-    new = g.node("Range", zero, count, step, name="new_positions")
-    start = g.node("Unsqueeze", "write_indices", one, name="start")
-    positions = g.node("Add", start, new, name="positions")
-    cos, sin = (g.constant(t, n) for t, n in zip(rotary_tables(c.positions, c.head_dim), ("cos_cache", "sin_cache")))
+    new_positions = g.node("Range", zero, count, step, name="new_positions")
+    start = g.node("Unsqueeze", "write_indices", axis_0, name="start")
+    positions = g.node("Add", start, new_positions, name="positions")
+    cos, sin = (
+        g.constant(t, n) for t, n in zip(compute_rotary_tables(c.positions, c.head_dim), ("cos_cache", "sin_cache"))
+    )
 
-    # The embedding is scaled like its transpose would be, so that activations start at unit size.
+    # The embedding is scaled like its transpose, so that activations start at unit size.
     table = g.weight(c.vocabulary, c.hidden, name="embedding", scale=1.0)
     x = g.node("Gather", table, "ids", name="embedded")
     inputs = [
@@ -84,7 +87,7 @@ def build_decoder(config: DecoderConfig | None = None, graph: Graph | None = Non
     cache_shape: list[str | int | None] = ["batch", c.kv_heads, "capacity", c.head_dim]
 
     def heads(source: str, weight: str, number: int, name: str) -> str:
-        """[batch, tokens, hidden] -> [batch, heads, tokens, head_dim]"""
+        """Add a projection to [batch, heads, tokens, head_dim] of [batch, tokens, hidden], and return its name."""
         shape = g.constant(np.array([0, 0, number, c.head_dim], np.int64), f"{name}.shape")
         rows = g.node("MatMul", source, weight, name=f"{name}.rows")
         split = g.node("Reshape", rows, shape, name=f"{name}.split")
@@ -121,12 +124,15 @@ def build_decoder(config: DecoderConfig | None = None, graph: Graph | None = Non
     x = g.node("RMSNormalization", x, g.constant(np.ones(c.hidden, np.float32), "norm.weight"), name="norm", axis=-1)
     last = g.node("Gather", x, g.constant(np.array(-1, np.int64), "last"), name="last_token", axis=1)
     g.node("MatMul", last, g.weight(c.hidden, c.vocabulary, name="lm_head"), name="logits")
-    made = helper.make_graph(g.nodes, "decoder", inputs, outputs, g.initializers)
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    graph_proto = helper.make_graph(g.nodes, "decoder", inputs, outputs, g.initializers)
+    return helper.make_model(graph_proto, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
 
 
-def rotary_tables(positions: int, head_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
-    """Cos and sin, float32 [positions, head_dim / 2], of position * base^(-2k / head_dim) (RoFormer, section 3.2.2)."""
+def compute_rotary_tables(positions: int, head_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return cos and sin, float32 [positions, head_dim / 2], of position * base^(-2k / head_dim).
+
+    Source: RoFormer, section 3.2.2.
+    """
     frequency = base ** (-np.arange(0, head_dim, 2) / head_dim)
     angle = np.arange(positions)[:, None] * frequency
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)

@@ -1,6 +1,6 @@
 """Greedy generation with a compiled decoder, in a process that cannot import the compiler.
 
-Run as `python -m lowering.demo.generate ARTIFACT WORK`: reads WORK/request.json, writes WORK/tokens.npz and
+Run as `python -m lowering.demo.generate ARTIFACT WORK`: it reads WORK/request.json, and writes WORK/tokens.npz and
 WORK/report.json.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def generate(folder: Path, work: Path) -> None:
-    """Loads the artifact, prefills the prompt, then decodes token by token with the caches updated in place."""
+    """Load the artifact, prefill the prompt, then decode token by token with in-place cache updates."""
     request = json.loads((work / "request.json").read_text())
     prompt = np.array(request["prompt"], np.int64)[None]
     capacity, new = request["capacity"], request["new_tokens"]
@@ -48,7 +48,7 @@ def generate(folder: Path, work: Path) -> None:
         start = time.perf_counter()
         logits = step()["logits"]
         decode_seconds.append(time.perf_counter() - start)
-        bytes_per_token.append(sum(changed_bytes(before[name], cache) for name, cache in caches.items()))
+        bytes_per_token.append(sum(count_changed_bytes(before[name], cache) for name, cache in caches.items()))
         all_logits.append(np.array(logits))
         tokens.append(int(logits.argmax()))
         written[0] += 1
@@ -64,8 +64,8 @@ def generate(folder: Path, work: Path) -> None:
     (work / "report.json").write_text(json.dumps(report))
 
 
-def changed_bytes(before: np.ndarray, after: np.ndarray) -> int:
-    """Bytes in the rows (last axis) that differ at all."""
+def count_changed_bytes(before: np.ndarray, after: np.ndarray) -> int:
+    """Return the bytes of the rows (last axis) that differ anywhere."""
     return int((before != after).any(axis=-1).sum()) * after.shape[-1] * after.itemsize
 
 

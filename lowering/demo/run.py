@@ -1,4 +1,4 @@
-"""The main job in one go, with figures: build, compile, save, load elsewhere, generate, check."""
+"""The main use case with figures: build, compile, save, load in another process, generate, check."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from ..compiling.compiler import compile_to
 from .decoder import build_decoder
 
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 128, 32, 1024
-# Float32 sums of a few thousand terms, in another order than the reference's.
+# Float32 accumulation of a few thousand terms, in another order than the reference's.
 TOLERANCE = 1e-3
 
 
 def demo(output: Path | None = None) -> int:
-    """Runs the demo and prints a table.
+    """Run the demo and print a table.
 
-    Returns 0 if the tokens' logits agree with the ONNX reference, else 1.     output keeps the model and its artifact
-    (model.onnx, artifact/); otherwise they go to a temporary folder.
+    Args:
+        output: A folder for the model and its artifact (model.onnx, artifact/); by default a temporary folder.
+
+    Returns:
+        0 if the tokens' logits agree with the ONNX reference, else 1.
     """
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-demo-") as temporary:
         work = Path(temporary)
         folder = work if output is None else output
         folder.mkdir(parents=True, exist_ok=True)
-        return _demo(folder, work, Console())
+        return _run_demo(folder, work, Console())
 
 
-def _demo(folder: Path, work: Path, console: Console) -> int:
+def _run_demo(folder: Path, work: Path, console: Console) -> int:
     model = build_decoder()
     parameters = sum(int(np.prod(t.dims)) for t in model.graph.initializer)
     onnx.save(model, folder / "model.onnx")
@@ -56,7 +59,7 @@ def _demo(folder: Path, work: Path, console: Console) -> int:
     result = np.load(work / "tokens.npz")
 
     with console.status("checking every step against the ONNX reference"):
-        expected = _reference_logits(model, prompt, result["tokens"])
+        expected = _compute_reference_logits(model, prompt, result["tokens"])
     error = float(np.abs(result["logits"] - expected).max())
     same = bool((result["logits"].argmax(-1) == expected.argmax(-1)).all())
 
@@ -77,8 +80,8 @@ def _demo(folder: Path, work: Path, console: Console) -> int:
     return 0 if ok else 1
 
 
-def _reference_logits(model: onnx.ModelProto, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The reference's logits for the prompt and each generated token, fed with the same tokens."""
+def _compute_reference_logits(model: onnx.ModelProto, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return the reference's logits for the prompt and each generated token, fed with the same tokens."""
     session = ReferenceEvaluator(model)
     names = [o.name for o in model.graph.output]
     feeds = {}

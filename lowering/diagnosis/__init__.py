@@ -1,1 +1,1 @@
-"""`onnx-lowering doctor`: what is installed and what this machine has, without importing what may be broken."""
+"""The command `onnx-lowering doctor`: installed packages and this machine, without importing what may be broken."""

@@ -1,4 +1,4 @@
-"""What was found, and what is wrong with it."""
+"""The report of `doctor`: facts and problems."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is wrong and how to fix it; blocks says whether compiling for this machine needs it."""
+class SetupProblem:
+    """A problem and its fix; `blocks` says whether compiling for this machine needs the fix."""
 
     what: str
     fix: str
@@ -15,22 +15,22 @@ class Problem:
 
 
 @dataclass
-class Report:
+class DiagnosisReport:
     """Facts by area and name, as text, and problems."""
 
     facts: dict[str, dict[str, str]] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[SetupProblem] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is missing that compiling for this machine needs."""
+        """Return whether everything needed to compile for this machine is present."""
         return not any(problem.blocks for problem in self.problems)
 
-    def say(self, area: str, name: str, value: str) -> None:
+    def add_fact(self, area: str, name: str, value: str) -> None:
         self.facts.setdefault(area, {})[name] = value
 
-    def blame(self, what: str, fix: str, blocks: bool = False) -> None:
-        self.problems.append(Problem(what, fix, blocks))
+    def add_problem(self, what: str, fix: str, blocks: bool = False) -> None:
+        self.problems.append(SetupProblem(what, fix, blocks))
 
     def __str__(self) -> str:
         lines = []

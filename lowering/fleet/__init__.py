@@ -1,1 +1,1 @@
-"""Measuring on other machines: servers that register at a tracker, all of them TVM's own."""
+"""Measuring on other machines: servers that register with a tracker, all of them TVM's."""

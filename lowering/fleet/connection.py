@@ -1,4 +1,4 @@
-"""A process that holds one session on a device: one that dies takes it along, one that hangs is left by killing it.
+"""A process with one session on a device: if the session crashes or hangs, only this process dies or is killed.
 
 `python -m lowering.fleet.connection HOST PORT KEY` answers commands, one after the other, on its standard streams.
 """
@@ -20,7 +20,7 @@ _SESSION_SECONDS = 24 * 3600
 
 
 class LostError(Exception):
-    """The device, or the way to it, is gone."""
+    """The device, or the connection to it, is lost."""
 
 
 class Connection:
@@ -33,7 +33,7 @@ class Connection:
         self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
 
     def ask(self, command: str, *arguments: Any, seconds: float) -> Any:
-        """The answer. Raises LostError when there is none within so many seconds."""
+        """Return the answer. Raises LostError when there is none within so many seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             send(self._process.stdin, (command, *arguments))
@@ -67,7 +67,7 @@ def _serve(host: str, port: int, key: str) -> None:
             return
         try:
             if session is None:
-                session = _requested(rpc.connect_tracker(host, port), key)
+                session = _request_session(rpc.connect_tracker(host, port), key)
             if command == "machine":
                 answer: Any = json.loads(session.get_function(MACHINE)(*arguments))
             elif command == "upload":
@@ -75,15 +75,15 @@ def _serve(host: str, port: int, key: str) -> None:
                 answer = session.upload(bytearray(Path(path).read_bytes()), target=name)
             else:
                 answer = json.loads(session.get_function(MEASURE)(json.dumps(arguments[0])))
-        except Exception as error:  # of TVM's, or the network's
+        except Exception as error:  # an error of TVM's, or of the network
             lines = str(error).strip().splitlines() or [type(error).__name__]
             answer = LostError(lines[-1][:300])
             session = None
         send(answers, answer)
 
 
-def _requested(tracker: Any, key: str) -> Any:
-    """A session. It waits until a device is free."""
+def _request_session(tracker: Any, key: str) -> Any:
+    """Request a session, and wait until a device is free."""
     while True:
         try:
             return tracker.request(key, priority=1, session_timeout=_SESSION_SECONDS, max_retry=1)
@@ -92,6 +92,6 @@ def _requested(tracker: Any, key: str) -> Any:
 
 
 if __name__ == "__main__":
-    import lowering.fleet.connection as me  # whose LostError is that of the client, where it is unpickled
+    import lowering.fleet.connection as connection  # its LostError is that of the client, which unpickles it
 
-    me._serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    connection._serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -111,7 +111,7 @@ def _compiled(problem: Problem, target: str) -> Model:
     with suppress(LoweringError, OSError):  # a cache that cannot be written is none
         kept = folder()
         if kept is not None:
-            cache_folder.make(kept)
+            cache_folder.make_private_folder(kept)
             place = kept / _key(problem, target)
             _remove_other(place)
             model.save(place)
@@ -136,7 +136,7 @@ def _from_disk(problem: Problem, target: str) -> Model | None:
 
 def folder() -> Path | None:
     """Where kernels are kept; None where others may write."""
-    return cache_folder.part("flex")
+    return cache_folder.find_private_subfolder("flex")
 
 
 def _remove_other(place: Path) -> None:

@@ -1,1 +1,1 @@
-"""From ONNX to Relax: the walk over the graph, and what every operator is made of."""
+"""Import of ONNX into Relax: the walk over the graph, and the building blocks of operator lowerings."""

@@ -1,9 +1,9 @@
-"""Channels last: tensors [N, C, D1, ...] that are computed as [N, D1, ..., C].
+"""Channels-last layout: tensors [N, C, D1, ...] computed as [N, D1, ..., C].
 
-ONNX has channels in the second place. With channels last a convolution is a matmul whose rows are read
-where they are, and vectors run along channels wherever windows slide. So convolutions and pools compute in that order,
-and leave their results in it (`Value.channels_last`). What is defined element by element goes on so, and a
-transposition stands only where something needs ONNX's order.
+ONNX has channels in the second axis. With channels last a convolution is a matmul that reads its rows without copying
+them, and windows slide along contiguous channel vectors. So convolutions and pools compute in that order, and leave
+their results in it (`Value.channels_last`). Elementwise operators keep the order, and a transposition is emitted only
+where an operator needs ONNX's order.
 """
 
 from __future__ import annotations
@@ -19,64 +19,69 @@ from .values import Shape, Value, is_one
 
 
 def channels_last_axes(rank: int) -> list[int]:
-    """[N, C, D1, ...] to [N, D1, ..., C]."""
+    """Return the permutation from [N, C, D1, ...] to [N, D1, ..., C]."""
     return [0, *range(2, rank), 1]
 
 
 def channels_second_axes(rank: int) -> list[int]:
-    """[N, D1, ..., C] to [N, C, D1, ...]."""
+    """Return the permutation from [N, D1, ..., C] to [N, C, D1, ...]."""
     return [0, rank - 1, *range(1, rank - 1)]
 
 
 def channels_last(node: Node, value: Value) -> Value:
-    """[N, C, D1, ...] as a value [N, D1, ..., C]."""
+    """Return a value [N, C, D1, ...] as [N, D1, ..., C]."""
     shape = tuple(value.shape[axis] for axis in channels_last_axes(value.rank))
     if value.channels_last is not None:
-        return node.called(Value(value.dtype, shape, value.channels_last), value)
+        return node.keep_name(Value(value.dtype, shape, value.channels_last), value)
     if value.contents is not None:
         return Value(value.dtype, shape, contents=np.moveaxis(value.contents, 1, -1))
-    if _same_order(value.shape):
-        return node.called(node.reshaped(value, shape), value)
+    if _has_same_layout(value.shape):
+        return node.keep_name(node.reshape_to(value, shape), value)
     tensor = node.tensor(value)
-    source = transposed_from(node, tensor, channels_second_axes(value.rank))
+    source = find_transpose_source(node, tensor, channels_second_axes(value.rank))
     if source is not None:
-        return node.called(Value(value.dtype, shape, source), value)
+        return node.keep_name(Value(value.dtype, shape, source), value)
     moved = relax.op.permute_dims(tensor, channels_last_axes(value.rank))
-    return node.called(node.emit(moved, value.dtype), value)
+    return node.keep_name(node.emit(moved, value.dtype), value)
 
 
-def transposed_from(node: Node, tensor: relax.Expr, axes: list[int]) -> relax.Expr | None:
-    """What the model transposed by these axes, if that is how it made the tensor; None else."""
-    made = node.importer.builder.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
-    if isinstance(made, relax.Call) and made.op == tvm.ir.Op.get("relax.permute_dims"):
-        given = made.attrs.axes
-        if given is not None and [int(axis) for axis in given] == axes:
-            return made.args[0]
+def find_transpose_source(node: Node, tensor: relax.Expr, axes: list[int]) -> relax.Expr | None:
+    """Return the tensor that the model transposed by these axes into `tensor`, None if it is not a transposition."""
+    producer = node.importer.builder.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
+    if isinstance(producer, relax.Call) and producer.op == tvm.ir.Op.get("relax.permute_dims"):
+        permutation = producer.attrs.axes
+        if permutation is not None and [int(axis) for axis in permutation] == axes:
+            return producer.args[0]
     return None
 
 
 def channels_second(node: Node, value: Value) -> Value:
-    """A value [N, D1, ..., C] as [N, C, D1, ...]; what asks for it in that order gets a transposition."""
+    """Return a value [N, D1, ..., C] as [N, C, D1, ...]; a reader of that order gets a transposition."""
     shape = (value.shape[0], value.shape[-1], *value.shape[1:-1])
-    if _same_order(shape):
-        return node.reshaped(value, shape)
+    if _has_same_layout(shape):
+        return node.reshape_to(value, shape)
     return Value(value.dtype, shape, channels_last=node.tensor(value))
 
 
-def in_their_order(node: Node, call: Callable[..., Value], values: Sequence[Value]) -> Value:
-    """call(*values), of operands that broadcast, element by element; with channels last where more of them are computed
-    so than would have to be transposed for it."""
+def call_in_common_layout(node: Node, call: Callable[..., Value], values: Sequence[Value]) -> Value:
+    """Return call(*values) for an elementwise call of operands that broadcast.
+
+    Channels-last order is used if at least as many operands have it as would have to be transposed to it.
+    """
     rank = max(value.rank for value in values)
-    last = sum(value.channels_last is not None and value.rank == rank for value in values)
-    others = [value for value in values if value.channels_last is None and value.constant is None]
-    if not last or sum(not _same_order(_shape(value, rank)) for value in others) > last:
+    aligned_count = sum(value.channels_last is not None and value.rank == rank for value in values)
+    misplaced = [value for value in values if value.channels_last is None and value.constant is None]
+    if not aligned_count or sum(not _has_same_layout(_pad_shape(value, rank)) for value in misplaced) > aligned_count:
         return call(*values)
-    return channels_second(node, call(*(channels_last(node, _padded(node, value, rank)) for value in values)))
+    return channels_second(node, call(*(channels_last(node, _pad_rank(node, value, rank)) for value in values)))
 
 
-def as_computed(node: Node, *values: Value) -> tuple[list[Value], list[int], Callable[[Value], Value]]:
-    """Values of one rank in the order in which all of them are computed, which axis of ONNX's is where in it, and what
-    brings a result back to ONNX's order."""
+def unify_layouts(node: Node, *values: Value) -> tuple[list[Value], list[int], Callable[[Value], Value]]:
+    """Return values of one rank in a common layout, the position of each ONNX axis in it, and the way back.
+
+    The layout is channels last if all values are computed in it. The function returned last restores ONNX's order of a
+    result.
+    """
     rank = values[0].rank
     if any(value.channels_last is None for value in values):
         return list(values), list(range(rank)), lambda result: result
@@ -84,20 +89,20 @@ def as_computed(node: Node, *values: Value) -> tuple[list[Value], list[int], Cal
     return last, channels_last_axes(rank), lambda result: channels_second(node, result)
 
 
-def _padded(node: Node, value: Value, rank: int) -> Value:
-    """The value with axes of one element in front."""
+def _pad_rank(node: Node, value: Value, rank: int) -> Value:
+    """Return the value with leading axes of size 1, up to the given rank."""
     if value.rank == rank:
         return value
-    shape = _shape(value, rank)
+    shape = _pad_shape(value, rank)
     if value.contents is not None:
         return Value(value.dtype, shape, contents=value.contents.reshape(shape))
-    return node.reshaped(value, shape)
+    return node.reshape_to(value, shape)
 
 
-def _same_order(shape: Shape) -> bool:
-    """Whether elements lie in memory alike in both orders: there is one channel, or one place."""
+def _has_same_layout(shape: Shape) -> bool:
+    """Return whether both orders have the same memory layout: one channel, or one spatial position."""
     return is_one(shape[1]) or all(map(is_one, shape[2:]))
 
 
-def _shape(value: Value, rank: int) -> Shape:
+def _pad_shape(value: Value, rank: int) -> Shape:
     return (*[1] * (rank - value.rank), *value.shape)

@@ -1,8 +1,8 @@
-"""What the operators of this package are made of: Relax operators, pointwise kernels and reductions.
+"""Building blocks of operator lowerings: Relax operators, pointwise kernels and reductions.
 
-Kernels, for operators that Relax lacks or gets wrong, are tensor expressions. Each stage is one te.compute of scalar
-arithmetic, which TVM fuses with its neighbors. Half precision is widened to float32 where it is read, and rounded once
-where a result is written.
+Kernels replace operators that Relax lacks or computes incorrectly, and are tensor expressions. Each stage is one
+te.compute of scalar arithmetic, which TVM fuses with its neighbors. Half precision is widened to float32 where it is
+read, and rounded once where a result is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from .channels import in_their_order
+from .channels import call_in_common_layout
 from .node import Node
 from .values import Size, Value, is_one, storage_dtype
 
@@ -25,7 +25,7 @@ _HALF = ("float16", "bfloat16")
 
 
 def require_numbers(node: Node, *values: Value) -> None:
-    """Raises NodeError if a value's elements are stored as bit patterns or codes: those are moved, not computed."""
+    """Raise NodeError for elements stored as bit patterns or quantized values: those are moved, not computed."""
     for value in values:
         if storage_dtype(value.dtype) != value.dtype:
             raise node.error(
@@ -34,8 +34,8 @@ def require_numbers(node: Node, *values: Value) -> None:
             )
 
 
-def widened(dtype: str) -> str:
-    """The type that arithmetic on dtype happens in."""
+def widen_dtype(dtype: str) -> str:
+    """Return the type in which arithmetic on dtype is computed."""
     return "float32" if dtype in _HALF else dtype
 
 
@@ -47,27 +47,30 @@ def is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
-def agreed(node: Node, what: str, *sizes: Size, **named: Size) -> Size:
-    """The one size that all are, a number if one is; `what` names it in the error for numbers that differ, which also
-    says which input has which where sizes are given by name."""
+def unify_sizes(node: Node, what: str, *sizes: Size, **named: Size) -> Size:
+    """Return the size that all arguments must equal, a number if one of them is static.
+
+    `what` names the size in the error for static sizes that differ. For sizes given by name, the error lists the size
+    of each input.
+    """
     numbers = {size for size in (*sizes, *named.values()) if isinstance(size, int)}
     if len(numbers) > 1 and named:
-        known = (f"{name} has {size}" for name, size in named.items() if isinstance(size, int))
-        raise node.error(f"{what} differs: {', '.join(known)}.")
+        named_sizes = (f"{name} has {size}" for name, size in named.items() if isinstance(size, int))
+        raise node.error(f"{what} differs: {', '.join(named_sizes)}.")
     if len(numbers) > 1:
         raise node.error(f"{what} is {' and '.join(str(n) for n in sorted(numbers))} at once.")
     return numbers.pop() if numbers else (*sizes, *named.values())[0]
 
 
 def number(node: Node, what: str, size: Size) -> int:
-    """The size, which has to be known."""
+    """Return the size; raise NodeError unless it is static."""
     if not isinstance(size, int):
         raise node.error(f"{what} is the symbolic size {size}.", "Give the model a number there.")
     return size
 
 
-def with_shape(node: Node, value: Value, shape: Sequence[Size]) -> Value:
-    """The value as a tensor of that shape, asserted at run time where it is not provably so."""
+def assert_shape(node: Node, value: Value, shape: Sequence[Size]) -> Value:
+    """Return the value with that shape, asserted at run time unless it is provably equal."""
     same = all(node.symbols.equal(a, b) for a, b in zip(value.shape, shape))
     return value if same else node.cast_shape(value, tuple(shape))
 
@@ -76,9 +79,10 @@ def with_shape(node: Node, value: Value, shape: Sequence[Size]) -> Value:
 
 
 def relax_call(node: Node, operator: Callable[..., relax.Expr], *values: Value, dtype: str | None = None) -> Value:
-    """A Relax operator over broadcast values of a number type; dtype is the result's (default: of the first value).
+    """Emit a Relax operator over broadcast values of a number type.
 
-    For operators of one machine instruction: passes recognize them, and rounding half precision each time is right.
+    dtype is the result's, by default that of the first value. Use it for operators of one machine instruction: passes
+    recognize them, and rounding half precision after each one is correct.
     """
     require_numbers(node, *values)
     values = node.unify(*values)
@@ -87,11 +91,11 @@ def relax_call(node: Node, operator: Callable[..., relax.Expr], *values: Value, 
     def call(*values: Value) -> Value:
         return node.emit(operator(*(node.tensor(_without_dims(v, values)) for v in values)), dtype)
 
-    return in_their_order(node, call, values)
+    return call_in_common_layout(node, call, values)
 
 
 def _without_dims(value: Value, values: Sequence[Value]) -> Value:
-    """A constant of one element, as a scalar if another value gives the result its rank: Relax inlines it then."""
+    """Return a constant of one element as a scalar if another value determines the rank: Relax then inlines it."""
     array = value.constant
     if array is None or array.size != 1 or not any(v.rank >= value.rank for v in values if v is not value):
         return value
@@ -104,11 +108,11 @@ def _without_dims(value: Value, values: Sequence[Value]) -> Value:
 def pointwise(
     node: Node, function: Callable[..., Element], *values: Value, dtype: str | None = None, name: str | None = None
 ) -> Value:
-    """function(*elements) at every index of the broadcast shape, cast to dtype (default: of the first value).
+    """Emit function(*elements) at every index of the broadcast shape, cast to dtype.
 
-    The function gets and returns scalar TensorIR expressions; half precision reaches it as float32. Constants of one
-    element reach it as immediates. name is the kernel's, by default the function's. The function must not use tirx.Let:
-    TVM 0.27 does not legalize bfloat16 inside the value of a let.
+    dtype is that of the first value by default. The function takes and returns scalar TensorIR expressions; it gets
+    half precision as float32. It gets constants of one element as immediates. `name` names the kernel, by default after
+    the function. The function must not use tirx.Let: TVM 0.27 does not legalize bfloat16 inside the value of a let.
     """
     require_numbers(node, *values)
     values = node.unify(*values)
@@ -123,8 +127,8 @@ def pointwise(
         shape = broadcast_shape(tensors, rank)
 
         def element(*index: Element) -> Element:
-            given = iter(tensors)
-            elements = [read(next(given), index, shape) if i is None else i for i in immediates]
+            remaining = iter(tensors)
+            elements = [read_element(next(remaining), index, shape) if i is None else i for i in immediates]
             return function(*elements).astype(storage_dtype(dtype))
 
         return te.compute(shape, element, name=name)
@@ -133,22 +137,23 @@ def pointwise(
         tensors = [node.tensor(v) for v, i in zip(values, immediates) if i is None]
         return node.emit_te(compute, *tensors, dtype=dtype, primfunc_name_hint=name)
 
-    return in_their_order(node, call, values)
+    return call_in_common_layout(node, call, values)
 
 
-def read(tensor: te.Tensor, index: Sequence[Element], shape: Sequence[Extent] | None = None) -> Element:
-    """The element that right-aligned broadcasting puts at index, widened.
+def read_element(tensor: te.Tensor, index: Sequence[Element], shape: Sequence[Extent] | None = None) -> Element:
+    """Return the element at index after right-aligned broadcasting, widened.
 
-    shape, if given, is that of all indices: where it is 1 nothing is broadcast, which fusion reads off the index.
+    shape is that of the index space, if present. Axes of size 1 in it are not broadcast, which fusion reads off the
+    index.
     """
-    behind = len(index) - len(tensor.shape)
-    stretched = [is_one(d) and not (shape and is_one(shape[behind + k])) for k, d in enumerate(tensor.shape)]
-    element = tensor(*(tirx.const(0, "int64") if s else i for s, i in zip(stretched, index[behind:])))
-    return element.astype(widened(dtype_of(element)))
+    leading = len(index) - len(tensor.shape)
+    is_broadcast = [is_one(d) and not (shape and is_one(shape[leading + k])) for k, d in enumerate(tensor.shape)]
+    element = tensor(*(tirx.const(0, "int64") if s else i for s, i in zip(is_broadcast, index[leading:])))
+    return element.astype(widen_dtype(dtype_of(element)))
 
 
 def broadcast_shape(tensors: Sequence[te.Tensor], rank: int) -> list[Extent]:
-    """The shape, of that rank, to which the tensors broadcast; sizes other than 1 are equal (Node.unify)."""
+    """Return the shape of that rank to which the tensors broadcast; sizes other than 1 are equal (Node.unify)."""
     shape: list[Extent] = [1] * rank
     for tensor in tensors:
         for axis, size in enumerate(tensor.shape, start=rank - len(tensor.shape)):
@@ -161,18 +166,18 @@ def _immediate(value: Value) -> Element | None:
     array = value.constant
     if array is None or array.size != 1:
         return None
-    dtype = widened(value.dtype)
+    dtype = widen_dtype(value.dtype)
     return tirx.const(array.astype(dtype).item(), dtype)
 
 
-# Operands of one kernel. What handles its arguments takes time that grows faster than their number.
-_WIDEST = 32
+# Operands of one kernel. The time to process arguments grows faster than their number.
+_MAX_OPERANDS = 32
 
 
-def in_groups(combine: Callable[[Sequence[Value]], Value], values: Sequence[Value]) -> Value:
-    """combine(values), for an associative operator of any number of operands: few at a time, then their results."""
-    while len(values) > _WIDEST:
-        values = [combine(values[k : k + _WIDEST]) for k in range(0, len(values), _WIDEST)]
+def combine_in_groups(combine: Callable[[Sequence[Value]], Value], values: Sequence[Value]) -> Value:
+    """Return combine(values) for an associative variadic operator, applied to groups and then to their results."""
+    while len(values) > _MAX_OPERANDS:
+        values = [combine(values[k : k + _MAX_OPERANDS]) for k in range(0, len(values), _MAX_OPERANDS)]
     return combine(values)
 
 
@@ -180,12 +185,15 @@ def in_groups(combine: Callable[[Sequence[Value]], Value], values: Sequence[Valu
 
 
 def maximum(a: Element, b: Element) -> Element:
-    """The larger; NaN if either is, which TensorIR's max may drop, and its simplifier behind comparisons alone."""
+    """Return the larger element, NaN if either is NaN.
+
+    TensorIR's max may drop NaN. TensorIR's simplifier may drop it if it follows comparisons only.
+    """
     return tirx.Select(a > b, a, tirx.Select(tirx.isnan(a), a, b)) if is_float(dtype_of(a)) else tirx.max(a, b)
 
 
 def minimum(a: Element, b: Element) -> Element:
-    """The smaller; NaN if either is, as for `maximum`."""
+    """Return the smaller element, NaN if either is NaN, as in `maximum`."""
     return tirx.Select(a < b, a, tirx.Select(tirx.isnan(a), a, b)) if is_float(dtype_of(a)) else tirx.min(a, b)
 
 
@@ -195,7 +203,7 @@ def _number(value: float) -> Callable[[Any], Element]:
 
 @dataclass(frozen=True)
 class Reducer:
-    """combine(expression, axis=...) reduces; identity(dtype) is what it makes of nothing."""
+    """A reduction: combine(expression, axis=...) reduces; identity(dtype) is the result of an empty one."""
 
     combine: Callable[..., Element]
     identity: Callable[[Any], Element]
@@ -205,22 +213,22 @@ def _reducer(function: Callable[[Element, Element], Element], identity: Callable
     return Reducer(te.comm_reducer(function, identity), identity)
 
 
-total = Reducer(te.sum, _number(0))
-prod = _reducer(lambda a, b: a * b, _number(1))
-largest = _reducer(maximum, lambda d: tirx.const(-math.inf, d) if is_float(str(d)) else tirx.min_value(d))
-smallest = _reducer(minimum, lambda d: tirx.const(math.inf, d) if is_float(str(d)) else tirx.max_value(d))
+SUM = Reducer(te.sum, _number(0))
+PRODUCT = _reducer(lambda a, b: a * b, _number(1))
+MAXIMUM = _reducer(maximum, lambda d: tirx.const(-math.inf, d) if is_float(str(d)) else tirx.min_value(d))
+MINIMUM = _reducer(minimum, lambda d: tirx.const(math.inf, d) if is_float(str(d)) else tirx.max_value(d))
 
 
-def reduced(
+def reduce_axes(
     shape: Sequence[Extent],
     axes: Collection[int],
     reducer: Reducer,
     element: Callable[..., Element],
     name: str,
 ) -> te.Tensor:
-    """element(*index) combined over the axes of an index space of that shape; they stay, with size 1.
+    """Reduce element(*index) over some axes of an index space of that shape; they stay as size 1.
 
-    Where an axis is empty at run time the result is undefined: TVM initializes a reduction in its first step.
+    The result is undefined if an axis is empty at run time: TVM initializes a reduction in its first step.
     """
     variables = {axis: te.reduce_axis((0, shape[axis]), f"k{axis}") for axis in sorted(axes)}
 

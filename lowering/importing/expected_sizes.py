@@ -1,7 +1,7 @@
-"""Which sizes of inputs follow from others, by what the nodes require when the model runs.
+"""Sizes of inputs that follow from other sizes, by the requirements of nodes at run time.
 
-The nodes of a decoder ask that the `total` of a mask is `past + tokens`, for instance. Who makes up inputs then needs
-only past and tokens.
+The nodes of a decoder require that the `total` of a mask is `past + tokens`, for instance. A generator of synthetic
+inputs then needs past and tokens only.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from ..tensorir.expressions import walk
 from .values import Shape, Size
 
 Linear = dict[str, int]
-"""A sum of sizes: the factor of each by its name, and the number that is added by ""."""
+"""A linear combination of sizes: the factor of each name, and the constant term under ""."""
 
 
 class ExpectedSizes:
-    """The equalities of sizes that nodes require."""
+    """The equalities of sizes that nodes require at run time."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Size, Size]] = []
 
     def add(self, a: Size, b: Size) -> None:
-        """Two sizes have to be equal, or one of them may be 1 in place of that."""
+        """Add two sizes that must be equal, unless one of them is 1 by broadcasting."""
         self._pairs.append((a, b))
 
     def add_condition(self, condition: Size) -> None:
-        """Some equalities are in a condition that has to hold."""
+        """Add the equalities in a condition that must hold."""
         if not isinstance(condition, (bool, int)):
             self._pairs += [(node.a, node.b) for node in walk(condition) if isinstance(node, prim.EQ)]
 
-    def derived(self, inputs: Iterable[tuple[Shape, tuple[int | str, ...]]]) -> dict[str, Linear]:
-        """Return, by name, the sizes of inputs that are sums of others.
+    def derive_sizes(self, inputs: Iterable[tuple[Shape, tuple[int | str, ...]]]) -> dict[str, Linear]:
+        """Return the sizes of inputs that are linear combinations of other sizes, by name.
 
-        Of two names that are equal the later one is derived. inputs has the shape of each, and what the model calls its
-        sizes.
+        If two names are equal, the later one is derived. inputs has the shape of each input, and the names of its sizes
+        in the model.
         """
         names: dict[tirx.Var, str] = {}
         for shape, dims in inputs:
@@ -45,12 +45,18 @@ class ExpectedSizes:
         order = list(names.values())
         derived: dict[str, Linear] = {}
         for a, b in self._pairs:
-            for name, other in ((_name(a, names), _linear(b, names)), (_name(b, names), _linear(a, names))):
-                if name is None or other is None or name in derived or name in other or not other.keys() - {""}:
+            for name, combination in ((_name(a, names), _linear(b, names)), (_name(b, names), _linear(a, names))):
+                if (
+                    name is None
+                    or combination is None
+                    or name in derived
+                    or name in combination
+                    or not combination.keys() - {""}
+                ):
                     continue
-                alone = next(iter(other)) if list(other.values()) == [1] else None
-                if alone is None or order.index(alone) < order.index(name):
-                    derived[name] = other
+                single_name = next(iter(combination)) if list(combination.values()) == [1] else None
+                if single_name is None or order.index(single_name) < order.index(name):
+                    derived[name] = combination
         return derived
 
 
@@ -59,7 +65,7 @@ def _name(size: Size, names: dict[tirx.Var, str]) -> str | None:
 
 
 def _linear(size: Size, names: dict[tirx.Var, str]) -> Linear | None:
-    """Return the size as a sum of named sizes, None where it is not one."""
+    """Return the size as a linear combination of named sizes, None if it is not one."""
     if isinstance(size, (int, tirx.IntImm)):
         return {"": int(size)} if int(size) else {}
     if isinstance(size, tirx.Var):

@@ -1,4 +1,4 @@
-"""The ONNX function bodies of operators we have no lowering for: always-right decompositions given by the standard."""
+"""ONNX function bodies of operators without a lowering: decompositions that the standard defines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import onnx_ir as ir
 from .values import SequenceValue, Value
 
 
-def function_body(node: ir.Node, version: int, inputs: Sequence[Value | None]) -> ir.Function | None:
-    """The body of the node's operator with the node's attributes filled in, or None where the standard gives none.
+def read_function_body(node: ir.Node, version: int, inputs: Sequence[Value | None]) -> ir.Function | None:
+    """Return the function body of the node's operator with its attributes bound; None if the standard has none.
 
     Context-dependent bodies (Attention, RotaryEmbedding, ...) are specialized to the input types and ranks.
     """
@@ -24,28 +24,28 @@ def function_body(node: ir.Node, version: int, inputs: Sequence[Value | None]) -
     proto = ir.to_proto(node)
     if schema.has_context_dependent_function:
         types = [_type_proto(v).SerializeToString() if v is not None else b"" for v in inputs]
-        known = max(v for v in schema.context_dependent_function_opset_versions if v <= version)
-        text = schema.get_context_dependent_function_with_opset_version(known, proto.SerializeToString(), types)
+        body_version = max(v for v in schema.context_dependent_function_opset_versions if v <= version)
+        text = schema.get_context_dependent_function_with_opset_version(body_version, proto.SerializeToString(), types)
     elif schema.has_function:
         text = schema.get_function_with_opset_version(max(v for v in schema.function_opset_versions if v <= version))
     else:
         return None
     body = onnx.FunctionProto()
     body.ParseFromString(text)
-    del body.output[len(proto.output) :]  # bodies that depend on the node leave others out
+    del body.output[len(proto.output) :]  # context-dependent bodies omit trailing outputs
     _bind_attributes(body, proto, schema)
     return ir.serde.deserialize_function(body)
 
 
 def _bind_attributes(body: onnx.FunctionProto, node: onnx.NodeProto, schema: Any) -> None:
-    """Replaces references to the function's attributes by the node's values or the schema's defaults."""
-    given = {a.name: a for a in node.attribute}
+    """Replace references to the function's attributes by the node's values or the schema's defaults."""
+    attributes = {a.name: a for a in node.attribute}
     for inner in body.node:
-        kept = []
+        bound = []
         for attribute in inner.attribute:
             source: onnx.AttributeProto | None = attribute
             if attribute.ref_attr_name:
-                source = given.get(attribute.ref_attr_name)
+                source = attributes.get(attribute.ref_attr_name)
                 if source is None and attribute.ref_attr_name in schema.attributes:
                     default = schema.attributes[attribute.ref_attr_name].default_value
                     source = default if default.name else None
@@ -53,9 +53,9 @@ def _bind_attributes(body: onnx.FunctionProto, node: onnx.NodeProto, schema: Any
                 value = onnx.AttributeProto()
                 value.CopyFrom(source)
                 value.name = attribute.name
-                kept.append(value)
+                bound.append(value)
         del inner.attribute[:]
-        inner.attribute.extend(kept)
+        inner.attribute.extend(bound)
 
 
 def _type_proto(value: Value) -> onnx.TypeProto:

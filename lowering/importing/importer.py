@@ -1,8 +1,8 @@
-"""Walks an ONNX graph and emits Relax: an abstract interpreter over `Value`s.
+"""The importer: an abstract interpreter over `Value`s that walks an ONNX graph and emits Relax.
 
-Each node goes to the newest registered lowering of its (domain, operator); failing that to its ONNX function body;
-failing that it is an error that names the node. Nodes whose inputs are all known numbers are folded with onnx's own
-evaluator.
+Each node is lowered by the newest registered lowering of its (domain, operator). Without one, its ONNX function body is
+lowered. Without either, the importer raises an error that names the node. Nodes whose inputs are all constants are
+folded with onnx's own evaluator.
 """
 
 from __future__ import annotations
@@ -22,44 +22,54 @@ from ..errors import LoweringError, ModelError, NodeError
 from ..graph.fold import fold
 from ..graph.legality import declared_opset
 from ..graph.model import dtype_name
-from .function_body import function_body
-from .imported import Imported, Port
-from .node import Node, array_of
-from .origins import Builder
-from .outputs import output_ports, shape_contradiction, type_problem
+from .function_body import read_function_body
+from .imported_model import ImportedModel, Port
+from .node import Node, read_array
+from .origins import OriginBuilder
+from .outputs import find_shape_contradiction, find_type_problem, make_output_ports
 from .random_streams import RandomStreams
-from .tensors import Tensors, shape_expr, tensor_type
+from .tensors import FunctionTensors, shape_expr, tensor_type
 from .type_rules import check_types
-from .undecided import UndecidedTypeError
+from .undecided_types import UndecidedTypeError
 from .values import (
-    MOST_SIZE,
+    MAX_DIMENSION,
     AbsentValue,
     Shape,
     Value,
-    as_text,
     flatten_values,
+    format_size,
     storage_dtype,
     storage_shape,
 )
 
-# By how many bytes folding may make numbers more where recipes are kept (Importer.body).
+# The bytes by which folding may enlarge constants while recipes are preserved (Importer.lower_body).
 _SMALL_BYTES = 256
 
 
-def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = True, seed: int | str = 0) -> Imported:
-    """Lowers the model's graph to Relax. `sizes` names inputs (int64 scalars) that the model uses as sizes. checks says
-    whether runs look at the tables of serving operators. seed is that of random nodes, or the name of the input (int64
-    scalar) that gives it.
+def import_model(
+    model: ir.Model, sizes: Collection[str] = (), checks: bool = True, seed: int | str = 0
+) -> ImportedModel:
+    """Lower the model's graph to Relax.
 
-    Raises NodeError at the first node that cannot be lowered.
+    Args:
+        model: The model.
+        sizes: Names of inputs (int64 scalars) that the model uses as sizes.
+        checks: Whether each run checks the tables of serving operators.
+        seed: The seed of random nodes, or the name of the input (int64 scalar) that has it.
+
+    Returns:
+        The imported model.
+
+    Raises:
+        NodeError: at the first node that cannot be lowered.
     """
     return Importer(model, sizes=sizes, checks=checks, seed=seed).run()
 
 
-class Importer(Tensors):
+class Importer(FunctionTensors):
     """The state of one import.
 
-    `errors`, when a list is given, collects what blocks each node instead of stopping.
+    If `errors` is a list, it collects the error of each node that cannot be lowered, and the import continues.
     """
 
     def __init__(
@@ -76,20 +86,20 @@ class Importer(Tensors):
         self.random = RandomStreams.from_number(0 if isinstance(seed, str) else seed)
         self.sizes = sizes
         self.checks = checks
-        self.first_to_check: dict[Any, str] = {}  # what is checked -> the node that errors name
+        self.first_to_check: dict[Any, str] = {}  # checked tensors -> the node named in errors
         self.errors = errors
-        self.recipes = False  # whether it keeps recipes
-        self.undecided: set[str] = set()  # outputs of the branch that is lowered whose types others may decide
-        self.conditions: set[str] = set()  # outputs of the graph that is lowered of which only the truth is read
+        self.recipes = False  # whether computations of small constants are preserved
+        self.undecided: set[str] = set()  # outputs of the current branch whose types later nodes may decide
+        self.conditions: set[str] = set()  # outputs of the current graph that are read as conditions only
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
         self._declared_opset = declared_opset(model)
         self.warnings: list[str] = []
         self.unexamined = 0  # nodes that depend on a blocked node's output of unknown type
         self._unknown: set[str] = set()
-        self._failed: set[str] = set()  # outputs of blocked nodes, and what depends on them
+        self._failed: set[str] = set()  # outputs of blocked nodes, and of nodes that depend on them
         self._values: dict[str, Value | None] = {}
 
-    def run(self) -> Imported:
+    def run(self) -> ImportedModel:
         graph = self.model.graph
         with_default = set(graph.initializers)
         ports = [self._port(v) for v in graph.inputs if v.name not in with_default]
@@ -107,19 +117,19 @@ class Importer(Tensors):
         with self.builder.function("main", attrs={"num_input": len(params)}):
             for port, param in zip(ports, params):
                 if port.name in self.sizes:
-                    self._values[port.name] = self.size_of(port.name, param)
+                    self._values[port.name] = self.bind_size_input(port.name, param)
             try:
-                results = self.graph(graph)
+                results = self.lower_graph(graph)
                 self._check_outputs(results)
             except BaseException:
                 self.builder._end_block()  # else the builder's own warning follows our error
                 raise
             output = relax.Tuple([self.tensor(v) for v in flatten_values(results)])
             self.builder.emit_func_output(output, params + self._weights.variables)
-        outputs, lists = output_ports(graph.outputs, results, self._as_port)
+        outputs, lists = make_output_ports(graph.outputs, results, self._as_port)
         module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
-        derived = self.expected.derived((port.shape, port.dims) for port in ports)
-        return Imported(
+        derived = self.expected.derive_sizes((port.shape, port.dims) for port in ports)
+        return ImportedModel(
             module,
             weights,
             ports,
@@ -139,22 +149,22 @@ class Importer(Tensors):
         if value.shape is None:
             raise ModelError(f"Input '{name}' has no shape. Give it one (dimensions may be symbolic names).")
         shape = tuple(
-            dim if isinstance(dim, int) else self.symbols.named(dim.value or f"{name}_{axis}")
+            dim if isinstance(dim, int) else self.symbols.get_named(dim.value or f"{name}_{axis}")
             for axis, dim in enumerate(value.shape)
         )
         return self._as_port(name, dtype_name(value.dtype), shape)
 
     def _as_port(self, name: str, dtype: str, shape: Shape) -> Port:
-        return Port(name, dtype, shape, tuple(map(self.symbols.as_dim, shape)))
+        return Port(name, dtype, shape, tuple(map(self.symbols.to_dim, shape)))
 
     def _check_outputs(self, results: list[Value]) -> None:
-        """Refuse outputs of another element type than is declared; warn of other shapes: the computed ones count."""
+        """Reject outputs of another element type than declared; warn about other shapes: the computed ones are used."""
         for declared, computed in zip(self.model.graph.outputs, results):
             if declared.name in self._failed:
                 continue
-            if problem := type_problem(declared, computed):
+            if problem := find_type_problem(declared, computed):
                 self._refuse_output(declared, *problem)
-            elif contradiction := shape_contradiction(declared, computed):
+            elif contradiction := find_shape_contradiction(declared, computed):
                 self.warnings.append(f"output '{declared.name}' {contradiction}, which counts")
 
     def _refuse_output(self, output: ir.Value, what: str, remedy: str) -> None:
@@ -163,19 +173,21 @@ class Importer(Tensors):
             raise error
         self.errors.append(error)
 
-    def said_version(self, node: ir.Node, version: int) -> int:
-        """Return the version that errors give of an operator: by the opset that the model declares, where it has it."""
+    def declared_version(self, node: ir.Node, version: int) -> int:
+        """Return the version of an operator in errors: by the opset that the model declares, if it has the operator."""
         declared = self._declared_opset
         has_it = declared is not None and not _domain(node.domain) and onnx.defs.has(node.op_type, declared, "")
         return declared if declared is not None and has_it else version
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
-    def graph(
+    def lower_graph(
         self, graph: ir.Graph, then: Sequence[ir.Node] = (), outputs: Sequence[ir.Value] | None = None
     ) -> list[Value]:
-        """Lowers a graph whose inputs are already known, and then those nodes; returns the values of the outputs, by
-        default of the graph's."""
+        """Lower a graph whose inputs are bound, and then the nodes of `then`; return the values of its outputs.
+
+        outputs are those of the graph by default.
+        """
         outputs = graph.outputs if outputs is None else outputs
         self.read_initializers(graph)
         self.lower_nodes([*graph, *then], outputs)
@@ -186,8 +198,11 @@ class Importer(Tensors):
             self._values[name] = self._initializer(initializer)
 
     def lower_nodes(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> None:
-        """Lower nodes in their order. Those that follow branches of different types are moved into the branches, until
-        their results have equal types; outputs are what is read of the nodes elsewhere."""
+        """Lower nodes in order.
+
+        Nodes that follow branches of different types are moved into the branches, until their results have equal types.
+        outputs are the values that are read outside the nodes.
+        """
         rest = deque(nodes)
         while rest:
             node = rest.popleft()
@@ -203,10 +218,10 @@ class Importer(Tensors):
                         self._block(node, error)
 
     def lowering(self, node: ir.Node) -> AbstractContextManager[None]:
-        """What is emitted inside belongs to the node."""
+        """Attribute all that is emitted inside to the node."""
         return self.builder.lowering(node.op_type, node.name or node.outputs[0].name or "")
 
-    def body(
+    def lower_body(
         self,
         graph: ir.Graph,
         inputs: Sequence[Value],
@@ -215,25 +230,35 @@ class Importer(Tensors):
         conditions: int = 0,
         is_open: bool = False,
     ) -> list[Value]:
-        """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. Its
-        operators are of the opsets that it imports, or else of the model's. where says in errors what the graph is.
-        recipes says to compute what is made of a few numbers, such as positions, when the model runs: who reads the
-        graph element by element wants to see how. The first outputs, `conditions` of them, are conditions: they may
-        have any number of dimensions of 1. is_open says that what follows the node may decide the types of outputs."""
+        """Lower a graph with these inputs in the scope of the surrounding values; its own names are local.
+
+        Its operators have the opsets that it imports, or else the model's.
+
+        Args:
+            graph: The graph.
+            inputs: The values of its inputs.
+            where: The graph's description in errors.
+            recipes: Whether to compute values built from a few numbers, such as positions, at run time. A reader of the
+                graph that evaluates it element by element needs the computation.
+            conditions: How many of the first outputs are conditions: these may have any number of dimensions of 1.
+            is_open: Whether the nodes after this one may decide the types of outputs.
+        """
         outer = self._values, self.inside, self.recipes, self._opsets, self.conditions, self.undecided
         self.undecided = {value.name or "" for value in graph.outputs} if is_open else set()
         self.conditions = {value.name or "" for value in graph.outputs[:conditions]}
         self._opsets = {**self._opsets, **{_domain(name): version for name, version in graph.opset_imports.items()}}
-        self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
+        self._values = {**self._values, **{v.name or "": value for v, value in zip(graph.inputs, inputs, strict=True)}}
         self.inside, self.recipes = where, recipes
         try:
-            return self.graph(graph)
+            return self.lower_graph(graph)
         finally:
             self._values, self.inside, self.recipes, self._opsets, self.conditions, self.undecided = outer
 
-    def branch(self, lower: Callable[[], list[Value]]) -> tuple[relax.SeqExpr, list[Value]]:
-        """Lower what gives some values in a scope of its own, whose result is the tuple of their tensors. The values
-        tell their types; their tensors exist inside the scope only, and so do all names."""
+    def lower_branch(self, lower: Callable[[], list[Value]]) -> tuple[relax.SeqExpr, list[Value]]:
+        """Lower values in their own scope, whose result is the tuple of their tensors.
+
+        The values have their types; their tensors and all names exist inside the scope only.
+        """
         outer, self._values = self._values, dict(self._values)
         try:
             with self.scope() as scope:
@@ -244,10 +269,10 @@ class Importer(Tensors):
         assert scope.sequence is not None
         return scope.sequence, values
 
-    def rehearsal(self) -> Importer:
-        """Return a copy that tells what nodes would give: what it emits is thrown away by `end_rehearsal`."""
+    def start_rehearsal(self) -> Importer:
+        """Return a copy that tells the types of results; `end_rehearsal` discards what it emits."""
         other = copy.copy(self)
-        other.builder, other.errors, other._weights = Builder(), None, self._weights.copy()
+        other.builder, other.errors, other._weights = OriginBuilder(), None, self._weights.copy()
         other.builder._begin_binding_block()
         other.warnings, other.strings, other._assertions = [], dict(self.strings), dict(self._assertions)
         other._values, other._materialized = dict(self._values), dict(self._materialized)
@@ -258,8 +283,8 @@ class Importer(Tensors):
         self.builder._end_block()
 
     @contextmanager
-    def undone(self, error: type[Exception]) -> Iterator[None]:
-        """Where that error ends what is inside, nothing is left of it."""
+    def roll_back_on(self, error: type[Exception]) -> Iterator[None]:
+        """Restore weights and warnings if the block ends with that error."""
         weights, warnings = self._weights.copy(), list(self.warnings)
         try:
             yield
@@ -267,24 +292,24 @@ class Importer(Tensors):
             self._weights, self.warnings = weights, warnings
             raise
 
-    def value_of(self, name: str) -> Value | None:
+    def get_value(self, name: str) -> Value | None:
         return self._values.get(name)
 
     def bind(self, names: Iterable[ir.Value], values: Iterable[Value]) -> None:
-        """Give values their names."""
+        """Bind names to values."""
         self._values.update({name.name: value for name, value in zip(names, values) if name.name})
 
     def _initializer(self, value: ir.Value) -> Value:
         tensor = value.const_value
         if tensor is None:
             raise ModelError(f"Initializer '{value.name}' has no data.")
-        return self.constant(array_of(tensor))
+        return self.constant(read_array(tensor))
 
     def _read(self, value: ir.Value) -> Value:
-        known = self._values.get(value.name or "")
-        if known is None:
+        bound = self._values.get(value.name or "")
+        if bound is None:
             raise ModelError(f"Value '{value.name}' is used before any node computes it.")
-        return known
+        return bound
 
     def lower_node(self, node: ir.Node) -> None:
         version = self._opsets.get(_domain(node.domain), 1)
@@ -292,7 +317,7 @@ class Importer(Tensors):
         inputs = [None if isinstance(v, AbsentValue) else v for v in read]
         if self._unknown and any(v is not None and v.name in self._unknown for v in node.inputs):
             self.unexamined += 1
-            self._values.update({v.name: self._stand_in(v) for v in node.outputs if v.name})
+            self._values.update({v.name: self._make_placeholder(v) for v in node.outputs if v.name})
             self._failed.update(v.name or "" for v in node.outputs)
             return
         try:
@@ -309,11 +334,11 @@ class Importer(Tensors):
                 self._values[output.name] = result
 
     def _block(self, node: ir.Node, error: NodeError) -> None:
-        """Raise the error, or note it and go on behind the node."""
+        """Raise the error, or record it and continue after the node."""
         if self.errors is None:
             raise error
         self.errors.append(error)
-        self.bind(node.outputs, [self._stand_in(v) for v in node.outputs])
+        self.bind(node.outputs, [self._make_placeholder(v) for v in node.outputs])
         self._failed.update(v.name or "" for v in node.outputs)
 
     def _results(self, node: ir.Node, version: int, inputs: list[Value | None]) -> list[Value | None]:
@@ -332,7 +357,9 @@ class Importer(Tensors):
         except LoweringError:
             raise
         except Exception as error:
-            shapes = ", ".join("-" if v is None else f"{v.dtype}[{', '.join(map(as_text, v.shape))}]" for v in inputs)
+            shapes = ", ".join(
+                "-" if v is None else f"{v.dtype}[{', '.join(map(format_size, v.shape))}]" for v in inputs
+            )
             raise context.error(
                 f"cannot be lowered for inputs {shapes or 'none'}.",
                 "Its attributes and these shapes may not fit together, or it is a form that nobody has met; the cause "
@@ -340,13 +367,13 @@ class Importer(Tensors):
             ) from error
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         for value in filter(None, results):
-            huge = [d for d in value.shape if isinstance(d, int) and d > MOST_SIZE]
+            huge = [d for d in value.shape if isinstance(d, int) and d > MAX_DIMENSION]
             if huge:
-                raise context.error(f"a dimension of its result is {huge[0]}; the most is {MOST_SIZE}.")
+                raise context.error(f"a dimension of its result is {huge[0]}; the most is {MAX_DIMENSION}.")
         return results
 
-    def _stand_in(self, value: ir.Value) -> Value:
-        """Keeps `check` going behind a node that failed: a value of the type that the model declares or infers."""
+    def _make_placeholder(self, value: ir.Value) -> Value:
+        """Return a value of the declared or inferred type, so that `check` continues after a failed node."""
         if value.dtype is None or value.shape is None or not isinstance(value.type, ir.TensorType):
             self._unknown.add(value.name or "")
         dtype = dtype_name(value.dtype) if value.dtype is not None else "float32"
@@ -357,8 +384,8 @@ class Importer(Tensors):
     def _without_lowering(
         self, context: Node, node: ir.Node, version: int, inputs: list[Value | None]
     ) -> list[Value | None]:
-        """Lowers an operator that is not registered, by its ONNX function body."""
-        body = function_body(node, version, inputs)
+        """Lower an operator that is not registered by its ONNX function body."""
+        body = read_function_body(node, version, inputs)
         if body is None:
             raise context.error(
                 "no lowering is registered for this operator, and it has no ONNX function body.",
@@ -366,7 +393,7 @@ class Importer(Tensors):
             )
         outer = self._values, self._opsets, self.errors, self._declared_opset
         self._declared_opset = None
-        self._values = {v.name or "": given for v, given in zip(body.inputs, inputs)}
+        self._values = {v.name or "": value for v, value in zip(body.inputs, inputs)}
         self._opsets = {_domain(domain): version for domain, version in body.opset_imports.items()}
         self.errors = None
         try:

@@ -1,4 +1,4 @@
-"""Outputs of a model: the tensors of those that are lists, and whether all are what the model declares."""
+"""Outputs of a model: the tensors of list outputs, and whether all match the model's declarations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import onnx_ir as ir
 from ..graph.list_inputs import element_names
 from ..graph.model import dtype_name
 from ..manifest import ListSpec
-from .imported import Port
-from .values import AbsentValue, SequenceValue, Shape, Value, described, flatten_values
+from .imported_model import Port
+from .values import AbsentValue, SequenceValue, Shape, Value, describe_type, flatten_values
 
 
-def output_ports(
+def make_output_ports(
     outputs: Sequence[ir.Value], results: Sequence[Value], as_port: Callable[[str, str, Shape], Port]
 ) -> tuple[list[Port], list[ListSpec]]:
-    """Return a port for each tensor of the outputs, and which of them are the elements of a list."""
+    """Return a port for each tensor of the outputs, and the ports that are elements of lists."""
     ports: list[Port] = []
     lists: list[ListSpec] = []
     taken = {output.name or "" for output in outputs}
@@ -31,27 +31,27 @@ def output_ports(
     return ports, lists
 
 
-def type_problem(declared: ir.Value, computed: Value) -> tuple[str, str] | None:
-    """Return what is wrong with the type that a model declares of an output, and a remedy; None where it is right."""
+def find_type_problem(declared: ir.Value, computed: Value) -> tuple[str, str] | None:
+    """Return the error and the remedy for a wrong declared type of an output; None if it is correct."""
     remedy = "Correct the declaration, or the nodes that give it."
     if not _is_of_kind(declared.type, computed):
-        return f"it is declared {declared.type}, but the nodes compute {described(computed)}.", remedy
+        return f"it is declared {declared.type}, but the nodes compute {describe_type(computed)}.", remedy
     if isinstance(computed, AbsentValue) or declared.dtype is None or dtype_name(declared.dtype) == computed.dtype:
         return None
     return f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}.", remedy
 
 
-def shape_contradiction(declared: ir.Value, computed: Value) -> str:
-    """Return how the shape that a model declares of an output differs from a computed one; "" where both can be true.
+def find_shape_contradiction(declared: ir.Value, computed: Value) -> str:
+    """Return how the declared shape of an output differs from the computed one; "" if they are consistent.
 
-    That of a sequence is the shape of each of its tensors.
+    The declared shape of a sequence is that of each of its tensors.
     """
-    found = (_contradicts(declared, tensor) for tensor in flatten_values([computed]))
-    return next(filter(None, found), "")
+    contradictions = (_describe_contradiction(declared, tensor) for tensor in flatten_values([computed]))
+    return next(filter(None, contradictions), "")
 
 
 def _is_of_kind(declared: ir.TypeProtocol | None, computed: Value) -> bool:
-    """Whether a sequence, an optional value without an element, or a tensor is computed where it is declared."""
+    """Return whether a sequence, an optional value without an element, or a tensor is computed as declared."""
     if declared is None:
         return True
     if isinstance(declared, ir.OptionalType):
@@ -63,12 +63,12 @@ def _is_of_kind(declared: ir.TypeProtocol | None, computed: Value) -> bool:
     return isinstance(declared, ir.SequenceType) == isinstance(computed, SequenceValue)
 
 
-def _contradicts(declared: ir.Value, computed: Value) -> str:
+def _describe_contradiction(declared: ir.Value, computed: Value) -> str:
     if declared.shape is None:
         return ""
     if len(declared.shape) != computed.rank:
         return f"is declared with {len(declared.shape)} dimensions, but the nodes compute {computed.rank}"
-    for axis, (says, is_) in enumerate(zip(declared.shape, computed.shape)):
-        if isinstance(says, int) and isinstance(is_, int) and says != is_:
-            return f"is declared {says} along axis {axis}, but the nodes compute {is_}"
+    for axis, (declared_size, size) in enumerate(zip(declared.shape, computed.shape)):
+        if isinstance(declared_size, int) and isinstance(size, int) and declared_size != size:
+            return f"is declared {declared_size} along axis {axis}, but the nodes compute {size}"
     return ""

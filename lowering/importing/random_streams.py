@@ -1,4 +1,4 @@
-"""The seed of a model's random nodes, and what keeps their numbers apart: a stream for each node, steps of loops."""
+"""The seed of a model's random nodes, and their independent streams: one for each node and loop iteration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .values import Value
 
 @dataclass
 class RandomStreams:
-    """What the random nodes of one import share.
+    """The random state shared by the random nodes of one import.
 
-    seed is an int64 scalar: a constant, or an input of the model. steps are the numbers (int64 scalars) of the steps of
-    the run-time loops around the node under lowering.
+    seed is an int64 scalar: a constant, or an input of the model. steps are the iteration numbers (int64 scalars) of
+    the run-time loops around the node that is being lowered.
     """
 
     seed: Value
@@ -34,7 +34,7 @@ class RandomStreams:
 
     @contextmanager
     def inside_step(self, number: Value) -> Iterator[None]:
-        """Let random nodes that are lowered inside draw other numbers at each step of a loop."""
+        """Make random nodes that are lowered inside draw other numbers in each iteration of a loop."""
         self.steps.append(number)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Sizes that a run computes, as a tensor."""
+"""A kernel that stores symbolic sizes in a tensor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 
-def size_kernel(contents: np.ndarray, dtype: str) -> tuple[tirx.PrimFunc, list[tirx.Var]]:
-    """A kernel that takes each symbol as a scalar and stores the contents, which are numbers and expressions of the
-    symbols; and the symbols."""
+def make_size_kernel(contents: np.ndarray, dtype: str) -> tuple[tirx.PrimFunc, list[tirx.Var]]:
+    """Return a kernel that takes symbols as scalars and stores the contents, and the symbols.
+
+    The contents are numbers and expressions of the symbols.
+    """
     symbols: list[tirx.Var] = []
     for entry in contents.flat:
         if not _is_number(entry):

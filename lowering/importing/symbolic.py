@@ -1,9 +1,8 @@
-"""Arithmetic on contents: what an operator means for sizes (Python ints, bools and int64 or bool TensorIR expressions).
+"""Arithmetic on contents: operators on sizes (Python ints, bools and int64 or bool TensorIR expressions).
 
-`elementwise(node, function, *values)` maps one of the functions below (or any other) over values whose contents are
-known, with NumPy broadcasting; `reduce` folds one along axes. Both return None where the contents are not known: the
-lowering then emits tensor code. Functions that depend on what is known of the symbols take them first (use
-functools.partial).
+`elementwise(node, function, *values)` maps one of the functions below (or any other) over values with contents, with
+NumPy broadcasting; `reduce` folds one along axes. Both return None if a value has no contents: the lowering then emits
+tensor code. Functions that depend on bounds of the symbols take them first (use functools.partial).
 """
 
 from __future__ import annotations
@@ -20,34 +19,35 @@ from ..tensorir.expressions import walk
 from .node import Node
 from .values import Size, Symbols, Value
 
-# Contents are for shapes. A larger array is data, better computed by a kernel.
-MOST_ELEMENTS = 4096
+# Contents are for shapes. A larger array is data, which a kernel computes faster.
+MAX_CONTENTS = 4096
 
-# TensorIR computes contents in int64: types that wrap earlier than shapes can grow stay tensors.
+# TensorIR computes contents in int64: types that overflow for sizes of shapes stay tensors.
 _DTYPES = ("int64", "int32", "bool")
 
 
-def known(value: Value) -> bool:
-    """Whether the value's contents are known sizes or truth values, few enough to compute with."""
-    return value.contents is not None and value.dtype in _DTYPES and value.contents.size <= MOST_ELEMENTS
+def has_contents(value: Value) -> bool:
+    """Return whether the value's contents are sizes or truth values, few enough to compute with."""
+    return value.contents is not None and value.dtype in _DTYPES and value.contents.size <= MAX_CONTENTS
 
 
 def elementwise(node: Node, function: Callable[..., Size], *values: Value, dtype: str | None = None) -> Value | None:
-    """function(*elements) at every index of the broadcast shape, as contents of `dtype` (default: of the first value).
+    """Return function(*elements) at every index of the broadcast shape, as contents of `dtype`.
 
-    None if the contents of a value are not known, or if the result would be too large.
+    dtype is that of the first value by default. Return None if a value has no contents, or the result would be too
+    large.
     """
-    if not all(known(v) for v in values):
+    if not all(has_contents(v) for v in values):
         return None
     try:
         shape = np.broadcast_shapes(*(v.shape for v in values))
     except ValueError:
         shapes = " and ".join(str(tuple(v.shape)) for v in values)
         raise node.error(f"shapes {shapes} do not broadcast.") from None
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_CONTENTS:
         return None
     result = np.empty(shape, dtype=object)
-    for index, elements in zip(np.ndindex(shape), zip(*(_elements(v, shape) for v in values))):
+    for index, elements in zip(np.ndindex(shape), zip(*(_broadcast_elements(v, shape) for v in values))):
         result[index] = function(*elements)
     return node.sizes(result, dtype or values[0].dtype)
 
@@ -55,20 +55,20 @@ def elementwise(node: Node, function: Callable[..., Size], *values: Value, dtype
 def reduce(
     node: Node, function: Callable[[Size, Size], Size], value: Value, axes: Collection[int], keepdims: bool
 ) -> Value | None:
-    """The contents combined by function along the axes (each in [0, rank)); None if they are not known or empty."""
-    if not known(value) or 0 in value.shape:
+    """Reduce the contents by function along the axes (each in [0, rank)); return None without contents or if empty."""
+    if not has_contents(value) or 0 in value.shape:
         return None
-    kept = tuple(1 if axis in axes else size for axis, size in enumerate(value.shape))
-    result = np.full(kept, None, dtype=object)
-    for index, element in zip(np.ndindex(value.shape), _elements(value, value.shape)):
+    reduced_shape = tuple(1 if axis in axes else size for axis, size in enumerate(value.shape))
+    result = np.full(reduced_shape, None, dtype=object)
+    for index, element in zip(np.ndindex(value.shape), _broadcast_elements(value, value.shape)):
         target = tuple(0 if axis in axes else k for axis, k in enumerate(index))
         result[target] = element if result[target] is None else function(result[target], element)
-    shape = kept if keepdims else tuple(size for axis, size in enumerate(value.shape) if axis not in axes)
+    shape = reduced_shape if keepdims else tuple(size for axis, size in enumerate(value.shape) if axis not in axes)
     return node.sizes(result.reshape(shape), value.dtype)
 
 
-def _elements(value: Value, shape: tuple[int, ...]) -> list[Size]:
-    """The contents, broadcast to shape, in row-major order."""
+def _broadcast_elements(value: Value, shape: tuple[int, ...]) -> list[Size]:
+    """Return the contents, broadcast to shape, in row-major order."""
     contents = value.contents
     assert contents is not None
     flat = np.empty(contents.shape, dtype=object)
@@ -83,25 +83,25 @@ def _is_number(element: Any) -> bool:
     return isinstance(element, (bool, int, np.integer, np.bool_))
 
 
-def _numbers(*elements: Size) -> bool:
+def _are_numbers(*elements: Size) -> bool:
     return all(isinstance(e, (bool, int)) for e in elements)
 
 
-def _expr(element: Size) -> Any:
-    """The element as a TensorIR expression: constructors that take two expressions do not convert Python numbers."""
+def _to_expr(element: Size) -> Any:
+    """Return the element as a TensorIR expression: constructors of two expressions do not convert Python numbers."""
     if isinstance(element, bool):
         return tirx.const(element, "bool")
     return tirx.IntImm("int64", element) if isinstance(element, int) else element
 
 
 def divides_by_zero(symbols: Symbols, value: Value) -> bool:
-    """Whether a quotient in the contents has a divisor that may be 0: to compute it as a size would end the process."""
+    """Return whether a divisor in the contents may be 0: to compute it as a size would crash the process."""
     divisors = [
-        part.b
-        for element in _elements(value, value.shape)
-        if not _numbers(element)
-        for part in walk(symbols.simplify(element))
-        if isinstance(part, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod)
+        operation.b
+        for element in _broadcast_elements(value, value.shape)
+        if not _are_numbers(element)
+        for operation in walk(symbols.simplify(element))
+        if isinstance(operation, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod)
     ]
     return not all(symbols.prove(divisor > 0) or symbols.prove(divisor < 0) for divisor in divisors)
 
@@ -126,68 +126,68 @@ def negative(a: Size) -> Size:
 
 
 def absolute(a: Size) -> Size:
-    return abs(a) if _numbers(a) else maximum(a, -a)
+    return abs(a) if _are_numbers(a) else maximum(a, -a)
 
 
 def divide(symbols: Symbols, a: Size, b: Size) -> Size:
-    """a / b rounded toward zero, as ONNX and C divide integers; of numbers 0 where the divisor is 0.
+    """Return a / b rounded toward zero, as ONNX and C divide integers; 0 for numbers whose divisor is 0.
 
-    For signs that are known it is the floor, which the simplifier understands better: hence `symbols`.
+    For provable signs it is the floor, which the simplifier handles better: hence `symbols`.
     """
-    if _numbers(a, b):
+    if _are_numbers(a, b):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if b else 0
-    a, b = _expr(a), _expr(b)
+    a, b = _to_expr(a), _to_expr(b)
     return tirx.floordiv(a, b) if symbols.prove(a >= 0) and symbols.prove(b > 0) else tirx.truncdiv(a, b)
 
 
 def floor_divide(a: Size, b: int) -> Size:
-    """a / b rounded down, for a positive number b."""
-    return a // b if _numbers(a) else tirx.floordiv(_expr(a), _expr(b))
+    """Return a / b rounded down, for a positive number b."""
+    return a // b if _are_numbers(a) else tirx.floordiv(_to_expr(a), _to_expr(b))
 
 
 def floor_mod(a: Size, b: Size) -> Size:
-    """The remainder with the sign of the divisor (ONNX Mod with fmod = 0); of numbers 0 where the divisor is 0."""
-    if _numbers(a, b):
+    """Return the remainder with the sign of the divisor (ONNX Mod, fmod = 0); 0 for numbers whose divisor is 0."""
+    if _are_numbers(a, b):
         return a % b if b else 0
-    return tirx.floormod(_expr(a), _expr(b))
+    return tirx.floormod(_to_expr(a), _to_expr(b))
 
 
 def trunc_mod(a: Size, b: Size) -> Size:
-    """The remainder with the sign of the dividend (ONNX Mod with fmod = 1); of numbers 0 where the divisor is 0."""
-    if _numbers(a, b):
+    """Return the remainder with the sign of the dividend (ONNX Mod, fmod = 1); 0 for numbers whose divisor is 0."""
+    if _are_numbers(a, b):
         return abs(a) % abs(b) * (1 if a >= 0 else -1) if b else 0
-    return tirx.truncmod(_expr(a), _expr(b))
+    return tirx.truncmod(_to_expr(a), _to_expr(b))
 
 
 def minimum(a: Size, b: Size) -> Size:
-    return min(a, b) if _numbers(a, b) else tirx.min(_expr(a), _expr(b))
+    return min(a, b) if _are_numbers(a, b) else tirx.min(_to_expr(a), _to_expr(b))
 
 
 def maximum(a: Size, b: Size) -> Size:
-    return max(a, b) if _numbers(a, b) else tirx.max(_expr(a), _expr(b))
+    return max(a, b) if _are_numbers(a, b) else tirx.max(_to_expr(a), _to_expr(b))
 
 
 # -- truth values -----------------------------------------------------------------------------------------------------
 
 
 def equal(a: Size, b: Size) -> Size:
-    return a == b if _numbers(a, b) else tirx.EQ(_expr(a), _expr(b))
+    return a == b if _are_numbers(a, b) else tirx.EQ(_to_expr(a), _to_expr(b))
 
 
 def less(a: Size, b: Size) -> Size:
-    return a < b if _numbers(a, b) else tirx.LT(_expr(a), _expr(b))
+    return a < b if _are_numbers(a, b) else tirx.LT(_to_expr(a), _to_expr(b))
 
 
 def less_or_equal(a: Size, b: Size) -> Size:
-    return a <= b if _numbers(a, b) else tirx.LE(_expr(a), _expr(b))
+    return a <= b if _are_numbers(a, b) else tirx.LE(_to_expr(a), _to_expr(b))
 
 
 def logical_and(a: Size, b: Size) -> Size:
-    return a and b if _numbers(a, b) else tirx.And(_expr(a), _expr(b))
+    return a and b if _are_numbers(a, b) else tirx.And(_to_expr(a), _to_expr(b))
 
 
 def logical_or(a: Size, b: Size) -> Size:
-    return a or b if _numbers(a, b) else tirx.Or(_expr(a), _expr(b))
+    return a or b if _are_numbers(a, b) else tirx.Or(_to_expr(a), _to_expr(b))
 
 
 def logical_xor(a: Size, b: Size) -> Size:
@@ -195,11 +195,11 @@ def logical_xor(a: Size, b: Size) -> Size:
 
 
 def logical_not(a: Size) -> Size:
-    return not a if _numbers(a) else tirx.Not(_expr(a))
+    return not a if _are_numbers(a) else tirx.Not(_to_expr(a))
 
 
 def where(condition: Size, a: Size, b: Size) -> Size:
-    """a where the condition holds, else b."""
+    """Return a where the condition holds, else b."""
     if isinstance(condition, bool):
         return a if condition else b
-    return tirx.Select(condition, _expr(a), _expr(b))
+    return tirx.Select(condition, _to_expr(a), _to_expr(b))

@@ -1,4 +1,4 @@
-"""Types of inputs that no runtime takes: of two types where the operator has one, or of another kind than it has."""
+"""Rules for input types that every runtime rejects: types that must be equal, or of a kind the operator lacks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KINDS = {
     _SEQUENCE: "a sequence",
 }  # fmt: skip
 _TAKES_HOLES = {"Identity", "OptionalHasElement"}
-"""Operators that take an optional value whether it has an element or not."""
+"""Operators that take an optional value whether or not it has an element."""
 
 
 def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operator: str) -> None:
-    """Raise NodeError for inputs of an operator that ONNX defines, if their types do not fit each other or it."""
+    """Raise NodeError for inputs of an ONNX operator whose types do not match each other or the operator."""
     schema = _schema(operator, node.version) if domain in ("", "ai.onnx") else None
     if schema is None:
         return
@@ -41,10 +41,10 @@ def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operato
         kinds = allowed.get(type_name, frozenset((_kind(type_name),)))
         is_sequence = isinstance(value, SequenceValue)
         if (_SEQUENCE if is_sequence else _kind(value.dtype)) not in kinds:
-            wanted = " or ".join(_KINDS[kind] for kind in sorted(kinds & _KINDS.keys()))
+            expected = " or ".join(_KINDS[kind] for kind in sorted(kinds & _KINDS.keys()))
             remedy = "" if is_sequence or kinds == {_SEQUENCE} else "Cast it before."
             raise node.error(
-                f"input {name} is {'a sequence' if is_sequence else value.dtype}, and must be {wanted}.", remedy
+                f"input {name} is {'a sequence' if is_sequence else value.dtype}, and must be {expected}.", remedy
             )
         other, dtype = bound.setdefault(type_name, (name, value.dtype))
         if type_name in allowed and is_one_type and dtype != value.dtype:
@@ -55,27 +55,27 @@ def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operato
 
 
 def _described(value: Value) -> tuple[str, str]:
-    """The kind of a value, and how errors call its type."""
+    """Return the kind of a value, and its type in errors."""
     return (_SEQUENCE, _KINDS[_SEQUENCE]) if isinstance(value, SequenceValue) else (_kind(value.dtype), value.dtype)
 
 
 _Parameter = tuple[str, str, bool, bool]
-"""A name, the name of a type, whether all that it takes have one type, and whether it has to be there."""
+"""A parameter's name, its type name, whether all its inputs have one type, and whether it is required."""
 
 
 def _parameter(parameters: list[_Parameter], index: int) -> _Parameter | None:
-    """The parameter that takes an input; None where the operator has none for it."""
+    """Return the parameter that takes an input; None if the operator has none for it."""
     if index < len(parameters) and not parameters[index][0].endswith("[]"):
         return parameters[index]
     if not parameters or not parameters[-1][0].endswith("[]"):
         return None
-    name, *others = parameters[-1]
-    return f"{name[:-1]}{index - len(parameters) + 1}]", *others  # type: ignore[return-value]
+    name, *rest = parameters[-1]
+    return f"{name[:-1]}{index - len(parameters) + 1}]", *rest  # type: ignore[return-value]
 
 
 @functools.cache
 def _schema(operator: str, version: int) -> tuple[list[_Parameter], dict[str, frozenset[str]]] | None:
-    """The parameters of an operator, a variadic one's name followed by "[]", and the kinds of its named types."""
+    """Return the parameters of an operator, "[]" after the name of a variadic one, and the kinds of its named types."""
     try:
         schema = onnx.defs.get_schema(operator, version)
     except onnx.defs.SchemaError:
@@ -83,19 +83,19 @@ def _schema(operator: str, version: int) -> tuple[list[_Parameter], dict[str, fr
     options = onnx.defs.OpSchema.FormalParameterOption
     parameters = [
         (
-            each.name + "[]" * (each.option == options.Variadic),
-            each.type_str,
-            each.is_homogeneous,
-            each.option == options.Single,
+            parameter.name + "[]" * (parameter.option == options.Variadic),
+            parameter.type_str,
+            parameter.is_homogeneous,
+            parameter.option == options.Single,
         )
-        for each in schema.inputs
+        for parameter in schema.inputs
     ]
     kinds = {c.type_param_str: frozenset(map(_kind, c.allowed_type_strs)) for c in schema.type_constraints}
     return parameters, kinds
 
 
 def _kind(type_name: str) -> str:
-    """The kind of "tensor(float16)", "bfloat16", "uint4", "seq(tensor(float))", also of optional ones."""
+    """Return the kind of "tensor(float16)", "bfloat16", "uint4", "seq(tensor(float))", also of optional types."""
     type_name = type_name.removeprefix("optional(")
     if type_name.startswith("seq("):
         return _SEQUENCE

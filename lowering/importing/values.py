@@ -1,8 +1,8 @@
-"""What the importer knows of an ONNX value: element type, symbolic shape, and its contents where they are known.
+"""The importer's description of an ONNX value: element type, symbolic shape, and contents if they can be computed.
 
 Shapes are tuples of Python ints and, where a size is symbolic, int64 TensorIR expressions. Integer tensors computed
-from shapes carry their contents as an array of such sizes, so that Shape -> Gather -> Mul -> Concat -> Reshape never
-becomes tensor code.
+from shapes have contents, an array of such sizes, so that Shape -> Gather -> Mul -> Concat -> Reshape never becomes
+tensor code.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..tensorir.expressions import walk
 Size: TypeAlias = Any  # int | tirx expression of dtype int64 (bool for contents of boolean tensors)
 Shape: TypeAlias = tuple[Size, ...]
 
-# Bytes that no machine has.
-MOST_BYTES = 2**46
+# More bytes than any machine has.
+MAX_TENSOR_BYTES = 2**46
 
-# Of a dimension that a model's own numbers make; TVM's 32-bit arithmetic ends soon behind it.
-MOST_SIZE = 10**9
+# The limit of a dimension computed from a model's constants; TVM's 32-bit arithmetic overflows soon after it.
+MAX_DIMENSION = 10**9
 
-# What is quoted; a number as TVM prints it; the prefix of its functions.
+# Quoted text; a number as TVM prints it; the prefix of TVM's functions.
 _PRINTED = re.compile(r"(?<!\w)('[^'\n]*')|T\.int64\((-?\d+)\)|\bT\.(?=[a-z])")
 
-# Operations in the expression of a size. What models write has a few tens; simplifying takes time that grows faster.
-_LONGEST = 32
+# Operations in the expression of a size. Models have a few tens; the time to simplify grows faster than the number.
+_MAX_OPERATIONS = 32
 
 
 class Symbols:
@@ -44,21 +44,21 @@ class Symbols:
         self._analyzer = sym.Analyzer()
         self._named: dict[str, tirx.Var] = {}
         self._taken: set[str] = set()
-        self._said: dict[str, str] = {}  # what the model calls the sizes of these names
+        self._said: dict[str, str] = {}  # the model's names of sizes, by ours
 
-    def named(self, name: str) -> tirx.Var:
-        """The size that the model calls `name`; made at first use."""
+    def get_named(self, name: str) -> tirx.Var:
+        """Return the size that the model calls `name`; it is created at first use."""
         if name not in self._named:
             self._named[name] = self.fresh(name)
             self._said[self._named[name].name] = name
         return self._named[name]
 
     def is_declared(self, size: Size | str) -> bool:
-        """Whether inputs declare that size, or one of that name."""
+        """Return whether inputs declare that size, or one of that name."""
         return size in self._named if isinstance(size, str) else isinstance(size, tirx.Var) and size.name in self._said
 
     def fresh(self, hint: str, signed: bool = False) -> tirx.Var:
-        """A size about which nothing is known but that it is not negative; a signed one may be."""
+        """Return a new size without facts other than that it is not negative; a signed one may be."""
         stem = "".join(c if c.isalnum() and c.isascii() else "_" for c in hint) or "n"
         stem = stem if not stem[0].isdigit() else f"n_{stem}"
         name, k = stem, 1
@@ -70,19 +70,19 @@ class Symbols:
             self._analyzer.bind(var, ir.Range(0, LARGEST_SIZE))
         return var
 
-    def as_dim(self, size: Size) -> int | str:
-        """A size as the manifest has it: a number, a name as the model has it, or an expression of names to read."""
+    def to_dim(self, size: Size) -> int | str:
+        """Return a size for the manifest: a number, the model's name, or a readable expression of names."""
         if isinstance(size, int):
             return size
-        if isinstance(size, tirx.Var):  # TVM prints some of other names
+        if isinstance(size, tirx.Var):  # TVM prints some variables under other names
             return self._said.get(size.name, size.name)
-        return re.sub(r"[A-Za-z_]\w*", self._said_of, as_text(size))
+        return re.sub(r"[A-Za-z_]\w*", self._said_of, format_size(size))
 
-    def _said_of(self, found: re.Match[str]) -> str:
-        return self._said.get(found[0], found[0])
+    def _said_of(self, match: re.Match[str]) -> str:
+        return self._said.get(match[0], match[0])
 
     def simplify(self, size: Size) -> Size:
-        """The simplest equal size: a Python int (or bool) where it is constant."""
+        """Return the simplest equal size: a Python int (or bool) if it is constant."""
         if isinstance(size, (bool, np.bool_)):
             return bool(size)
         if isinstance(size, (int, np.integer)):
@@ -93,49 +93,52 @@ class Symbols:
         return size
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Whether the two sizes are provably equal."""
+        """Return whether the two sizes are provably equal."""
         if isinstance(a, int) and isinstance(b, int):
             return a == b
         return bool(self._analyzer.can_prove_equal(a, b))
 
     def prove(self, condition: Size) -> bool:
-        """Whether the boolean expression provably holds."""
+        """Return whether the boolean expression provably holds."""
         return bool(condition) if isinstance(condition, (bool, np.bool_)) else bool(self._analyzer.can_prove(condition))
 
 
 def static(size: Size) -> int | None:
-    """The size, if it is a number."""
+    """Return the size if it is a number, else None."""
     return size if isinstance(size, int) else None
 
 
 def is_one(size: Size) -> bool:
-    """Whether a size is known to be 1."""
+    """Return whether a size is statically 1."""
     return isinstance(size, (int, tirx.IntImm)) and int(size) == 1
 
 
-def as_text(size: Size) -> str:
-    """A size for the reader."""
-    return without_types(str(size))
+def format_size(size: Size) -> str:
+    """Return a size as readable text."""
+    return strip_types(str(size))
 
 
-def without_types(text: str) -> str:
-    """A text in which TVM has printed sizes, as a reader would write them. What is quoted is the user's, and stays."""
-    return _PRINTED.sub(lambda found: found[1] or found[2] or "", text)
+def strip_types(text: str) -> str:
+    """Return a text with sizes printed by TVM in readable form. Quoted text is the user's, and stays."""
+    return _PRINTED.sub(lambda match: match[1] or match[2] or "", text)
 
 
 def is_long(size: Size) -> bool:
-    """Whether an expression is too long to compute with further (`Importer.short`)."""
-    return not isinstance(size, (int, tirx.Var)) and sum(1 for _ in islice(walk(size), _LONGEST + 1)) > _LONGEST
+    """Return whether an expression is too long to compute with further (`FunctionTensors.shorten`)."""
+    return (
+        not isinstance(size, (int, tirx.Var))
+        and sum(1 for _ in islice(walk(size), _MAX_OPERATIONS + 1)) > _MAX_OPERATIONS
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One ONNX value: a tensor in the Relax function (`expr`), known contents, or both.
+    """An ONNX value: a tensor in the Relax function (`expr`), contents, or both.
 
     dtype is NumPy's or ml_dtypes' name of the ONNX element type, or "string"; the Relax tensor has
     `storage_dtype(dtype)`. contents is an array of `shape`: of numbers for a constant, of objects (ints and TensorIR
-    expressions) for integers and booleans computed from sizes. channels_last stands for an `expr` that nobody has asked
-    for yet: the tensor with its second axis behind the others (importing/channels.py).
+    expressions) for integers and booleans computed from sizes. channels_last replaces an `expr` that is not needed yet:
+    it is the tensor with its second axis moved to the end (importing/channels.py).
     """
 
     dtype: str
@@ -163,14 +166,14 @@ class Value:
         return None
 
     def sizes(self) -> list[Size]:
-        """The contents as a flat list of sizes; only for values whose contents are known integers."""
+        """Return the contents as a flat list of sizes; only for values with integer contents."""
         assert self.contents is not None
         return [int(c) if isinstance(c, (int, np.integer, np.bool_)) else c for c in self.contents.flat]
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceValue(Value):
-    """A sequence of tensors of type `dtype`, whose length is known. Only its items have tensors.
+    """A sequence of tensors of type `dtype` and static length. Only its items have tensors.
 
     Its shape is ().
     """
@@ -180,14 +183,14 @@ class SequenceValue(Value):
 
 @dataclass(frozen=True, eq=False)
 class AbsentValue(SequenceValue):
-    """An optional value without an element: no tensors. Nodes that read it see a hole."""
+    """An optional value without an element: no tensors. Nodes that read it see an omitted input."""
 
 
 ABSENT = AbsentValue("float32", ())
 
 
-def described(value: Value) -> str:
-    """Return how errors call the type of a value."""
+def describe_type(value: Value) -> str:
+    """Return the description of a value's type in errors."""
     if isinstance(value, AbsentValue):
         return "an optional value without an element"
     if isinstance(value, SequenceValue):
@@ -201,7 +204,7 @@ def flatten_values(values: Iterable[Value]) -> list[Value]:
 
 
 def unflatten_values(tensors: Iterable[Value], like: Iterable[Value]) -> list[Value]:
-    """Return values of the kinds of `like` that `flatten_values` makes these tensors of."""
+    """Return values of the kinds of `like`; the inverse of `flatten_values`."""
     rest = iter(tensors)
     return [
         replace(value, items=tuple(islice(rest, len(value.items)))) if isinstance(value, SequenceValue) else next(rest)
@@ -210,7 +213,7 @@ def unflatten_values(tensors: Iterable[Value], like: Iterable[Value]) -> list[Va
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """NumPy's or ml_dtypes' type of that name."""
+    """Return NumPy's or ml_dtypes' type of that name."""
     return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
@@ -232,17 +235,17 @@ _STORAGE = {
 
 
 def storage_dtype(dtype: str) -> str:
-    """The Relax element type that holds ONNX elements of `dtype` (docs/architecture.md, Element types)."""
+    """Return the Relax element type that stores ONNX elements of `dtype` (docs/architecture.md, Element types)."""
     return _STORAGE.get(dtype, dtype)
 
 
 def storage_shape(dtype: str, shape: Shape) -> Shape:
-    """The Relax shape that holds an ONNX tensor of `shape`."""
+    """Return the Relax shape that stores an ONNX tensor of `shape`."""
     return (*shape, 2) if dtype == "complex128" else shape
 
 
 def storage_array(array: np.ndarray) -> np.ndarray:
-    """The same bytes as the compiled code sees them (all types but strings)."""
+    """Return the same bytes in the storage type of the compiled code (all types but strings)."""
     dtype = array.dtype.name
     if dtype not in _STORAGE:
         return array
@@ -252,11 +255,11 @@ def storage_array(array: np.ndarray) -> np.ndarray:
     return array.view(_STORAGE[dtype])
 
 
-def empty(shape: Shape) -> bool:
-    """Whether a tensor of this shape is known to hold nothing."""
+def is_empty(shape: Shape) -> bool:
+    """Return whether a tensor of this shape is statically empty."""
     return any(isinstance(d, int) and d == 0 for d in shape)
 
 
 def prod(sizes: Iterable[Size]) -> Size:
-    """The product of sizes, 1 for none."""
+    """Return the product of sizes, 1 for none."""
     return math.prod(sizes)

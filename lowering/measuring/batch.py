@@ -1,11 +1,11 @@
-"""Candidates in a folder, measured on a machine that has the runtime alone: `onnx-lowering measure DIR`.
+"""Candidates in a folder, measured on a machine that only has the runtime: `onnx-lowering measure DIR`.
 
-    DIR/batch.json     for which machine they are, and how many there are of each task
+    DIR/batch.json     the machine they are for, and the number of candidates of each task
        /TASK/          arguments.json, arguments.bin, expected.bin, default.so, and 0.so, 1.so, ...
        /machine.json   the machine that measured
        /results.jsonl  a line for every candidate, written when it was measured
 
-Who made the folder keeps what he needs to understand the results in it, too (tuning/batches.py).
+The tuner that writes the folder adds the files that it needs to interpret the results (tuning/batches.py).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..errors import ArtifactError, InputError
 from ..records import decode
 from ..runtime.checks import check_machine
 from ..runtime.gpu import read_gpu_architecture, runs_on
-from .isolated import Failed, Helper
+from .isolated import CandidateFailure, Helper
 from .lines import append_line, repair_lines
-from .machine import Machine, machine
-from .measure import Job, Measured
-from .trial import LAST_PAIRS, compared, runner, tried
+from .machine import TuningMachine, read_tuning_machine
+from .measure import Job, Measurement
+from .trial import LAST_PAIRS, compare_candidate, runner, try_candidate
 
 FORMAT = 2
 BATCH, MACHINE, RESULTS, DEFAULT = "batch.json", "machine.json", "results.jsonl", "default.so"
 
 _FINALISTS = 3
-_HEADER = 64  # bytes of an ELF file that tell its machine
+_HEADER = 64  # bytes of an ELF file that identify its machine
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,11 @@ class BatchTask:
 
 @dataclass(frozen=True)
 class Batch:
-    """cpu_features are Linux's names of what the code uses; architecture is that of the GPU it is for, "" for none;
-    threads are the workers, pairs the most turns of each."""
+    """A folder of candidates.
+
+    cpu_features are Linux's names of the features that the code uses. architecture is that of the GPU it is for, "" for
+    none. threads are the workers, pairs the maximum number of runs of each.
+    """
 
     format: int
     target: str
@@ -58,8 +61,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a candidate: seconds of the default beside it, the ratio to them and how sure that is, or why
-    there is none. last: of a last comparison. at is Unix time."""
+    """The result of a candidate: the default's seconds, the ratio to them with its standard error, or a failure.
+
+    last: of a final comparison. at is Unix time.
+    """
 
     task: str
     candidate: int
@@ -72,8 +77,8 @@ class Result:
     text: str = ""
 
 
-def read(folder: Path) -> Batch:
-    """Raises InputError for what is no batch of this version."""
+def read_batch(folder: Path) -> Batch:
+    """Read a batch. Raises InputError for a folder that is not a batch of this version."""
     try:
         batch = decode(Batch, json.loads((folder / BATCH).read_text()), BATCH)
     except FileNotFoundError as error:
@@ -85,15 +90,15 @@ def read(folder: Path) -> Batch:
     return batch
 
 
-def results(folder: Path) -> tuple[Machine, list[Result]] | None:
-    """What was measured so far, None for nothing. A line that was being written is left out.
+def read_results(folder: Path) -> tuple[TuningMachine, list[Result]] | None:
+    """Return the results so far, None if there are none. An unfinished line is left out.
 
     Raises InputError for damaged results.
     """
     if not (folder / MACHINE).exists():
         return None
     try:
-        measured_on = decode(Machine, json.loads((folder / MACHINE).read_text()), MACHINE)
+        measured_on = decode(TuningMachine, json.loads((folder / MACHINE).read_text()), MACHINE)
         text = (folder / RESULTS).read_text() if (folder / RESULTS).exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
         return measured_on, [decode(Result, json.loads(line), RESULTS) for line in lines]
@@ -101,71 +106,78 @@ def results(folder: Path) -> tuple[Machine, list[Result]] | None:
         raise InputError(f"The results in '{folder}' cannot be read: {error}.") from error
 
 
-def measure(folder: Path, report: Callable[[BatchTask, Result], None] = lambda task, result: None) -> list[Result]:
-    """Measures every candidate that has no result yet, then the fastest of each task once more.
+def measure_batch(
+    folder: Path, report: Callable[[BatchTask, Result], None] = lambda task, result: None
+) -> list[Result]:
+    """Measure every candidate that has no result yet, then the fastest of each task once more.
 
-    Raises InputError for a folder that is no batch, ArtifactError where its code cannot run here, and OSError.
+    Raises InputError for a folder that is not a batch, ArtifactError where its code cannot run here, and OSError.
     """
-    batch = read(folder)
+    batch = read_batch(folder)
     for task in batch.tasks[:1]:
         code = (folder / task.name / DEFAULT).read_bytes()[:_HEADER]
         check_machine(code, batch.cpu_features, batch.target, f"'{folder}'", "measure it on the machine it is for.")
-    here, known = machine(bool(batch.architecture)), results(folder)
+    here, previous = read_tuning_machine(bool(batch.architecture)), read_results(folder)
     if batch.architecture and not runs_on(batch.architecture, read_gpu_architecture(0)):
         raise ArtifactError(
             f"'{folder}' holds candidates for GPUs of architecture {batch.architecture} and the one here is "
             f"{read_gpu_architecture(0)}: measure it on one that it is for."
         )
-    if known is None:
+    if previous is None:
         (folder / MACHINE).write_text(json.dumps(asdict(here)))
-    elif known[0] != here:
-        other = f"another GPU ({known[0].gpu})" if here.gpu else "a machine with other caches"
+    elif previous[0] != here:
+        other = f"another GPU ({previous[0].gpu})" if here.gpu else "a machine with other caches"
         raise InputError(f"'{folder}' was begun on {other}. Go on there, or remove {RESULTS}.")
     repair_lines(folder / RESULTS)
-    run = _Run(folder, batch, here, [] if known is None else known[1], report)
+    run = _Run(folder, batch, here, [] if previous is None else previous[1], report)
     try:
         for task in batch.tasks:
             run.task(task)
     finally:
         run.helper.close()
-    return run.found
+    return run.results
 
 
 class _Run:
-    """What is measured is written down at once, and what is known is not measured again."""
+    """A measurement that writes each result at once, and does not repeat existing ones."""
 
     def __init__(
         self,
         folder: Path,
         batch: Batch,
-        machine: Machine,
-        found: list[Result],
+        here: TuningMachine,
+        existing: list[Result],
         report: Callable[[BatchTask, Result], None],
     ) -> None:
-        self.folder, self.batch, self.machine, self.found, self.report = folder, batch, machine, found, report
+        self.folder, self.batch, self.machine, self.results, self.report = folder, batch, here, existing, report
         self.helper = runner()
 
     def task(self, task: BatchTask) -> None:
         for candidate in range(task.candidates):
-            self._measure(task, candidate, tried, self.batch.pairs, last=False)
-        good = [r for r in self.found if r.task == task.name and not r.last and r.cause is None and r.ratio < 1]
+            self._measure(task, candidate, try_candidate, self.batch.pairs, last=False)
+        good = [r for r in self.results if r.task == task.name and not r.last and r.cause is None and r.ratio < 1]
         for result in sorted(good, key=lambda r: r.ratio)[:_FINALISTS]:
-            self._measure(task, result.candidate, compared, LAST_PAIRS, last=True)
+            self._measure(task, result.candidate, compare_candidate, LAST_PAIRS, last=True)
 
     def _measure(
-        self, task: BatchTask, candidate: int, way: Callable[[Helper, Job], Measured], pairs: int, last: bool
+        self,
+        task: BatchTask,
+        candidate: int,
+        compare: Callable[[Helper, Job], Measurement],
+        pairs: int,
+        last: bool,
     ) -> None:
-        if any((r.task, r.candidate, r.last) == (task.name, candidate, last) for r in self.found):
+        if any((r.task, r.candidate, r.last) == (task.name, candidate, last) for r in self.results):
             return
-        place = self.folder / task.name
-        library, default = str(place / f"{candidate}.so"), str(place / DEFAULT)
+        task_folder = self.folder / task.name
+        library, default = str(task_folder / f"{candidate}.so"), str(task_folder / DEFAULT)
         on_gpu = bool(self.machine.gpu)
-        job = Job(library, default, str(place), self.batch.threads, pairs, self.machine.largest, on_gpu)
+        job = Job(library, default, str(task_folder), self.batch.threads, pairs, self.machine.largest, on_gpu)
         try:
-            m = way(self.helper, job)
-            result = Result(task.name, candidate, last, m.baseline, m.ratio, m.spread, time.time())
-        except Failed as failed:
-            result = Result(task.name, candidate, last, 0.0, 0.0, 0.0, time.time(), failed.cause, failed.text)
-        self.found.append(result)
+            measured = compare(self.helper, job)
+            result = Result(task.name, candidate, last, measured.baseline, measured.ratio, measured.spread, time.time())
+        except CandidateFailure as failure:
+            result = Result(task.name, candidate, last, 0.0, 0.0, 0.0, time.time(), failure.cause, failure.text)
+        self.results.append(result)
         append_line(self.folder / RESULTS, asdict(result))
         self.report(task, result)

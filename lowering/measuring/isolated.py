@@ -1,7 +1,7 @@
-"""Functions in processes of their own, with limits: what crashes, hangs or eats memory there is an answer, no accident.
+"""Functions in child processes with limits: crashes, hangs and lack of memory are results there.
 
-A helper process (`python -m lowering.measuring.isolated`) imports once what the functions need and forks a child for
-each call. The caller's own process is never forked, and its main module is never imported again.
+A helper process (`python -m lowering.measuring.isolated`) imports once the modules that the functions need, and forks a
+child for each call. The caller's own process is never forked, and its main module is never imported again.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 Cause = Literal["build", "crash", "hang", "memory", "wrong", "error"]
-"""Why a candidate is out of the question: it cannot be built, its process died, it ran too long or wanted too much
-memory, its answer is wrong, or it raised."""
+"""Why a candidate is ruled out.
+
+It cannot be built, its process died, it ran too long or needed too much memory, its answer is wrong, or it raised.
+"""
 
 _PR_SET_PDEATHSIG = 1
-_SHORT_OF_MEMORY = "bad_alloc"  # as C++ says it
+_OUT_OF_MEMORY = "bad_alloc"  # the C++ exception
 _LENGTH = struct.Struct("<Q")
 
 
-class Failed(Exception):
-    """What was called gave no answer, for a cause that is counted, and in words."""
+class CandidateFailure(Exception):
+    """A call without an answer, with a cause that is counted, and a text."""
 
     def __init__(self, cause: Cause, text: str) -> None:
         self.cause, self.text = cause, text
         super().__init__(f"{cause}: {text}")
 
     def __reduce__(self) -> tuple:
-        return Failed, (self.cause, self.text)
+        return CandidateFailure, (self.cause, self.text)
 
 
 @dataclass(frozen=True)
 class _Limits:
-    """Seconds of wall time, and bytes beside what the helper has, None for as many as there are."""
+    """Seconds of wall time, and bytes in addition to those of the helper; None means unlimited."""
 
     seconds: float
     memory: int | None
@@ -62,7 +64,10 @@ class _Call:
 
 
 class Helper:
-    """The caller's end. It starts with the first call, and again when it has died; close it when done."""
+    """The caller's end of a helper process.
+
+    It starts with the first call, and again when it has died; close it when done.
+    """
 
     def __init__(self, imports: Sequence[str], environment: dict[str, str] | None = None) -> None:
         self._command = [sys.executable, "-m", __name__, *imports]
@@ -72,34 +77,34 @@ class Helper:
         self._preparations: list[_Call] = []
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float, memory: int | None) -> Any:
-        """What the function, one of a module's, returns. Everything that is passed must be picklable.
+        """Return the result of a module's function. All arguments and results must be picklable.
 
-        Raises Failed.
+        Raises CandidateFailure.
         """
         return self._answer(_Call(function.__module__, function.__qualname__, arguments, _Limits(seconds, memory)))
 
     def prepare(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the helper itself: what it keeps there, all later calls find. Raises Failed."""
+        """Call a function in the helper itself, where all later calls see what it stored. Raises CandidateFailure."""
         self._preparations.append(_Call(function.__module__, function.__qualname__, arguments, None))
         if self._process is not None:
             self._answer(self._preparations[-1])
 
     def _answer(self, call: _Call) -> Any:
-        process = self._running()
+        process = self._ensure_running()
         assert process.stdin is not None and process.stdout is not None
         try:
             send(process.stdin, call)
             answer = receive(process.stdout)
-        except BaseException as error:  # an interrupt leaves an answer behind that nobody waits for
+        except BaseException as error:  # an interrupt leaves an answer that nobody reads
             self.close()
             if isinstance(error, EOFError | OSError):
-                raise Failed("crash", "the process that starts others died") from error
+                raise CandidateFailure("crash", "the process that starts others died") from error
             raise
-        if isinstance(answer, Failed):
+        if isinstance(answer, CandidateFailure):
             raise answer
         return answer
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, **pipes)
@@ -108,7 +113,7 @@ class Helper:
         return self._process
 
     def close(self) -> None:
-        """Ends the helper and what it runs."""
+        """Kill the helper and its children."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -135,7 +140,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def _serve(calls: IO[bytes], answers: IO[bytes]) -> None:
-    """The helper: a child for each call, one after the other."""
+    """Serve as the helper: run a child for each call, one after the other."""
     _die_with_parent()
     while True:
         try:
@@ -143,65 +148,69 @@ def _serve(calls: IO[bytes], answers: IO[bytes]) -> None:
         except EOFError:
             return
         try:
-            answer = _done(call) if call.limits is None else _forked(call, call.limits)
-        except Failed as failed:
+            answer = _execute(call) if call.limits is None else _execute_in_child(call, call.limits)
+        except CandidateFailure as failed:
             answer = failed
         send(answers, answer)
 
 
-def _done(call: _Call) -> Any:
-    """The call's answer. Raises Failed."""
+def _execute(call: _Call) -> Any:
+    """Return the call's answer. Raises CandidateFailure."""
     try:
         return getattr(importlib.import_module(call.module), call.name)(*call.arguments)
-    except Failed:
+    except CandidateFailure:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        short = isinstance(error, MemoryError) or _SHORT_OF_MEMORY in str(error)
-        raise Failed("memory" if short else "error", f"{type(error).__name__}: {lines[-1][:300]}") from error
+        is_out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
+        raise CandidateFailure(
+            "memory" if is_out_of_memory else "error", f"{type(error).__name__}: {lines[-1][:300]}"
+        ) from error
 
 
-def _forked(call: _Call, limits: _Limits) -> Any:
-    """The call's answer out of a child. Raises Failed."""
-    mine, theirs = os.pipe()
+def _execute_in_child(call: _Call, limits: _Limits) -> Any:
+    """Return the call's answer from a child. Raises CandidateFailure."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(mine)
-        _run(call, limits, theirs)
-    os.close(theirs)
+        os.close(read_end)
+        _run_child(call, limits, write_end)
+    os.close(write_end)
     try:
-        data = _read_until(mine, time.monotonic() + limits.seconds)
+        data = _read_until(read_end, time.monotonic() + limits.seconds)
     finally:
-        os.close(mine)
+        os.close(read_end)
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if data is None:
-        raise Failed("hang", f"it was stopped after {limits.seconds:g} seconds")
+        raise CandidateFailure("hang", f"it was stopped after {limits.seconds:g} seconds")
     if not data:
         code = os.waitstatus_to_exitcode(status)
-        raise Failed("crash", signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit status {code}")
+        raise CandidateFailure(
+            "crash", signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit status {code}"
+        )
     answer = pickle.loads(data)
-    if isinstance(answer, Failed):
+    if isinstance(answer, CandidateFailure):
         raise answer
     return answer
 
 
 def _read_until(pipe: int, end: float) -> bytes | None:
-    """All that comes until the other end is closed; None where that takes longer."""
-    parts: list[bytes] = []
+    """Return all data until the other end is closed, or None if that takes too long."""
+    chunks: list[bytes] = []
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             return None
-        part = os.read(pipe, 1 << 20)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
+        chunk = os.read(pipe, 1 << 20)
+        if not chunk:
+            return b"".join(chunks)
+        chunks.append(chunk)
 
 
-def _run(call: _Call, limits: _Limits, pipe: int) -> None:
-    """The child: sends what the function returns, or a Failed, and ends without cleaning up."""
+def _run_child(call: _Call, limits: _Limits, pipe: int) -> None:
+    """Run as the child: send what the function returns, or a CandidateFailure, and exit without cleaning up."""
     try:
         _die_with_parent()
         used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
@@ -209,8 +218,8 @@ def _run(call: _Call, limits: _Limits, pipe: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
-            data = pickle.dumps(_done(call))
-        except Failed as failed:
+            data = pickle.dumps(_execute(call))
+        except CandidateFailure as failed:
             data = pickle.dumps(failed)
         view = memoryview(data)
         while view:
@@ -227,6 +236,6 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed meanwhile must not get between answers
-    # The classes of this module, as pickles of other processes name it.
+    os.dup2(2, 1)  # other output must not get between the answers
+    # Classes must be those of this module under the name that pickles of other processes use.
     importlib.import_module("lowering.measuring.isolated")._serve(sys.stdin.buffer, answers)

@@ -1,4 +1,4 @@
-"""Files of records, one JSON line each, that only grow: a writer that is killed leaves its last line unfinished."""
+"""Files of records, one JSON line each, that only grow: a killed writer leaves its last line unfinished."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line. Raises OSError."""
+    """Append a line. Raises OSError."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def repair_lines(path: Path) -> None:
-    """Cuts off a last line without its end; nothing where there is no such file. Raises OSError."""
+    """Truncate an unfinished last line; do nothing if the file does not exist. Raises OSError."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -25,5 +25,5 @@ def repair_lines(path: Path) -> None:
 
 
 def whole_lines(data: bytes) -> bytes:
-    """What comes before a line without its end."""
+    """Return the data without an unfinished last line."""
     return data[: data.rfind(b"\n") + 1]

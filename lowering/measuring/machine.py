@@ -1,21 +1,23 @@
-"""What of a machine decides which tiles are fast on it, beside the features of its CPU."""
+"""The properties of a machine that decide which tiles are fast on it, besides the features of its CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runtime.gpu import load_device_runtime, read_gpu_card
+from ..runtime.gpu import read_gpu_card, load_device_runtime
 from ..runtime.library import load_runtime
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_UNKNOWN = 32 << 20
+_DEFAULT_CACHE = 32 << 20
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What kernels run on: the bytes of its caches for data by level, as far as they are known, of a GPU of the second
-    one; and the name of a GPU's card, "" for a CPU.
+class TuningMachine:
+    """A machine that runs kernels, by its data caches and its GPU.
+
+    caches are their sizes in bytes by level, as far as they can be read; for a GPU only the second level. gpu is the
+    name of the GPU's card, "" for a CPU.
     """
 
     caches: tuple[int, ...]
@@ -24,25 +26,25 @@ class Machine:
     @property
     def largest(self) -> int:
         """Bytes of its largest cache."""
-        return max(self.caches, default=_UNKNOWN)
+        return max(self.caches, default=_DEFAULT_CACHE)
 
 
-def machine(gpu: bool) -> Machine:
-    """This machine, or its first GPU. Raises ArtifactError where there is none that works."""
+def read_tuning_machine(gpu: bool) -> TuningMachine:
+    """Return this machine, or its first GPU. Raises ArtifactError if no GPU works."""
     if not gpu:
-        return Machine(caches())
+        return TuningMachine(caches())
     load_runtime()
     load_device_runtime()
     name, cache = read_gpu_card(0)
-    return Machine((cache,), name)
+    return TuningMachine((cache,), name)
 
 
 def caches() -> tuple[int, ...]:
-    """Sizes of this machine's caches for data, from the first level on, as far as the kernel tells."""
-    found: dict[int, int] = {}
+    """Return the sizes of this machine's data caches, from the first level on, as far as the kernel reports them."""
+    sizes: dict[int, int] = {}
     for index in sorted(_CACHES.glob("index*")):
         if (index / "type").read_text().strip() != "Instruction":
-            size = (index / "size").read_text().strip()
-            unit = {"K": 1 << 10, "M": 1 << 20}[size[-1]]
-            found[int((index / "level").read_text())] = int(size[:-1]) * unit
-    return tuple(found[level] for level in sorted(found))
+            text = (index / "size").read_text().strip()
+            unit = {"K": 1 << 10, "M": 1 << 20}[text[-1]]
+            sizes[int((index / "level").read_text())] = int(text[:-1]) * unit
+    return tuple(sizes[level] for level in sorted(sizes))

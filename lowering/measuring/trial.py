@@ -1,43 +1,43 @@
-"""A candidate's trial: checked and measured in a child of a helper process, and again where it looks fast."""
+"""A candidate's trial: checked and measured in a child of a helper process, and again if it looks fast."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from .isolated import Helper
-from .measure import Job, Measured, measure
+from .measure import Job, Measurement, measure_job
 
 RUN_SECONDS, RUN_MEMORY = 20.0, 4 << 30
-"""What a candidate may take."""
+"""The limits of a candidate."""
 
 LAST_PAIRS = 40
-"""Turns of a last comparison."""
+"""Pairs of runs of a final comparison."""
 
 CLEAR_WIN = 1.03
-"""A candidate takes the default's place where it is so many times faster in a last comparison."""
+"""The speedup in a final comparison from which on a candidate replaces the default."""
 
-_LOOK_AGAIN, _MORE = 0.98, 3
+_PROMISING_RATIO, _REPEAT_FACTOR = 0.98, 3
 
 
 def runner() -> Helper:
-    """The process for `tried`."""
-    return Helper([measure.__module__])
+    """Return the process for `try_candidate`."""
+    return Helper([measure_job.__module__])
 
 
-def tried(helper: Helper, job: Job) -> Measured:
-    """A candidate beside the default. Raises Failed."""
-    measured = compared(helper, job)
-    if measured.ratio < _LOOK_AGAIN:  # of many candidates the luckiest would win
-        measured = compared(helper, dataclasses.replace(job, pairs=_MORE * job.pairs))
+def try_candidate(helper: Helper, job: Job) -> Measurement:
+    """Compare a candidate with the default, repeating promising results. Raises CandidateFailure."""
+    measured = compare_candidate(helper, job)
+    if measured.ratio < _PROMISING_RATIO:  # otherwise the luckiest of many candidates would win
+        measured = compare_candidate(helper, dataclasses.replace(job, pairs=_REPEAT_FACTOR * job.pairs))
     return measured
 
 
-def compared(helper: Helper, job: Job) -> Measured:
-    """The same, once. Raises Failed."""
-    # CUDA wants addresses for all the memory that there is.
-    return helper.call(measure, job, seconds=RUN_SECONDS, memory=None if job.gpu else RUN_MEMORY)
+def compare_candidate(helper: Helper, job: Job) -> Measurement:
+    """Compare a candidate with the default once. Raises CandidateFailure."""
+    # CUDA reserves addresses for the whole memory.
+    return helper.call(measure_job, job, seconds=RUN_SECONDS, memory=None if job.gpu else RUN_MEMORY)
 
 
-def wins(ratio: float, spread: float) -> bool:
-    """Whether a last comparison is won: its ratio to the default, and the standard error of that."""
+def is_win(ratio: float, spread: float) -> bool:
+    """Return whether a final comparison is won, by the ratio to the default and its standard error."""
     return ratio + spread < 1 / CLEAR_WIN

@@ -12,14 +12,14 @@ from ..importing.compute import (
     Element,
     Reducer,
     dtype_of,
-    largest,
+    MAXIMUM,
     maximum,
     minimum,
     pointwise,
-    read,
-    reduced,
+    read_element,
+    reduce_axes,
     require_numbers,
-    total,
+    SUM,
 )
 from ..importing.node import Node
 from ..importing.values import Value
@@ -171,20 +171,20 @@ _PEAK = Reducer(te.max, tirx.min_value)
 def _softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
     """Return p / sum p with p = e^(x - m), m the maximum."""
     at = _make_reduced_index(axes)
-    m = reduced(x.shape, axes, _PEAK, lambda *i: read(x, i), "m")
-    p = te.compute(x.shape, lambda *i: tirx.exp(read(x, i) - m(*at(i))), name="p")
-    l = reduced(x.shape, axes, total, lambda *i: p(*i), "l")
+    m = reduce_axes(x.shape, axes, _PEAK, lambda *i: read_element(x, i), "m")
+    p = te.compute(x.shape, lambda *i: tirx.exp(read_element(x, i) - m(*at(i))), name="p")
+    l = reduce_axes(x.shape, axes, SUM, lambda *i: p(*i), "l")
     return te.compute(x.shape, lambda *i: (p(*i) / l(*at(i))).astype(x.dtype), name="softmax")
 
 
 def _log_softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
     """Return x - m - log(sum e^(x - m)) with m the maximum."""
     at = _make_reduced_index(axes)
-    m = reduced(x.shape, axes, _PEAK, lambda *i: read(x, i), "m")
-    l = reduced(x.shape, axes, total, lambda *i: tirx.exp(read(x, i) - m(*at(i))), "l")
+    m = reduce_axes(x.shape, axes, _PEAK, lambda *i: read_element(x, i), "m")
+    l = reduce_axes(x.shape, axes, SUM, lambda *i: tirx.exp(read_element(x, i) - m(*at(i))), "l")
 
     def result(*i: Element) -> Element:
-        return (read(x, i) - m(*at(i)) - tirx.log(l(*at(i)))).astype(x.dtype)
+        return (read_element(x, i) - m(*at(i)) - tirx.log(l(*at(i)))).astype(x.dtype)
 
     return te.compute(x.shape, result, name="log_softmax")
 
@@ -192,7 +192,7 @@ def _log_softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
 def _hardmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
     """Return 1 at the first maximum in row-major order along the axes, 0 elsewhere."""
     at = _make_reduced_index(axes)
-    m = reduced(x.shape, axes, largest, lambda *i: read(x, i), "m")
+    m = reduce_axes(x.shape, axes, MAXIMUM, lambda *i: read_element(x, i), "m")
 
     def position(index: Sequence[Element]) -> Element:
         offset = tirx.const(0, "int64")
@@ -201,11 +201,11 @@ def _hardmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
         return offset.astype("int64")
 
     last = tirx.max_value("int64")
-    first = reduced(
+    first = reduce_axes(
         x.shape,
         axes,
         Reducer(te.min, tirx.max_value),
-        lambda *i: tirx.Select(read(x, i) == m(*at(i)), position(i), last),
+        lambda *i: tirx.Select(read_element(x, i) == m(*at(i)), position(i), last),
         "first",
     )
     return te.compute(

@@ -10,7 +10,7 @@ from typing import Any
 from tvm import tirx
 
 from ..importing import symbolic
-from ..importing.compute import is_float, widened
+from ..importing.compute import is_float, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
@@ -39,7 +39,7 @@ def affine_grid(node: Node, theta: Value, size: Value) -> Value:
     theta = assert_nonnegative(node, theta, sizes, "input size")
     text = "input size asks for {} grids, and theta has {} maps."
     theta = require(node, theta, symbolic.equal(sizes[0], batch), text, sizes[0], batch)
-    spatial, acc = sizes[2:], widened(theta.dtype)
+    spatial, acc = sizes[2:], widen_dtype(theta.dtype)
     has_aligned_corners = bool(node.attr("align_corners", 0))
 
     def number(value: Any) -> Any:

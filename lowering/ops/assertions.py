@@ -16,7 +16,7 @@ from tvm import relax
 from ..importing import symbolic
 from ..importing.checks import check_condition, check_indices, check_requests, check_sizes
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, as_text, empty, numpy_dtype, storage_dtype
+from ..importing.values import Shape, Size, Value, format_size, is_empty, numpy_dtype, storage_dtype
 
 
 def assert_shape(node: Node, value: Value, shape: Shape, name: str = "") -> Value:
@@ -33,10 +33,10 @@ def assert_shape(node: Node, value: Value, shape: Shape, name: str = "") -> Valu
     """
     for axis, (size, required_size) in enumerate(zip(value.shape, shape, strict=True)):
         if isinstance(size, int):
-            text = f"dimension {axis} of {name or node.name_of(value, False)} is {size}, and must be {{}}."
+            text = f"dimension {axis} of {name or node.describe(value, False)} is {size}, and must be {{}}."
             checked = require(node, value, symbolic.equal(size, required_size), text, required_size)
             if checked is not value:
-                value = node.checked(checked, node.tensor(checked), known=False)
+                value = node.keep_name_after_check(checked, node.tensor(checked), keep_contents=False)
     shape = tuple(size if isinstance(size, int) else required_size for size, required_size in zip(value.shape, shape))
     is_proved = all(node.symbols.equal(a, b) for a, b in zip(value.shape, shape, strict=True))
     return value if is_proved else node.cast_shape(value, shape, name)
@@ -52,7 +52,7 @@ def assert_channel_vectors(node: Node, x: Value, *vectors: Value) -> tuple[Value
         raise node.error(f"X of rank {x.rank} has no channels.", "X is [N, C, D1, ...].")
     for vector in vectors:
         if vector.rank != 1:
-            raise node.error(f"{node.name_of(vector, False)} has rank {vector.rank}.", "Make it [C].")
+            raise node.error(f"{node.describe(vector, False)} has rank {vector.rank}.", "Make it [C].")
     sizes = [x.shape[1], *(vector.shape[0] for vector in vectors)]
     channels = next((size for size in sizes if isinstance(size, int)), sizes[0])
     x = assert_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
@@ -72,7 +72,7 @@ def assert_divisible(node: Node, value: Value, axis: int, groups: int, attribute
         raise node.error(f"attribute {attribute} is {groups}.", "Make it 1 or more.")
     size = value.shape[axis]
     text = (
-        f"dimension {axis} of {node.name_of(value, False)} is {{}}, which does not divide into {attribute} = {groups}."
+        f"dimension {axis} of {node.describe(value, False)} is {{}}, which does not divide into {attribute} = {groups}."
     )
     is_divisible = symbolic.equal(symbolic.floor_mod(size, groups), 0)
     return require(node, value, is_divisible, text, size)
@@ -93,8 +93,8 @@ def assert_broadcastable(node: Node, x: Value, *parameters: Value) -> tuple[Valu
         )
         if parameter.rank > x.rank or is_stretched:
             raise node.error(
-                f"{node.name_of(parameter, False)} of shape {list(parameter.shape)} does not broadcast to "
-                f"{node.name_of(x, False)} of shape {list(x.shape)}."
+                f"{node.describe(parameter, False)} of shape {list(parameter.shape)} does not broadcast to "
+                f"{node.describe(x, False)} of shape {list(x.shape)}."
             )
     ones = [
         assert_shape(
@@ -122,13 +122,13 @@ def assert_in_bounds(
         NodeError: An index is provably out of bounds. Other violations raise an error at run time.
     """
     names = [bound_name] if isinstance(bound_name, str) else list(bound_name)
-    if empty(indices.shape) or all(
+    if is_empty(indices.shape) or all(
         _are_in_bounds(node, indices, static_indices, bound, name, from_the_back)
         for static_indices, bound, name in zip(_group_by_bound(indices, len(bounds)), bounds, names)
     ):
         return indices
-    check = check_indices(node.tensor(indices), bounds, from_the_back, node.name_of(indices), names)
-    return node.checked(indices, node.importer.builder.emit(check))
+    check = check_indices(node.tensor(indices), bounds, from_the_back, node.describe(indices), names)
+    return node.keep_name_after_check(indices, node.importer.builder.emit(check))
 
 
 def _group_by_bound(indices: Value, count: int) -> list[list[Any] | None]:
@@ -155,7 +155,7 @@ def _are_in_bounds(
     for index in static_indices or ():
         if isinstance(index, int) and isinstance(bound, int) and not low <= index < bound:
             legal = f"allows {low} to {bound - 1}" if bound > 0 else "is empty"
-            raise node.error(f"{node.name_of(indices, False)} holds {index}, and {bound_name} {legal}.")
+            raise node.error(f"{node.describe(indices, False)} holds {index}, and {bound_name} {legal}.")
     return static_indices is not None and all(
         node.symbols.prove(condition) for index in static_indices for condition in (index >= low, index < bound)
     )
@@ -170,7 +170,7 @@ def require(node: Node, value: Value, condition: Size, text: str, *numbers: Size
     condition = node.simplify(condition)
     if isinstance(condition, bool) and not condition:
         for number in numbers:
-            text = text.replace("{}", as_text(node.simplify(number)), 1)
+            text = text.replace("{}", format_size(node.simplify(number)), 1)
         raise node.error(text)
     if node.symbols.prove(condition):
         return value
@@ -178,7 +178,7 @@ def require(node: Node, value: Value, condition: Size, text: str, *numbers: Size
     last = value.channels_last
     check = check_condition(node.tensor(value) if last is None else last, condition, f"{node.where}: {text}", numbers)
     checked = node.importer.builder.emit(check)
-    return node.checked(value, checked) if last is None else node.called(replace(value, channels_last=checked), value)
+    return node.keep_name_after_check(value, checked) if last is None else node.keep_name(replace(value, channels_last=checked), value)
 
 
 def assert_requests(node: Node, check: str, tables: Sequence[Value | None], sizes: Sequence[Size]) -> Value:
@@ -195,10 +195,10 @@ def assert_requests(node: Node, check: str, tables: Sequence[Value | None], size
         return first
     exprs = [None if table is None else node.tensor(table) for table in tables]
     sizes = [node.simplify(size) for size in sizes]
-    signature = (check, *exprs, *map(as_text, sizes))
+    signature = (check, *exprs, *map(format_size, sizes))
     where = node.importer.first_to_check.setdefault(signature, node.where)
     call = check_requests(check, exprs, sizes, where)
-    return node.checked(first, node.importer.builder.emit(call))
+    return node.keep_name_after_check(first, node.importer.builder.emit(call))
 
 
 def assert_nonnegative(node: Node, value: Value, sizes: Sequence[Size], name: str) -> Value:

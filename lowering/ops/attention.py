@@ -16,7 +16,7 @@ from tvm import relax, tirx
 from ..attention.problem import Mask, Offset, Window
 from ..graph.legality import OWN_DOMAIN
 from ..importing import symbolic
-from ..importing.compute import agreed, number
+from ..importing.compute import unify_sizes, number
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
 from . import op
@@ -63,7 +63,7 @@ def attention(
         past_value = require_shape(past_value, sizes.kv_heads, sizes.past, sizes.v_head_dim)
         k = present_key = concatenate_cache(node, past_key, move_heads_first(node, k, sizes.kv_heads))
         v = present_value = concatenate_cache(node, past_value, move_heads_first(node, v, sizes.kv_heads))
-    elif node.wants(1) or node.wants(2):
+    elif node.has_output(1) or node.has_output(2):
         present_key, present_value = (
             move_heads_first(node, k, sizes.kv_heads),
             move_heads_first(node, v, sizes.kv_heads),
@@ -92,7 +92,7 @@ def attention(
         softcap=attributes.softcap,
         window=window,
         mask=mask_record,
-        qk_mode=attributes.qk_mode if node.wants(3) else None,
+        qk_mode=attributes.qk_mode if node.has_output(3) else None,
     )
     return results["y"], present_key, present_value, results.get("qk")
 
@@ -170,8 +170,8 @@ def _check_inputs(
     for name, value in (("past_key", past_key), ("past_value", past_value)):
         if value is not None and value.rank != 4:
             raise node.error(f"input {name} has rank {value.rank}.", "It is 4-D, also for 3-D Q, K and V.")
-    if node.version >= 25 and node.wants(1) != node.wants(2):
-        present, missing = ("present_key", "present_value") if node.wants(1) else ("present_value", "present_key")
+    if node.version >= 25 and node.has_output(1) != node.has_output(2):
+        present, missing = ("present_key", "present_value") if node.has_output(1) else ("present_value", "present_key")
         raise node.error(f"output {present} is given without {missing}.", "From opset 25 on, name both or none.")
     if (past_key is None) != (past_value is None):
         present, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
@@ -182,7 +182,7 @@ def _check_inputs(
         raise node.error("input nonpad_kv_seqlen does not exist before opset 24.", "Import opset 24 or later.")
     if past_key is not None:
         raise node.error("inputs nonpad_kv_seqlen and past_key exclude each other.", "Remove one of them.")
-    if node.wants(1) or node.wants(2):
+    if node.has_output(1) or node.has_output(2):
         raise node.error("input nonpad_kv_seqlen excludes the outputs present_key and present_value.", "Remove them.")
     if nonpad.dtype != "int64" or nonpad.rank != 1:
         raise node.error(f"input nonpad_kv_seqlen is {nonpad.dtype} of rank {nonpad.rank}.", "Make it int64 [batch].")
@@ -215,7 +215,7 @@ def _read_sizes(
         dims |= {"past_key": past_key.shape, "past_value": past_value.shape}
 
     def require_same(quantity: str, axis: int, *names: str) -> Size:
-        return agreed(node, quantity, **{name: dims[name][axis] for name in names if name in dims})
+        return unify_sizes(node, quantity, **{name: dims[name][axis] for name in names if name in dims})
 
     require_same("number of heads", 1, "K", "V", "past_key", "past_value")
     return _AttentionSizes(
@@ -241,7 +241,7 @@ def _read_heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
                 raise node.error(f"attribute {name} {problem}.", "Inputs of rank 3 need their number of heads.")
         heads = (stated[0], stated[1])
     else:
-        shared = agreed(node, "number of heads", K=k.shape[1], V=v.shape[1])
+        shared = unify_sizes(node, "number of heads", K=k.shape[1], V=v.shape[1])
         heads = number(node, "number of heads of Q", q.shape[1]), number(node, "number of heads of K", shared)
         for name, attribute, actual in zip(names, stated, heads):
             if attribute is not None and (node.version >= 25 or attribute != actual):
@@ -296,7 +296,7 @@ def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value,
             mask_shape.append(size)
             broadcasts.append(axis)
         else:
-            agreed(node, f"dimension {axis - 4} of attn_mask", **{"attn_mask": size, "the score matrix": target})
+            unify_sizes(node, f"dimension {axis - 4} of attn_mask", **{"attn_mask": size, "the score matrix": target})
             mask_shape.append(target)
     pad = node.version >= 24 and not node.symbols.equal(mask_shape[3], full[3])
     if pad:

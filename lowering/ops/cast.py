@@ -10,8 +10,8 @@ import onnx_ir as ir
 from tvm import DataType, relax, tirx
 
 from ..importing import symbolic
-from ..importing.channels import in_their_order
-from ..importing.compute import is_float, pointwise, widened
+from ..importing.channels import call_in_common_layout
+from ..importing.compute import is_float, pointwise, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value, numpy_dtype, storage_dtype
 from . import op
@@ -54,10 +54,10 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         return folded
     if data.dtype == "bool" and dtype in _NATIVE:
         # As a select: TVM's analyzer cannot read a cast of bool vectors, which a fused kernel can repeat.
-        one, zero = (tirx.const(number, widened(dtype)) for number in (1, 0))
+        one, zero = (tirx.const(number, widen_dtype(dtype)) for number in (1, 0))
         return pointwise(node, lambda x: tirx.Select(x, one, zero), data, dtype=dtype, name="cast")
     if data.dtype in _NATIVE and dtype in _NATIVE and data.rank:
-        return in_their_order(node, lambda x: node.emit(relax.op.astype(node.tensor(x), dtype), dtype), [data])
+        return call_in_common_layout(node, lambda x: node.emit(relax.op.astype(node.tensor(x), dtype), dtype), [data])
     # TVM converts a constant of one element to a Python number, which not every type can represent.
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
     if mode not in ("up", "down", "nearest"):

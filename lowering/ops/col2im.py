@@ -12,7 +12,7 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from ..importing import symbolic
-from ..importing.compute import require_numbers, widened
+from ..importing.compute import require_numbers, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
@@ -69,7 +69,7 @@ def col2im(node: Node, x: Value, image_shape: Value, block_shape: Value) -> Valu
         value = tirx.if_then_else(tirx.all(*conditions), x(batch, row, block).astype(dtype), tirx.const(0, dtype))
         return te.sum(value, axis=ks)
 
-    dtype, shape = widened(x.dtype), (x.shape[0], channels, *image)
+    dtype, shape = widen_dtype(x.dtype), (x.shape[0], channels, *image)
     y = compute(node, "col2im", element, [x], shape, [*block, *counts], dtype)
     return y if dtype == x.dtype else node.emit(relax.op.astype(node.tensor(y), x.dtype))
 

@@ -7,28 +7,28 @@ from typing import Any
 import numpy as np
 
 from ..importing.node import Node
-from ..importing.symbolic import MOST_ELEMENTS, known
+from ..importing.symbolic import MAX_CONTENTS, has_contents
 from ..importing.values import Shape, Size, Value
 
 
 def can_fold_contents(*values: Value) -> bool:
     """Return whether all contents are static and small: these are moved at import instead of by a kernel."""
-    return all(v.contents is not None and v.contents.size <= MOST_ELEMENTS for v in values)
+    return all(v.contents is not None and v.contents.size <= MAX_CONTENTS for v in values)
 
 
 def fits_contents(shape: Shape) -> bool:
     """Return whether a result of this static shape is small enough to store as contents."""
-    return all(isinstance(d, int) for d in shape) and int(np.prod(shape, dtype=object)) <= MOST_ELEMENTS
+    return all(isinstance(d, int) for d in shape) and int(np.prod(shape, dtype=object)) <= MAX_CONTENTS
 
 
 def fold_contents(node: Node, like: Value, contents: np.ndarray) -> Value:
     """Return a value with contents selected from those of `like`, and its element type."""
-    return node.sizes(contents, like.dtype) if known(like) else node.constant(contents)
+    return node.sizes(contents, like.dtype) if has_contents(like) else node.constant(contents)
 
 
 def read_sizes(value: Value | None) -> list[Size] | None:
     """Return the contents of an integer value as a flat list, or None if it is dynamic."""
-    return value.sizes() if value is not None and known(value) else None
+    return value.sizes() if value is not None and has_contents(value) else None
 
 
 def normalize_axis(node: Node, axis: int, rank: int, what: str = "axis") -> int:

@@ -22,8 +22,8 @@ from tvm import relax
 from ..errors import NodeError
 from ..importing import symbolic
 from ..importing.node import Node
-from ..importing.undecided import UndecidedTypeError, names_given, names_read
-from ..importing.values import SequenceValue, Size, Value, described, flatten_values, unflatten_values
+from ..importing.undecided_types import UndecidedTypeError, get_output_names, get_read_names
+from ..importing.values import SequenceValue, Size, Value, describe_type, flatten_values, unflatten_values
 from . import op
 from .assertions import require
 from .reshape import reshape_to
@@ -42,14 +42,14 @@ def if_(node: Node, condition: Value) -> tuple[Value, ...]:
     test = node.tensor(reshape_to(node, condition, ()))
     importer = node.importer
     move = functools.partial(_move, node, condition)
-    with importer.undone(UndecidedTypeError):
+    with importer.roll_back_on(UndecidedTypeError):
         try:
-            branches = [importer.branch(functools.partial(_lower_body, node, importer, name)) for name in _BRANCHES]
+            branches = [importer.lower_branch(functools.partial(_lower_body, node, importer, name)) for name in _BRANCHES]
         except UndecidedTypeError as error:
             raise UndecidedTypeError(error, move) from None
         for k, (a, b) in enumerate(zip(*(values for _, values in branches))):
             if not _are_same_type(a, b) or not _are_equal_sizes(a, b):
-                text = f"the branches give different types for output {k}: {described(a)} and {described(b)}."
+                text = f"the branches give different types for output {k}: {describe_type(a)} and {describe_type(b)}."
                 raise UndecidedTypeError(node.error(text), move)
     return tuple(_emit_if(node, test, branches))
 
@@ -62,7 +62,7 @@ def _lower_static_branch(node: Node, branch: str) -> list[Value]:
         importer.read_initializers(body)
         return [*body, *_rename_outputs(node, body), *rest]
 
-    with importer.undone(UndecidedTypeError):
+    with importer.roll_back_on(UndecidedTypeError):
         try:
             return node.subgraph(branch, is_open=True)
         except UndecidedTypeError as error:  # the following nodes decide
@@ -80,7 +80,7 @@ def _lower_body(node: Node, importer: Importer, branch: str) -> list[Value]:
     body = node.attr(branch)
     outer, importer.undecided = importer.undecided, {value.name or "" for value in body.outputs}
     try:
-        return importer.graph(body)
+        return importer.lower_graph(body)
     finally:
         importer.undecided = outer
 
@@ -105,7 +105,7 @@ def _are_same_type(a: Value, b: Value, is_condition: bool = False) -> bool:
 
 def _are_equal_sizes(a: Value, b: Value) -> bool:
     """Return whether values that may be shapes (arrays of static integers) have one length."""
-    return not symbolic.known(a) or not symbolic.known(b) or a.shape == b.shape
+    return not symbolic.has_contents(a) or not symbolic.has_contents(b) or a.shape == b.shape
 
 
 def _emit_if(node: Node, test: relax.Expr, branches: Sequence[_Branch]) -> list[Value]:
@@ -131,7 +131,7 @@ def _merge_size(node: Node, a: Size, b: Size, fresh: Size) -> Size:
 
 def _merge_contents(node: Node, a: Value, b: Value) -> np.ndarray | None:
     """Return the contents in both branches if they are static and equal, else None."""
-    if not symbolic.known(a) or not symbolic.known(b) or a.contents is None or b.contents is None:
+    if not symbolic.has_contents(a) or not symbolic.has_contents(b) or a.contents is None or b.contents is None:
         return None
     if a.dtype == "bool":
         first, second = a.constant, b.constant
@@ -164,14 +164,14 @@ def _move(node: Node, condition: Value, rest: Sequence[ir.Node], outputs: Sequen
 
     def lower(branch: str) -> list[Value]:
         body = node.attr(branch)
-        values = importer.graph(body, [*_rename_outputs(node, body), *following[:count]], frontier)
+        values = importer.lower_graph(body, [*_rename_outputs(node, body), *following[:count]], frontier)
         return [reshape_to(node, v, ()) if n.name in importer.conditions else v for n, v in zip(frontier, values)]
 
-    branches = [importer.branch(functools.partial(lower, name)) for name in _BRANCHES]
+    branches = [importer.lower_branch(functools.partial(lower, name)) for name in _BRANCHES]
     for name, a, b in zip(frontier, *(values for _, values in branches)):
         if not _are_same_type(a, b):
             raise node.error(
-                f"the branches lead to different types of '{name.name}': {described(a)} and {described(b)}."
+                f"the branches lead to different types of '{name.name}': {describe_type(a)} and {describe_type(b)}."
             )
     importer.bind(frontier, _emit_if(node, test, branches))
     return following[count:]
@@ -181,7 +181,7 @@ def _find_dependents(node: Node, rest: Sequence[ir.Node]) -> list[ir.Node]:
     """Return the nodes that depend on the results of the node, and lower all others."""
     following, names = list[ir.Node](), set(node.outputs)
     for other in rest:
-        if not names_read(other) & names:
+        if not get_read_names(other) & names:
             try:
                 with node.importer.lowering(other):
                     node.importer.lower_node(other)
@@ -189,13 +189,13 @@ def _find_dependents(node: Node, rest: Sequence[ir.Node]) -> list[ir.Node]:
             except UndecidedTypeError:  # it also goes into the branches
                 pass
         following.append(other)
-        names |= names_given(other)
+        names |= get_output_names(other)
     return following
 
 
 def _find_frontier(node: Node, following: Sequence[ir.Node], count: int, outputs: Sequence[ir.Value]) -> list[ir.Value]:
     """Return the results of the If and of the first `count` nodes that are read later or are outputs."""
-    read = {value.name for value in outputs}.union(*map(names_read, following[count:]))
+    read = {value.name for value in outputs}.union(*map(get_read_names, following[count:]))
     candidates = [*node.output_values, *(value for other in following[:count] for value in other.outputs)]
     return [value for value in candidates if value.name and value.name in read]
 
@@ -208,7 +208,7 @@ def _rehearse(
     An error is a branch that cannot be lowered that far, or that leads to outputs of another rank than declared. Shapes
     of equal length are preferred.
     """
-    importers = [node.importer.rehearsal() for _ in _BRANCHES]
+    importers = [node.importer.start_rehearsal() for _ in _BRANCHES]
     possible, errors, differing = None, dict[int, NodeError](), None
     try:
         for importer, branch in zip(importers, _BRANCHES):
@@ -247,7 +247,7 @@ def _rehearse(
 def _pair_values(importers: Sequence[Importer], frontier: Sequence[ir.Value]) -> list[tuple[ir.Value, Value, Value]]:
     """Return the frontier values with their values in both branches."""
     first, second = importers
-    values = [(name, first.value_of(name.name or ""), second.value_of(name.name or "")) for name in frontier]
+    values = [(name, first.get_value(name.name or ""), second.get_value(name.name or "")) for name in frontier]
     return [(name, a, b) for name, a, b in values if a is not None and b is not None]
 
 
@@ -256,8 +256,8 @@ def _find_contradicting(node: Node, importers: Sequence[Importer], output: ir.Va
 
     If that is not exactly one branch, return all.
     """
-    values = [importer.value_of(output.name or "") for importer in importers]
-    kinds = " and ".join(described(value) for value in values if value is not None)
+    values = [importer.get_value(output.name or "") for importer in importers]
+    kinds = " and ".join(describe_type(value) for value in values if value is not None)
     error = node.error(
         f"the branches give different types of '{output.name}', which is an output: {kinds}.",
         "Give both one shape, or fix the condition, with dims= (--dim) where it is on symbolic sizes.",

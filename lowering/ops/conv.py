@@ -10,9 +10,9 @@ from tvm import relax, te, tirx
 
 from ..importing import symbolic
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import Element, agreed, relax_call, require_numbers, widened, with_shape
+from ..importing.compute import Element, unify_sizes, relax_call, require_numbers, widen_dtype, assert_shape
 from ..importing.node import Node
-from ..importing.values import Size, Value, empty
+from ..importing.values import Size, Value, is_empty
 from . import op
 from .assertions import assert_divisible, assert_shape
 from .kernels import compute
@@ -50,10 +50,10 @@ def read_conv_operands(node: Node, x: Value, w: Value) -> tuple[Value, Value, Sp
     window = SpatialWindow.read(node, kernel)
     w = assert_divisible(node, w, 0, group, "group")
     x = assert_divisible(node, x, 1, group, "group")
-    channels = agreed(
+    channels = unify_sizes(
         node, "the number of channels (C, and group times the second dimension of W)", x.shape[1], w.shape[1] * group
     )
-    x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
+    x = assert_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
     w = assert_shape(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
     return assert_window_fits(node, channels_last(node, x), window), transpose_weights(node, w), window, group
 
@@ -80,7 +80,7 @@ def read_kernel_shape(node: Node, x: Value, w: Value, form: str) -> list[int]:
 def assert_bias_vector(node: Node, bias: Value, outputs: Size) -> Value:
     """Return the bias, proved or asserted at run time to be [M]."""
     if bias.rank != 1:
-        raise node.error(f"{node.name_of(bias, False)} has rank {bias.rank}.", "Make it [M].")
+        raise node.error(f"{node.describe(bias, False)} has rank {bias.rank}.", "Make it [M].")
     return assert_shape(node, bias, (outputs,))
 
 
@@ -88,7 +88,7 @@ def emit_convolution(node: Node, x: Value, w: Value, window: SpatialWindow, grou
     """Emit x [N, D1, ..., C] with weights [k1, ..., C / group, M], in the accumulator type."""
     group_channels = w.shape[-2]
     is_matmul = len(window.kernel) in _CONVOLUTIONS and (group == 1 or (w.constant is not None and group_channels > 1))
-    emit = _emit_matmul_conv if is_matmul and not empty((group_channels, w.shape[-1])) else accumulate_windows
+    emit = _emit_matmul_conv if is_matmul and not is_empty((group_channels, w.shape[-1])) else accumulate_windows
     return emit(node, x, w, window, group)
 
 
@@ -104,7 +104,7 @@ def _emit_matmul_conv(node: Node, x: Value, w: Value, window: SpatialWindow, gro
         matrix = reshape_to(node, w, shape) if w.constant is None else node.constant(w.constant.reshape(shape))
         return emit_matmul(node, x, matrix)
     axes = _AXES[-len(window.kernel) :]
-    dtype = widened(x.dtype)
+    dtype = widen_dtype(x.dtype)
     y = _CONVOLUTIONS[len(window.kernel)](
         node.tensor(_emit_padded(node, x, window)),
         node.tensor(w),
@@ -153,7 +153,7 @@ def accumulate_windows(node: Node, x: Value, w: Value, window: SpatialWindow, gr
 def _compute_windows(window: SpatialWindow, group: int, x: te.Tensor, w: te.Tensor) -> te.Tensor:
     sizes, channels = x.shape[1:-1], w.shape[-2]
     counts = [window.count(axis, size) for axis, size in enumerate(sizes)]
-    n_axes, dtype = len(counts), widened(str(x.dtype))
+    n_axes, dtype = len(counts), widen_dtype(str(x.dtype))
     # Output channels of a group; TVM rejects a division by a constant 0.
     outputs = tirx.max(tirx.floordiv(w.shape[-1], tirx.const(group, "int64")), tirx.const(1, "int64"))
     kernel = [te.reduce_axis((0, k), name=f"k{axis}") for axis, k in enumerate(window.kernel)]

@@ -14,10 +14,10 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import is_float, number, relax_call, widened
+from ..importing.compute import is_float, number, relax_call, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import assert_divisible, assert_shape
 from .conv import assert_bias_vector, read_kernel_shape
@@ -85,12 +85,12 @@ def _emit_tables(node: Node, sizes: Shape, offset: Value, window: SpatialWindow,
     The elements [N, offset groups, oD1, ..., k1, ...] are those of X before the positions that windows read. The
     distance is from the element to the position.
     """
-    axes, acc = len(window.kernel), widened(offset.dtype)
+    axes, acc = len(window.kernel), widen_dtype(offset.dtype)
     batch, _, *out_sizes = offset.shape
     shape = (batch, groups, *out_sizes, *window.kernel)
 
     def statements(offset: Any, *tables: Any) -> None:
-        with independent(*tables[0].shape) as index:
+        with independent_loops(*tables[0].shape) as index:
             n, g, *position_index = index
             windows, ks = position_index[:axes], position_index[axes:]
             element = g
@@ -110,7 +110,7 @@ def _emit_tables(node: Node, sizes: Shape, offset: Value, window: SpatialWindow,
 
 def _gather_rows(node: Node, x: Value, tables: list[Value], mask: Value | None, shape: Shape) -> Value:
     """Return the elements [N, groups, oD1, ..., k1, ..., C / group] that windows read of x [N, D1, ..., C]."""
-    axes, acc, inner = x.rank - 2, widened(x.dtype), shape[-1]
+    axes, acc, inner = x.rank - 2, widen_dtype(x.dtype), shape[-1]
     group_channels = shape[1] * inner // tables[0].shape[1]  # of an offset group
     kernel = shape[2 + axes : -1]
 

@@ -10,10 +10,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..importing.compute import is_float, require_numbers, widened
+from ..importing.compute import is_float, require_numbers, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import assert_shape
 from .kernels import emit_loops, grid, let, serial
@@ -35,7 +35,7 @@ def require_square(node: Node, x: Value) -> Value:
 @op("Det", since=11)
 def det(node: Node, x: Value) -> Value:
     x = require_square(node, x)
-    dtype, size = widened(x.dtype), x.shape[-1]
+    dtype, size = widen_dtype(x.dtype), x.shape[-1]
     zero, one = tirx.const(0, dtype), tirx.const(1, dtype)
 
     def statements(x: Any, y: Any, left: Any, determinant: Any, best: Any) -> None:
@@ -46,7 +46,7 @@ def det(node: Node, x: Value) -> Value:
                 T.buffer_store(left, left[row, column + k], [column, column + k])
                 T.buffer_store(left, saved, [row, column + k])
 
-        with independent(*x.shape[:-2]) as outer:
+        with independent_loops(*x.shape[:-2]) as outer:
             with grid((size, size)) as (i, j):
                 T.buffer_store(left, x[(*outer, i, j)].astype(dtype), [i, j])
             T.buffer_store(determinant, one, [0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax, tirx
 
-from ..importing.compute import Element, dtype_of, pointwise, widened
+from ..importing.compute import Element, dtype_of, pointwise, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
@@ -23,9 +23,9 @@ def dropout(
     ratio) where the mask is true.
     """
     if training_mode is None or _is_number(training_mode, 0) or _is_number(ratio, 0):
-        return x, _ones(node, x) if node.wants(1) else None
+        return x, _ones(node, x) if node.has_output(1) else None
     ratio = node.constant(np.asarray(0.5, "float32")) if ratio is None else reshape_to(node, ratio, ())
-    accurate = widened(x.dtype)
+    accurate = widen_dtype(x.dtype)
     share = pointwise(
         node,
         lambda ratio, training: tirx.Select(training, ratio.astype(accurate), tirx.const(0.0, accurate)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from ..importing.compute import Element, Extent, agreed, read, reduced, require_numbers, total, with_shape
+from ..importing.compute import Element, Extent, unify_sizes, read_element, reduce_axes, require_numbers, SUM, assert_shape
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, is_one, prod
 from . import op
@@ -81,14 +81,14 @@ def _unify_sizes(node: Node, values: Sequence[Value], operands: Sequence[Labels]
     result = []
     for value, labels in zip(values, operands):
         shape = tuple(1 if is_one(size) else sizes[label] for label, size in zip(labels, value.shape))
-        result.append(with_shape(node, value, shape))
+        result.append(assert_shape(node, value, shape))
     return result
 
 
 def _merge_size(node: Node, label: Label, a: Size, b: Size) -> Size:
     if is_one(a) or is_one(b):
         return b if is_one(a) else a
-    return agreed(node, f"label '{label}' of the equation", a, b)
+    return unify_sizes(node, f"label '{label}' of the equation", a, b)
 
 
 # -- as a matmul ----------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _to_matrix(node: Node, value: Value, labels: Labels, batch: Labels, rows: La
 def _reshape(node: Node, value: Value, shape: Shape) -> Value:
     if len(shape) == value.rank:
         return value
-    return node.reshaped(value, shape)
+    return node.reshape_to(value, shape)
 
 
 # -- as a kernel ------------------------------------------------------------------------------------------------------
@@ -194,11 +194,11 @@ def _compute_contraction(
     def element(*index: Element) -> Element:
         index_of = dict(zip(order, index))
         return functools.reduce(
-            operator.mul, (read(t, [index_of[x] for x in labels]) for t, labels in zip(tensors, operands))
+            operator.mul, (read_element(t, [index_of[x] for x in labels]) for t, labels in zip(tensors, operands))
         )
 
     contracted = range(len(result), len(order))
-    accumulators = reduced([extents[label] for label in order], contracted, total, element, "sums")
+    accumulators = reduce_axes([extents[label] for label in order], contracted, SUM, element, "sums")
     zeros = [tirx.const(0, "int64")] * len(contracted)
     terms = functools.reduce(operator.mul, [extents[label] for label in order[len(result) :]], tirx.const(1, "int64"))
 

@@ -18,16 +18,16 @@ from ..importing.compute import (
     Element,
     broadcast_shape,
     dtype_of,
-    in_groups,
+    combine_in_groups,
     is_float,
     maximum,
     minimum,
     pointwise,
-    prod,
-    read,
+    PRODUCT,
+    read_element,
     relax_call,
     require_numbers,
-    widened,
+    widen_dtype,
 )
 from ..importing.node import Node
 from ..importing.values import Value
@@ -86,7 +86,7 @@ def mod(node: Node, a: Value, b: Value) -> Value:
         return pointwise(node, _truncate_remainder if truncated else _floor_remainder, a, b, name="mod")
     if truncated:
         return pointwise(node, _FMOD, a, b, name="mod")
-    remainder = pointwise(node, _FMOD, a, b, dtype=widened(a.dtype), name="mod")
+    remainder = pointwise(node, _FMOD, a, b, dtype=widen_dtype(a.dtype), name="mod")
     return pointwise(node, _move_to_divisor_sign, remainder, b, dtype=a.dtype, name="mod_sign")
 
 
@@ -165,13 +165,13 @@ def _emit_integer_power(node: Node, base: Value, exponent: Value) -> Value:
         k = te.reduce_axis((0, 63), "k")
 
         def power(*index: Element) -> Element:
-            b, e = read(base, index), read(exponent, index).astype("int64")
+            b, e = read_element(base, index), read_element(exponent, index).astype("int64")
             size = tirx.Select(e < 0, -e, e)
             count = tirx.Select(size > 63, tirx.floormod(size, tirx.const(2, "int64")) + 62, size)
             one = tirx.const(1, base.dtype)
             unit = tirx.any(b == 1, b == -1) if _is_signed(b) else b == 1
             factor = tirx.Select(tirx.any(e >= 0, unit), b, tirx.const(0, base.dtype))
-            return prod.combine(tirx.Select(k.var.astype("int64") < count, factor, one), axis=k)
+            return PRODUCT.combine(tirx.Select(k.var.astype("int64") < count, factor, one), axis=k)
 
         return te.compute(broadcast_shape((base, exponent), rank), power, name="power")
 
@@ -211,14 +211,14 @@ def sum_(node: Node, *values: Value) -> Value:
 @op("Mean", since=8)
 def mean(node: Node, *values: Value) -> Value:
     count = float(len(values))
-    total = _emit_sum(node, values, widened(values[0].dtype))
+    total = _emit_sum(node, values, widen_dtype(values[0].dtype))
     return pointwise(node, lambda x: x / count, total, dtype=values[0].dtype, name="mean")
 
 
 def _emit_sum(node: Node, values: Sequence[Value], dtype: str) -> Value:
     """Emit the sum, rounded to dtype once."""
-    wide = in_groups(
-        lambda group: pointwise(node, _make_fold(operator.add), *group, dtype=widened(dtype), name="sum"), values
+    wide = combine_in_groups(
+        lambda group: pointwise(node, _make_fold(operator.add), *group, dtype=widen_dtype(dtype), name="sum"), values
     )
     return wide if wide.dtype == dtype else pointwise(node, lambda x: x, wide, dtype=dtype, name="rounded")
 
@@ -237,7 +237,7 @@ def clip(node: Node, x: Value, low: Value | None = None, high: Value | None = No
 def _require_scalar(node: Node, bound: Value) -> Value:
     """Return the bound, which may be a vector of one element, as older exporters write it."""
     if bound.rank > 1:
-        raise node.error(f"{node.name_of(bound, False)} has rank {bound.rank}.", "Make it a scalar.")
+        raise node.error(f"{node.describe(bound, False)} has rank {bound.rank}.", "Make it a scalar.")
     return assert_shape(node, bound, (1,) * bound.rank)
 
 

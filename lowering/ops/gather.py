@@ -42,7 +42,7 @@ def gather_along(node: Node, data: Value, indices: Value, axis: int) -> Value:
     if indices.rank == 0 and static_indices is not None:  # one static index: no tensor of indices is needed
         data = _require_index(node, data, static_indices[0], axis)
     else:
-        indices = assert_in_bounds(node, indices, dim, bound_name=f"dimension {axis} of {node.name_of(data, False)}")
+        indices = assert_in_bounds(node, indices, dim, bound_name=f"dimension {axis} of {node.describe(data, False)}")
     if can_fold_contents(data) and indices.constant is not None and fits_contents(shape):
         assert data.contents is not None
         return fold_contents(node, data, np.take(data.contents, indices.constant.astype("int64"), axis=axis))
@@ -121,7 +121,7 @@ def assert_element_indices(node: Node, data: Value, indices: Value, axis: int) -
             text = f"dimension {k} of input indices is {{}}, and that of the data {{}}: it must not be larger."
             indices = require(node, indices, symbolic.less_or_equal(size, max_size), text, size, max_size)
     return assert_in_bounds(
-        node, indices, data.shape[axis], bound_name=f"dimension {axis} of {node.name_of(data, False)}"
+        node, indices, data.shape[axis], bound_name=f"dimension {axis} of {node.describe(data, False)}"
     )
 
 
@@ -131,6 +131,6 @@ def assert_tuple_indices(node: Node, data: Value, indices: Value, batch: int = 0
     They index the dimensions of data from `batch` on.
     """
     depth = indices.shape[-1]
-    name = node.name_of(data, False)
+    name = node.describe(data, False)
     names = [f"dimension {axis} of {name}" for axis in range(batch, batch + depth)]
     return assert_in_bounds(node, indices, *data.shape[batch : batch + depth], bound_name=names)

@@ -14,10 +14,10 @@ from tvm import te, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import is_float, widened
+from ..importing.compute import is_float, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import assert_shape, require
 from .kernels import compute, emit_loops, let
@@ -84,7 +84,7 @@ class GridAxes:
         def statements(grid: Any, *buffers: Any) -> None:
             wide, half, one = cast_size(size, self.acc), tirx.const(0.5, self.acc), tirx.const(1.0, self.acc)
             low, high = (half - half, wide - one) if self.corners else (-half, wide - half)
-            with independent(*buffers[0].shape[:-1]) as index:
+            with independent_loops(*buffers[0].shape[:-1]) as index:
                 number = grid[(*index, tirx.const(coordinate, "int64"))].astype(self.acc)
                 position = (
                     (number + one) * half * (wide - one) if self.corners else ((number + one) * wide - one) * half
@@ -124,7 +124,7 @@ def _emit_samples(
 ) -> Value:
     """Accumulate the weighted elements over all combinations of the tables' elements."""
     tables_per_axis = 1 if count == 1 else 2
-    acc = widened(x.dtype) if is_float(x.dtype) else x.dtype
+    acc = widen_dtype(x.dtype) if is_float(x.dtype) else x.dtype
 
     def element(index: Any, x: Any, *tables: Any) -> Any:
         def term(ks: Any) -> Any:

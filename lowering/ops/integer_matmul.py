@@ -151,7 +151,7 @@ def broadcast_scale(node: Node, value: Value, size: Size | None = None, has_colu
     if value.rank != 1:
         return value
     if size is None:
-        raise node.error(f"{node.name_of(value, False)} is a vector of {value.shape[0]}.", "Give it one element.")
+        raise node.error(f"{node.describe(value, False)} is a vector of {value.shape[0]}.", "Give it one element.")
     value = assert_shape(node, value, (size,))
     return reshape_to(node, value, (size, 1)) if has_column_axis else value
 

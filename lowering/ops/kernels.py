@@ -16,8 +16,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, empty, storage_dtype, storage_shape
-from ..tensorir.regions import whole
+from ..importing.values import Shape, Size, Value, is_empty, storage_dtype, storage_shape
+from ..tensorir.regions import full_region
 
 ElementReader = Callable[..., Any]
 
@@ -39,7 +39,7 @@ def compute(
     """
     dtype = dtype or tensors[0].dtype
     node.check_volume(shape, dtype)
-    if empty(shape):  # nothing to compute, and TVM rejects a division by such a size
+    if is_empty(shape):  # nothing to compute, and TVM rejects a division by such a size
         (result,) = emit_loops(node, name, lambda *_: T.evaluate(0), tensors, [(shape, dtype)])
         return result
 
@@ -80,8 +80,8 @@ def emit_loops(
 
     def block(inputs: list[Any], results: list[Any]) -> None:
         with T.sblock(name):
-            T.reads([whole(b) for b in inputs])
-            T.writes([whole(b) for b in results])
+            T.reads([full_region(b) for b in inputs])
+            T.writes([full_region(b) for b in results])
             temporary = [T.sblock_alloc_buffer(_to_extents(storage_shape(d, s)), storage_dtype(d)) for s, d in scratch]
             for buffer in temporary:
                 _store_first(buffer)

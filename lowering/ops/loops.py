@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..importing.compute import agreed, in_groups, number
+from ..importing.compute import unify_sizes, combine_in_groups, number
 from ..importing.node import Node
 from ..importing.values import ABSENT, Size, Value
 from . import op
@@ -90,7 +90,7 @@ def _emit_scan(
     axes = node.attr("scan_input_axes", None) or [0] * count
     backwards = backwards or [0] * count
     axes = [normalize_axis(node, axis, x.rank, "scan_input_axes") for axis, x in zip(axes, read, strict=True)]
-    length = agreed(node, "the number of steps", *(x.shape[axis] for axis, x in zip(axes, read)))
+    length = unify_sizes(node, "the number of steps", *(x.shape[axis] for axis, x in zip(axes, read)))
     output_count = len(node.outputs) - len(state)
     out_axes = [*(node.attr("scan_output_axes", None) or []), *[0] * output_count]
     out_backwards = [*(node.attr("scan_output_directions", None) or []), *[0] * output_count]
@@ -146,7 +146,7 @@ def scan_8(node: Node, lengths: Value | None, *inputs: Value) -> tuple[Value, ..
         raise node.error("input sequence_lens is given.", "Leave it out, or export the model for opset 9 or newer.")
     if not all(x.rank for x in inputs):
         raise node.error("an input has no dimensions.", "Scan-8 goes over batches: the first one is the batch.")
-    batch = number(node, "the batch", agreed(node, "the batch", *(x.shape[0] for x in inputs)))
+    batch = number(node, "the batch", unify_sizes(node, "the batch", *(x.shape[0] for x in inputs)))
     if not 1 <= batch * _count_nodes(node) <= _MAX_UNROLLED_NODES:
         raise node.error(
             f"a batch of {batch} has its body, of {_count_nodes(node)} nodes, written out for each entry.",
@@ -195,5 +195,5 @@ def _stack_outputs(
         axis = normalize_axis(node, axes[k], values[0].rank + 1, "scan_output_axes")
         equal_shapes = [values[0], *(assert_shape(node, value, values[0].shape) for value in values[1:])]
         with_axis = [reshape_to(node, value, (*value.shape[:axis], 1, *value.shape[axis:])) for value in equal_shapes]
-        outputs.append(in_groups(lambda group, axis=axis: emit_concat(node, group, axis), with_axis))  # type: ignore[misc]
+        outputs.append(combine_in_groups(lambda group, axis=axis: emit_concat(node, group, axis), with_axis))  # type: ignore[misc]
     return outputs

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax, tirx
 
-from ..importing.compute import agreed, is_float, relax_call, require_numbers, widened, with_shape
+from ..importing.compute import unify_sizes, is_float, relax_call, require_numbers, widen_dtype, assert_shape
 from ..importing.node import Node
 from ..importing.values import Value, is_one
 from . import op
@@ -29,12 +29,12 @@ def emit_matmul(node: Node, a: Value, b: Value, acc_dtype: str | None = None) ->
         raise node.error(f"operands {list(a.shape)} and {list(b.shape)}: a scalar is no matrix.", "Use Mul.")
     row, column = max(b.rank - 2, 0), a.rank - 1
     a_shape, b_shape = list(a.shape), list(b.shape)
-    a_shape[column] = b_shape[row] = agreed(node, "the inner dimension", a.shape[column], b.shape[row])
+    a_shape[column] = b_shape[row] = unify_sizes(node, "the inner dimension", a.shape[column], b.shape[row])
     for k in range(3, min(a.rank, b.rank) + 1):
         if not is_one(a.shape[-k]) and not is_one(b.shape[-k]):
-            a_shape[-k] = b_shape[-k] = agreed(node, "a batch dimension", a.shape[-k], b.shape[-k])
-    a, b = with_shape(node, a, a_shape), with_shape(node, b, b_shape)
-    out_type = acc_dtype or widened(a.dtype)
+            a_shape[-k] = b_shape[-k] = unify_sizes(node, "a batch dimension", a.shape[-k], b.shape[-k])
+    a, b = assert_shape(node, a, a_shape), assert_shape(node, b, b_shape)
+    out_type = acc_dtype or widen_dtype(a.dtype)
     out_dtype = out_type if out_type != a.dtype else None
     y = node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))
     if a_shape[column] == 0:  # an empty inner dimension, which no kernel initializes

@@ -10,10 +10,10 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.channels import as_computed, channels_second, channels_second_axes
-from ..importing.compute import in_groups
+from ..importing.channels import unify_layouts, channels_second, channels_second_axes
+from ..importing.compute import combine_in_groups
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, empty, storage_dtype
+from ..importing.values import Shape, Size, Value, is_empty, storage_dtype
 from . import op
 from .assertions import assert_in_bounds, assert_nonnegative, assert_shape, require
 from .contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
@@ -41,7 +41,7 @@ def emit_transpose(node: Node, data: Value, order: list[int]) -> Value:
         return fold_contents(node, data, data.contents.transpose(order))
     if data.rank > 3 and order == channels_second_axes(data.rank):
         return channels_second(node, data)
-    (data,), axes, _ = as_computed(node, data)
+    (data,), axes, _ = unify_layouts(node, data)
     order = [axes.index(axis) for axis in order]
     if order == list(range(data.rank)):
         return data
@@ -66,12 +66,12 @@ def concatenate_values(node: Node, values: Sequence[Value], axis: int) -> Value:
         joined = np.concatenate([value.contents for value in values if value.contents is not None], axis=axis)
         if fits_contents(joined.shape):
             return fold_contents(
-                node, values[0] if all(symbolic.known(value) for value in values) else node.constant(joined), joined
+                node, values[0] if all(symbolic.has_contents(value) for value in values) else node.constant(joined), joined
             )
     values = tuple(_align_shape(node, value, values[0].shape, axis) for value in values)
-    values = tuple(value for value in values if not empty((value.shape[axis],))) or values[:1]
-    stored, order, back = as_computed(node, *values)
-    return back(in_groups(lambda group: emit_concat(node, group, order.index(axis)), stored))
+    values = tuple(value for value in values if not is_empty((value.shape[axis],))) or values[:1]
+    stored, order, back = unify_layouts(node, *values)
+    return back(combine_in_groups(lambda group: emit_concat(node, group, order.index(axis)), stored))
 
 
 def emit_concat(node: Node, values: Sequence[Value], axis: int) -> Value:
@@ -171,7 +171,7 @@ def expand(node: Node, data: Value, shape: Value) -> Value:
     count = shape.shape[0]
     rank = max(data.rank, count)
     if target is not None:
-        data = assert_nonnegative(node, data, target, node.name_of(shape, False))
+        data = assert_nonnegative(node, data, target, node.describe(shape, False))
     in_dims: list[Size] = [1] * (rank - data.rank) + list(data.shape)
     target_dims: list[Size] = [None] * rank if target is None else target
     target_dims = [1] * (rank - count) + target_dims[-count:] if count else [1] * rank
@@ -242,7 +242,7 @@ def _bind_broadcast_sizes(
             h = in_dims[axis] * tirx.IntImm("int64", 1)
             w = target[0][axis - missing] if data_dependent else target_dims[axis]
             legal = tirx.Or(h == w, tirx.Or(h == 1, w == 1))
-            text = f"{node.where}: dimension {axis} of the data does not broadcast to {node.name_of(shape, False)}."
+            text = f"{node.where}: dimension {axis} of the data does not broadcast to {node.describe(shape, False)}."
             with T.Assert(legal, text, "ValueError"):
                 pass
             result.append(tirx.Select(h == 1, w, h))
@@ -261,7 +261,7 @@ def tile(node: Node, data: Value, repeats: Value) -> Value:
     repeats = assert_shape(node, repeats, (data.rank,))
     static_repeats = read_sizes(repeats)
     times = bind_sizes(node, repeats, (data.shape, data.dtype)) if static_repeats is None else static_repeats
-    data = assert_nonnegative(node, data, times, node.name_of(repeats, False))
+    data = assert_nonnegative(node, data, times, node.describe(repeats, False))
     shape = tuple(node.simplify(d * t) for d, t in zip(data.shape, times))
     if can_fold_contents(data) and fits_contents(shape) and all(isinstance(t, int) for t in times):
         assert data.contents is not None
@@ -330,7 +330,7 @@ def one_hot(node: Node, indices: Value, depth: Value, values: Value) -> Value:
     if count is None:
         wide = node.emit(relax.op.astype(node.tensor(reshape_to(node, depth, (1,))), "int64"))
         count = bind_sizes(node, wide, (indices.shape, values.dtype), source=depth)
-    values = assert_shape(node, assert_nonnegative(node, values, count, node.name_of(depth, False)), (2,))
+    values = assert_shape(node, assert_nonnegative(node, values, count, node.describe(depth, False)), (2,))
     shape = (*indices.shape[:axis], count[0], *indices.shape[axis:])
 
     def element(index: Any, at: Any, pair: Any, size: Any) -> Any:
@@ -348,7 +348,7 @@ def reverse_sequence(node: Node, data: Value, lengths: Value) -> Value:
         problem = f"attributes batch_axis and time_axis are {batch} and {time}, the inputs have ranks {data.rank} and"
         raise node.error(f"{problem} {lengths.rank}.", "The axes are 0 and 1 of data, and the lengths a vector.")
     lengths = assert_shape(node, lengths, (data.shape[batch],))
-    length_name = f"the length of {node.name_of(data, False)}"
+    length_name = f"the length of {node.describe(data, False)}"
     lengths = assert_in_bounds(
         node, lengths, node.simplify(data.shape[time] + 1), bound_name=length_name, from_the_back=False
     )

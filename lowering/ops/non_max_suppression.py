@@ -88,7 +88,7 @@ def _read_limit(node: Node, value: Value | None, default: np.ndarray) -> Value:
     if value is None:
         return node.constant(default)
     if value.dtype != default.dtype.name:
-        raise node.error(f"{node.name_of(value, False)} is {value.dtype}.", f"Make it {default.dtype.name}.")
+        raise node.error(f"{node.describe(value, False)} is {value.dtype}.", f"Make it {default.dtype.name}.")
     return reshape_to(node, value, (1,))
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import onnx
 from tvm import te, tirx
 
-from ..importing.channels import as_computed
-from ..importing.compute import Element, Extent, is_float, read, reduced, require_numbers, total, widened
+from ..importing.channels import unify_layouts
+from ..importing.compute import Element, Extent, is_float, read_element, reduce_axes, require_numbers, SUM, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
@@ -44,7 +44,7 @@ class _Statistics:
         count = functools.reduce(lambda n, axis: n * self.shape[axis], self.axes, tirx.const(1, "int64"))
         if isinstance(count, tirx.IntImm) and int(count) == 0:
             count = tirx.const(1, "int64")  # TVM rejects a division by a constant 0
-        accumulators = reduced(self.shape, self.axes, total, element, f"{name}_sum")
+        accumulators = reduce_axes(self.shape, self.axes, SUM, element, f"{name}_sum")
         return te.compute(
             accumulators.shape, lambda *index: finish(accumulators(*index) / count.astype(self.dtype)), name=name
         )
@@ -87,8 +87,8 @@ def normalize_last_axes(
 
         def result(*index: Element) -> Element:
             y = s.element(*index) if mean is None else s.element(*index) - s.at(mean, index)
-            y = y * s.at(inverse, index) * read(scale, index).astype(s.dtype)
-            return (y + read(bias[0], index).astype(s.dtype) if bias else y).astype(dtype)
+            y = y * s.at(inverse, index) * read_element(scale, index).astype(s.dtype)
+            return (y + read_element(bias[0], index).astype(s.dtype) if bias else y).astype(dtype)
 
         return te.compute(x.shape, result, name="normalized")
 
@@ -128,7 +128,7 @@ def layer_normalization(
         s = statistics(t)
         return _cast_stash(s.scale(s.mean()), stash)
 
-    extras = [node.emit_te(k, node.tensor(x)) if node.wants(n) else None for n, k in ((1, mean), (2, inv_std_dev))]
+    extras = [node.emit_te(k, node.tensor(x)) if node.has_output(n) else None for n, k in ((1, mean), (2, inv_std_dev))]
     return y, extras[0], extras[1]
 
 
@@ -199,8 +199,8 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
     if node.attr("training_mode", 0):
         raise node.error("attribute training_mode is 1.", "Export the model for inference (model.eval()).")
     x, scale, bias, mean, variance = assert_channel_vectors(node, x, scale, bias, mean, variance)
-    epsilon, dtype = node.attr("epsilon", 1e-5), widened(x.dtype)
-    (x,), order, back = as_computed(node, x)
+    epsilon, dtype = node.attr("epsilon", 1e-5), widen_dtype(x.dtype)
+    (x,), order, back = unify_layouts(node, x)
     channel = order.index(1)
 
     def kernel(x: te.Tensor, scale: te.Tensor, bias: te.Tensor, mean: te.Tensor, variance: te.Tensor) -> te.Tensor:
@@ -233,12 +233,12 @@ def lrn(node: Node, x: Value) -> Value:
         raise node.error(f"attribute size is {size}.", f"Use 1 to {_MAX_CHANNELS}.")
     if not is_float(x.dtype):
         raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
-    dtype, before = widened(x.dtype), (size - 1) // 2
-    (x,), order, back = as_computed(node, x)
+    dtype, before = widen_dtype(x.dtype), (size - 1) // 2
+    (x,), order, back = unify_layouts(node, x)
     channel = order.index(1)
 
     def kernel(x: te.Tensor) -> te.Tensor:
-        squares = te.compute(x.shape, lambda *i: read(x, i) * read(x, i), name="squares")
+        squares = te.compute(x.shape, lambda *i: read_element(x, i) * read_element(x, i), name="squares")
 
         def around(*index: Element) -> Element:
             k = te.reduce_axis((0, size), "k")
@@ -251,7 +251,7 @@ def lrn(node: Node, x: Value) -> Value:
 
         def result(*index: Element) -> Element:
             base = tirx.const(bias, dtype) + windows(*index) * tirx.const(alpha / size, dtype)
-            return (read(x, index) * tirx.power(base, tirx.const(-beta, dtype))).astype(x.dtype)
+            return (read_element(x, index) * tirx.power(base, tirx.const(-beta, dtype))).astype(x.dtype)
 
         return te.compute(x.shape, result, name="normalized")
 
@@ -265,16 +265,16 @@ def lrn(node: Node, x: Value) -> Value:
 def lp_normalization(node: Node, x: Value) -> Value:
     """Emit x / |x|_p along one axis, 0 where the norm is 0."""
     require_numbers(node, x)
-    axis, p, dtype = normalize_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widened(x.dtype)
+    axis, p, dtype = normalize_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widen_dtype(x.dtype)
     if p not in (1, 2):
         raise node.error(f"attribute p is {p}.", "Use 1 or 2.")
 
     def kernel(x: te.Tensor) -> te.Tensor:
         def power(*index: Element) -> Element:
-            value = read(x, index)
+            value = read_element(x, index)
             return tirx.abs(value) if p == 1 else value * value
 
-        accumulators = reduced(x.shape, [axis], total, power, "sum")
+        accumulators = reduce_axes(x.shape, [axis], SUM, power, "sum")
         norm = te.compute(
             accumulators.shape, lambda *i: accumulators(*i) if p == 1 else tirx.sqrt(accumulators(*i)), name="norm"
         )
@@ -282,7 +282,7 @@ def lp_normalization(node: Node, x: Value) -> Value:
         def result(*index: Element) -> Element:
             n = norm(*(tirx.const(0, "int64") if k == axis else i for k, i in enumerate(index)))
             zero = tirx.const(0.0, dtype)
-            return tirx.Select(n == zero, zero, read(x, index) / n).astype(x.dtype)
+            return tirx.Select(n == zero, zero, read_element(x, index) / n).astype(x.dtype)
 
         return te.compute(x.shape, result, name="normalized")
 

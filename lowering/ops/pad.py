@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.channels import as_computed
+from ..importing.channels import unify_layouts
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
@@ -68,7 +68,7 @@ def _emit_pad(node: Node, data: Value, before: Sequence[Size], after: Sequence[S
                     node, data, has_elements, f"dimension {axis} is empty: mode {mode} has nothing to repeat."
                 )
 
-    (data,), order, back = as_computed(node, data)
+    (data,), order, back = unify_layouts(node, data)
     idle, before, shape = [idle[a] for a in order], [before[a] for a in order], tuple(shape[a] for a in order)
 
     def element(index: Any, x: Any, value: Any, *scalars: Any) -> Any:
@@ -86,7 +86,7 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
     count = axes.shape[0]
     if not isinstance(count, int):
         raise node.error("input axes has a symbolic length.", "Give it a fixed one.")
-    axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.name_of(data, False)}")
+    axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.describe(data, False)}")
     if pads.rank != 1 or (isinstance(pads.shape[0], int) and pads.shape[0] != 2 * count):
         raise node.error(f"input pads is {list(pads.shape)}, for {count} axes.", "Give two for each axis.")
     pads = assert_shape(node, pads, (2 * count,))

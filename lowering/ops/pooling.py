@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tvm import te, tirx
 
-from ..importing.channels import as_computed, channels_last, channels_second
-from ..importing.compute import Element, Reducer, is_float, largest, reduced, require_numbers, total, widened
+from ..importing.channels import unify_layouts, channels_last, channels_second
+from ..importing.compute import Element, Reducer, is_float, MAXIMUM, reduce_axes, require_numbers, SUM, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
@@ -49,11 +49,11 @@ def _compute_pooled(x: te.Tensor, window: SpatialWindow, reducer: Reducer, dtype
 @op("MaxPool", since=8)
 def max_pool(node: Node, x: Value) -> tuple[Value, Value | None]:
     x, window = _read_window(node, x)
-    if node.wants(1):
+    if node.has_output(1):
         return emit_max_with_indices(node, x, window)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled = _compute_pooled(t, window, largest, widened(x.dtype))
+        pooled = _compute_pooled(t, window, MAXIMUM, widen_dtype(x.dtype))
         return te.compute(pooled.shape, lambda *i: pooled(*i).astype(x.dtype), name="max_pool")
 
     return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="max_pool")), None
@@ -76,10 +76,10 @@ def average_windows(node: Node, x: Value, by_all: bool = False) -> Value:
     """
     x, window = _read_window(node, x)
     padded = bool(node.attr("count_include_pad", 0))
-    n, dtype = x.rank - 2, widened(x.dtype)
+    n, dtype = x.rank - 2, widen_dtype(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled, sizes = _compute_pooled(t, window, total, dtype), t.shape[1:-1]
+        pooled, sizes = _compute_pooled(t, window, SUM, dtype), t.shape[1:-1]
 
         def divisor(*windows: Element) -> Element:
             if by_all:
@@ -136,11 +136,11 @@ def _make_norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Call
 def lp_pool(node: Node, x: Value) -> Value:
     """Emit the p-norm of each window: https://onnx.ai/onnx/operators/onnx__LpPool.html"""
     x, window = _read_window(node, x)
-    (power, root), dtype = _make_norm(node, x), widened(x.dtype)
+    (power, root), dtype = _make_norm(node, x), widen_dtype(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
         powers = te.compute(t.shape, lambda *i: power(t(*i).astype(dtype)), name="powers")
-        pooled = _compute_pooled(powers, window, total, dtype)
+        pooled = _compute_pooled(powers, window, SUM, dtype)
         return te.compute(pooled.shape, lambda *i: root(pooled(*i)).astype(x.dtype), name="lp_pool")
 
     return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="lp_pool"))
@@ -162,11 +162,11 @@ def _emit_global_pool(
 ) -> Value:
     """Emit finish(reduction of prepare(element) over all positions, number of positions)."""
     require_numbers(node, x)
-    (x,), order, back = as_computed(node, x)
-    axes, dtype = [position for position, axis in enumerate(order) if axis >= 2], widened(x.dtype)
+    (x,), order, back = unify_layouts(node, x)
+    axes, dtype = [position for position, axis in enumerate(order) if axis >= 2], widen_dtype(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled = reduced(t.shape, axes, reducer, lambda *i: prepare(t(*i).astype(dtype)), "pooled")
+        pooled = reduce_axes(t.shape, axes, reducer, lambda *i: prepare(t(*i).astype(dtype)), "pooled")
         count = tirx.const(1, "int64")
         for axis in axes:
             count = count * t.shape[axis]
@@ -181,16 +181,16 @@ def _emit_global_pool(
 
 @op("GlobalAveragePool", since=1)
 def global_average_pool(node: Node, x: Value) -> Value:
-    return _emit_global_pool(node, x, total, finish=lambda value, count: value / count)
+    return _emit_global_pool(node, x, SUM, finish=lambda value, count: value / count)
 
 
 @op("GlobalMaxPool", since=1)
 def global_max_pool(node: Node, x: Value) -> Value:
-    return _emit_global_pool(node, x, largest)
+    return _emit_global_pool(node, x, MAXIMUM)
 
 
 @op("GlobalLpPool", since=2)
 def global_lp_pool(node: Node, x: Value) -> Value:
     """Emit the p-norm over all positions: https://onnx.ai/onnx/operators/onnx__GlobalLpPool.html"""
     power, root = _make_norm(node, x)
-    return _emit_global_pool(node, x, total, prepare=power, finish=lambda value, _: root(value))
+    return _emit_global_pool(node, x, SUM, prepare=power, finish=lambda value, _: root(value))

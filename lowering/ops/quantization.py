@@ -1,7 +1,7 @@
 """QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points.
 
 Scales are per tensor, per index of an axis, or per block. A constant matrix of integers stays quantized
-(lowering/importing/quantized.py): matmuls read it directly.
+(lowering/importing/quantized_matrix.py): matmuls read it directly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tvm import relax, tirx
 from ..importing import symbolic
 from ..importing.compute import pointwise, relax_call
 from ..importing.node import Node
-from ..importing.quantized import Quantized
-from ..importing.values import MOST_SIZE, Value, storage_dtype
+from ..importing.quantized_matrix import QuantizedMatrix
+from ..importing.values import MAX_DIMENSION, Value, storage_dtype
 from . import op
 from .assertions import assert_shape
 from .cast import cast_to
@@ -150,7 +150,7 @@ def _read_blocks(
 
     Without blocks, a vector of one element is per tensor. name is the node's name of the quantized tensor.
     """
-    size = min(node.attr("block_size", 0), MOST_SIZE)
+    size = min(node.attr("block_size", 0), MAX_DIMENSION)
     if not size:
         scale = reshape_to(node, scale, ()) if scale.shape == (1,) else scale
         zero = reshape_to(node, zero, ()) if zero is not None and zero.shape == (1,) else zero
@@ -181,7 +181,7 @@ def _index_scale(index: Any, scale: Value, axis: int, size: int) -> Any:
     return (index[axis],) if scale.rank else ()
 
 
-def _read_matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> Quantized | None:
+def _read_matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> QuantizedMatrix | None:
     """Return the result as a matrix of quantized values, if all of it is constant."""
     quantized_values, scales, zeros = (None if v is None else v.constant for v in (x, scale, zero))
     if (
@@ -204,7 +204,7 @@ def _read_matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: in
     z = np.full(shape, -middle, np.int16)
     if zeros is not None:
         z = zeros.astype(np.int16).reshape(shape) - middle
-    return Quantized(
+    return QuantizedMatrix(
         numbers.astype(np.int8),
         scales.reshape(shape),
         z.astype(np.int8) if z.any() else None,

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing.node import Node
 from ..importing.random_streams import RandomStreams
 from ..importing.values import Shape, Size, Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from .kernels import emit_loops, let
 
 _BLOCK_SIZE = 4  # 32-bit values of a block
@@ -46,7 +46,7 @@ def emit_random_bits(node: Node, count: Size) -> Value:
 
     def statements(seed: Any, stream: Any, *buffers: Any) -> None:
         *steps, out = buffers
-        with independent(blocks) as (block,):
+        with independent_loops(blocks) as (block,):
             counter = [*_split_halves(block), _low_bits(stream[()]), _mix_steps(steps)]
             values = _emit_philox(counter, _split_halves(seed[()]))
             for k, value in enumerate(values):

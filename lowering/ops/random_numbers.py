@@ -16,10 +16,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.compute import Element, is_float, pointwise, require_numbers, widened
+from ..importing.compute import Element, is_float, pointwise, require_numbers, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Shape, Value, prod
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import require
 from .cast import cast_to
@@ -56,7 +56,7 @@ def bernoulli(node: Node, probability: Value) -> Value:
     """Emit 1 with the probability that each element gives, else 0."""
     require_numbers(node, probability)
     dtype = _read_dtype(node, probability.dtype, must_be_float=False)
-    numbers = emit_uniform_numbers(node, probability.shape, widened(probability.dtype))
+    numbers = emit_uniform_numbers(node, probability.shape, widen_dtype(probability.dtype))
     draws = pointwise(node, lambda p, u: u < p, probability, numbers, dtype="bool", name="bernoulli")
     return cast_to(node, draws, dtype)
 
@@ -80,7 +80,7 @@ def multinomial(node: Node, logits: Value) -> Value:
     shares = emit_uniform_numbers(node, (batch, samples), "float64")
 
     def search(running: Any, shares: Any, out: Any) -> None:
-        with independent(batch, samples) as (row, sample):
+        with independent_loops(batch, samples) as (row, sample):
             T.buffer_store(out, tirx.const(0, dtype), [row, sample])
             bound = let(shares[row, sample] * running[row, classes - 1])
             with serial(classes - 1) as k, T.If(running[row, k] <= bound), T.Then():
@@ -102,7 +102,7 @@ def _emit_running_weights(node: Node, logits: Value) -> Value:
             value = x[row, k].astype("float64")
             return tirx.Select(value > lowest, value, lowest)
 
-        with independent(batch) as (row,):
+        with independent_loops(batch) as (row,):
             largest, total = (T.alloc_buffer((1,), "float64") for _ in range(2))
             T.buffer_store(largest, lowest, [0])
             T.buffer_store(total, tirx.const(0.0, "float64"), [0])
@@ -127,7 +127,7 @@ def emit_uniform_numbers(node: Node, shape: Shape, dtype: str) -> Value:
 
 def _emit_uniform(node: Node, shape: Shape, dtype: str) -> Value:
     low, high = node.attr("low", 0.0), node.attr("high", 1.0)
-    accurate = widened(dtype)
+    accurate = widen_dtype(dtype)
 
     def element(bits: BitsReader) -> Element:
         low_, width = tirx.const(low, accurate), tirx.const(high - low, accurate)
@@ -139,7 +139,7 @@ def _emit_uniform(node: Node, shape: Shape, dtype: str) -> Value:
 def _emit_normal(node: Node, shape: Shape, dtype: str) -> Value:
     """Emit mean + scale sqrt(-2 log u) cos(2 pi v) for uniform u in (0, 1] and v in [0, 1)."""
     mean, scale = node.attr("mean", 0.0), node.attr("scale", 1.0)
-    accurate = widened(dtype)
+    accurate = widen_dtype(dtype)
     bits_count = 2 if accurate == "float64" else 1
 
     def element(bits: BitsReader) -> Element:
@@ -192,6 +192,6 @@ def _read_dtype(node: Node, default: str, must_be_float: bool = True) -> str:
     """Return the element type of the result: attribute dtype, or else the default."""
     attribute = node.attr("dtype", None)
     dtype = default if attribute is None else ir.DataType(attribute).numpy().name
-    if must_be_float and (not is_float(dtype) or widened(dtype) not in ("float32", "float64")):
+    if must_be_float and (not is_float(dtype) or widen_dtype(dtype) not in ("float32", "float64")):
         raise node.error(f"its result would be {dtype}.", "Set attribute dtype to a float type of 16 bits or more.")
     return dtype

@@ -14,7 +14,7 @@ from tvm import relax, tirx
 from ..importing.compute import number
 from ..importing.node import Node
 from ..importing.values import Size, Value
-from ..tensorir.recurrence import BLOCK, GATES, Activation, Recurrence, plain_recurrence
+from ..tensorir.recurrence import BLOCK, GATES, Activation, Recurrence, make_plain_recurrence
 from . import op
 from .assertions import assert_shape
 from .kernels import compute
@@ -177,7 +177,7 @@ def emit_recurrent(
         sizes = {"y": (length, batch, units)}
         outputs = [(sizes.get(name, (batch, units)), "float32") for name in record.outputs()]
         arguments = [node.tensor(tensors[name]) for name in record.inputs()]
-        results.append(node.call_tir(plain_recurrence(record), arguments, outputs, "recurrence"))
+        results.append(node.call_tir(make_plain_recurrence(record), arguments, outputs, "recurrence"))
     return tuple(
         _emit_output(node, k, outputs_by_direction, dtype, batch_first)
         for k, outputs_by_direction in enumerate(zip(*results))

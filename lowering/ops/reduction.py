@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from tvm import te, tirx
 
 from ..importing import symbolic
-from ..importing.channels import as_computed
+from ..importing.channels import unify_layouts
 from ..importing.compute import (
     Element,
     Extent,
     Reducer,
     dtype_of,
     is_float,
-    largest,
-    prod,
-    reduced,
+    MAXIMUM,
+    PRODUCT,
+    reduce_axes,
     require_numbers,
-    smallest,
-    total,
-    widened,
+    MINIMUM,
+    SUM,
+    widen_dtype,
 )
 from ..importing.node import Node
 from ..importing.values import Size, Value
@@ -51,7 +51,7 @@ class _ReductionSpace:
         return functools.reduce(lambda n, axis: n * self.shape[axis], self.axes, tirx.const(1, "int64"))
 
     def combine_elements(self, reducer: Reducer, element: Callable[..., Element]) -> te.Tensor:
-        return reduced(self.shape, self.axes, reducer, element, "reduced")
+        return reduce_axes(self.shape, self.axes, reducer, element, "reduced")
 
     def at(self, tensor: te.Tensor, index: Sequence[Element]) -> Element:
         """Return the element of a combined tensor that covers an index of the space."""
@@ -88,10 +88,10 @@ def _make_combine(
 
 def _combine_exponentials(space: _ReductionSpace) -> Sequence[ReductionStage]:
     """Return the largest x, or 0 where it is infinite, as m, and the sum of e^(x - m)."""
-    peak = space.combine_elements(largest, space.element)
+    peak = space.combine_elements(MAXIMUM, space.element)
     zero, infinity = tirx.const(0.0, peak.dtype), tirx.infinity(peak.dtype)
     m = te.compute(peak.shape, lambda *i: tirx.Select(tirx.abs(peak(*i)) == infinity, zero, peak(*i)), name="m")
-    s = space.combine_elements(total, lambda *index: tirx.exp(space.element(*index) - space.at(m, index)))
+    s = space.combine_elements(SUM, lambda *index: tirx.exp(space.element(*index) - space.at(m, index)))
     return [(m, zero), (s, zero)]
 
 
@@ -110,15 +110,15 @@ def _magnitude(x: Element) -> Element:
 
 
 _REDUCTIONS = {
-    "ReduceSum": _Reduction(_make_combine(total), contents=symbolic.add),
-    "ReduceMean": _Reduction(_make_combine(total), finish=_divide),
-    "ReduceMax": _Reduction(_make_combine(largest), contents=symbolic.maximum),
-    "ReduceMin": _Reduction(_make_combine(smallest), contents=symbolic.minimum),
-    "ReduceProd": _Reduction(_make_combine(prod), contents=symbolic.multiply),
-    "ReduceL1": _Reduction(_make_combine(total, _magnitude)),
-    "ReduceL2": _Reduction(_make_combine(total, _square), finish=lambda _, x: tirx.sqrt(x), real=True),
-    "ReduceSumSquare": _Reduction(_make_combine(total, _square)),
-    "ReduceLogSum": _Reduction(_make_combine(total), finish=lambda _, x: tirx.log(x), real=True),
+    "ReduceSum": _Reduction(_make_combine(SUM), contents=symbolic.add),
+    "ReduceMean": _Reduction(_make_combine(SUM), finish=_divide),
+    "ReduceMax": _Reduction(_make_combine(MAXIMUM), contents=symbolic.maximum),
+    "ReduceMin": _Reduction(_make_combine(MINIMUM), contents=symbolic.minimum),
+    "ReduceProd": _Reduction(_make_combine(PRODUCT), contents=symbolic.multiply),
+    "ReduceL1": _Reduction(_make_combine(SUM, _magnitude)),
+    "ReduceL2": _Reduction(_make_combine(SUM, _square), finish=lambda _, x: tirx.sqrt(x), real=True),
+    "ReduceSumSquare": _Reduction(_make_combine(SUM, _square)),
+    "ReduceLogSum": _Reduction(_make_combine(SUM), finish=lambda _, x: tirx.log(x), real=True),
     "ReduceLogSumExp": _Reduction(_combine_exponentials, finish=lambda _, m, s: m + tirx.log(s), real=True),
 }
 
@@ -145,7 +145,7 @@ def _lower(node: Node, reduction: _Reduction, data: Value, axes: Value | None) -
         if folded is not None:
             return folded
 
-    (stored,), order, back = as_computed(node, data)
+    (stored,), order, back = unify_layouts(node, data)
     if not keepdims:
         remaining, back = [axis for axis in order if axis not in chosen], lambda result: result
         stored, order = (stored, order) if remaining == sorted(remaining) else (data, sorted(order))
@@ -177,7 +177,7 @@ def _choose_acc_dtype(reduction: _Reduction, dtype: str) -> str:
     """Return the type in which elements of dtype are reduced."""
     if dtype == "bool":
         return "uint8"
-    return "float64" if reduction.real and not is_float(dtype) else widened(dtype)
+    return "float64" if reduction.real and not is_float(dtype) else widen_dtype(dtype)
 
 
 def _compute_reduction(
@@ -216,7 +216,7 @@ def _reduce_runtime_axes(node: Node, reduction: _Reduction, data: Value, axes: V
         return [*outer, *inner, *(_find_remaining_size(reduces, dims, k) for k in range(rank - axes.shape[0]))]
 
     count = 3 * rank - axes.shape[0]
-    axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.name_of(data, False)}")
+    axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.describe(data, False)}")
     symbols = bind_sizes(node, compute_sizes(node, "reduced_sizes", count, sizes, [axes], data.shape))
     outer, inner, pruned = symbols[:rank], symbols[rank : 2 * rank], symbols[2 * rank :]
 

@@ -10,9 +10,9 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.channels import as_computed
+from ..importing.channels import unify_layouts
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, empty, prod
+from ..importing.values import Shape, Size, Value, is_empty, prod
 from . import op
 from .assertions import assert_in_bounds, require
 from .contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_constant_ints, read_sizes
@@ -58,16 +58,16 @@ def _assert_same_count(node: Node, data: Value, shape: Shape) -> Value:
     if sum(not isinstance(d, int) for d in shape) > 1:
         volume = math.prod(tirx.const(d, "float64") if isinstance(d, int) else d.astype("float64") for d in shape)
         legal = symbolic.logical_and(legal, volume < tirx.const(float(_MAX_ELEMENTS), "float64"))
-    text = f"{node.name_of(data, False)} has {{}} elements and cannot be given the shape"
+    text = f"{node.describe(data, False)} has {{}} elements and cannot be given the shape"
     return require(node, data, legal, f"{text} [{', '.join('{}' for _ in shape)}].", in_volume, *shape)
 
 
 def _reshape(node: Node, data: Value, shape: Shape) -> Value:
-    if data.channels_last is not None and len(shape) > 2 and not empty(shape):
-        (last,), _, back = as_computed(node, data)
+    if data.channels_last is not None and len(shape) > 2 and not is_empty(shape):
+        (last,), _, back = unify_layouts(node, data)
         if all(map(node.symbols.equal, shape[:2], data.shape)):  # only positions are reshaped
             return back(_reshape(node, last, (shape[0], *shape[2:], shape[1])))
-    result = node.reshaped(data, shape)
+    result = node.reshape_to(data, shape)
     return Value(data.dtype, tuple(node.simplify(d) for d in shape), result.expr)
 
 
@@ -220,7 +220,7 @@ def _find_unit_dims(node: Node, data: Value) -> tuple[Value, list[int]]:
 
 def _squeeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
     count = _read_axis_count(node, axes)
-    axes = assert_in_bounds(node, axes, data.rank, bound_name=f"the rank of {node.name_of(data, False)}")
+    axes = assert_in_bounds(node, axes, data.rank, bound_name=f"the rank of {node.describe(data, False)}")
 
     def dims(entries: Any) -> list[Any]:
         removed = [_wrap_axis(entries[k], data.rank) for k in range(count)]

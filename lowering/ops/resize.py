@@ -20,8 +20,8 @@ from tvm import relax, te, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.channels import as_computed
-from ..importing.compute import is_float, widened
+from ..importing.channels import unify_layouts
+from ..importing.compute import is_float, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
@@ -268,7 +268,7 @@ def _emit_nearest(node: Node, x: Value, settings: ResizeSettings, change: Resize
         }[settings.rounding]()
         return clamp_index(to_index(rounded), parameters.in_size)
 
-    (stored,), order, back = as_computed(node, x)
+    (stored,), order, back = unify_layouts(node, x)
     axis = order.index(change.axis)
     shape = (*stored.shape[:axis], change.out_size, *stored.shape[axis + 1 :])
     tables = [change.table(node, "nearest", nearest, "int64"), *_emit_outside_tables(node, settings, change)]
@@ -304,8 +304,8 @@ def _emit_interpolated(node: Node, x: Value, settings: ResizeSettings, change: R
             )
         return value
 
-    acc = widened(x.dtype) if is_float(x.dtype) else "float32"
-    (stored,), order, back = as_computed(node, x)
+    acc = widen_dtype(x.dtype) if is_float(x.dtype) else "float32"
+    (stored,), order, back = unify_layouts(node, x)
     axis = order.index(change.axis)
     weights = change.table(node, "weights", weight, "float64", count)
     if settings.exclude_outside or settings.antialias:

@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Size, Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from .kernels import emit_loops, let
 from .run_time import bind_sizes, compute_sizes
 
@@ -81,7 +81,7 @@ class ResizedAxis:
             parameters = AxisParameters(
                 self.in_size, self.out_size, self.scale_in_kernel(reads[0] if scale else None), ends, self.scale is None
             )
-            with independent(*table.shape) as index:
+            with independent_loops(*table.shape) as index:
                 T.buffer_store(table, body(index, parameters), list(index))
 
         (result,) = emit_loops(

@@ -13,10 +13,10 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import is_float, widened
+from ..importing.compute import is_float, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import assert_in_bounds, assert_shape, require
 from .kernels import emit_loops, let, serial
@@ -57,7 +57,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
             f"{batches.rank}.",
             "X is [N, C, H, W], rois [R, 4] of its type, and batch_indices [R].",
         )
-    count, acc, half = rois.shape[0], widened(x.dtype), coordinates == "half_pixel"
+    count, acc, half = rois.shape[0], widen_dtype(x.dtype), coordinates == "half_pixel"
     rois = assert_shape(node, rois, (count, 4))
     batches = assert_in_bounds(
         node, assert_shape(node, batches, (count,)), x.shape[0], bound_name="dimension 0 of X", from_the_back=False
@@ -73,7 +73,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
         return tirx.const(float(value), acc)
 
     def statements(x: Any, rois: Any, batch: Any, y: Any) -> None:
-        with independent(count, *out_sizes) as (r, ph, pw):
+        with independent_loops(count, *out_sizes) as (r, ph, pw):
             sides = [
                 _compute_side(rois[r, 1 - k], rois[r, 3 - k], out_sizes[k], scale, half, ratio, number) for k in (0, 1)
             ]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tvm import relax, te, tirx
 
-from ..importing.channels import transposed_from
-from ..importing.compute import Element, agreed, read, require_numbers, with_shape
+from ..importing.channels import find_transpose_source
+from ..importing.compute import Element, unify_sizes, read_element, require_numbers, assert_shape
 from ..importing.node import Node
 from ..importing.values import Size, Value, is_one
 from . import op
@@ -84,16 +84,16 @@ def rotate_heads(
         )
     x, cos, sin, positions = _unify_sizes(node, head, x, cos, sin, positions)
     # Heads are rotated before a transposition: the consumer may not need the transposition.
-    rows = transposed_from(node, node.tensor(x), HEADS_FIRST) if x.rank == 4 else None
+    rows = find_transpose_source(node, node.tensor(x), HEADS_FIRST) if x.rank == 4 else None
     sequence_axis = 2 if x.rank == 4 and rows is None else 1
     dtype = x.dtype
 
     def kernel(x: te.Tensor, cos: te.Tensor, sin: te.Tensor, *positions: te.Tensor) -> te.Tensor:
         def read_angle(cache: te.Tensor, b: Element, s: Element, k: Element) -> Element:
             if not positions:
-                return read(cache, (b, s, k))
-            position = read(positions[0], (b, s)).astype("int64")
-            return read(cache, (wrap_index(position, cache.shape[0]), k))
+                return read_element(cache, (b, s, k))
+            position = read_element(positions[0], (b, s)).astype("int64")
+            return read_element(cache, (wrap_index(position, cache.shape[0]), k))
 
         def rotated(*index: Element) -> Element:
             *outer, e = index
@@ -102,8 +102,8 @@ def rotate_heads(
             k, distance, first = head.pair(d)
             c, s = (read_angle(cache, index[0], index[sequence_axis], k) for cache in (cos, sin))
             is_rotated = tirx.all(d >= 0, d < head.rotated) if head.first else d < head.rotated
-            partner = read(x, (*outer, e + tirx.Select(is_rotated, distance, tirx.const(0, "int64"))))
-            own = read(x, index)
+            partner = read_element(x, (*outer, e + tirx.Select(is_rotated, distance, tirx.const(0, "int64"))))
+            own = read_element(x, index)
             y = own * c + partner * tirx.Select(first, -s, s)
             return tirx.Select(is_rotated, y, own).astype(dtype)
 
@@ -154,20 +154,20 @@ def _unify_sizes(
     sequence_axis = 1 if x.rank == 3 else 2
     sources = [cos, sin] if positions is None else [positions]
     batches = [v.shape[0] for v in sources if not is_one(v.shape[0])]
-    batch = agreed(node, "the batch size", x.shape[0], *batches)
-    sequence = agreed(node, "the sequence length", x.shape[sequence_axis], *(v.shape[1] for v in sources))
+    batch = unify_sizes(node, "the batch size", x.shape[0], *batches)
+    sequence = unify_sizes(node, "the sequence length", x.shape[sequence_axis], *(v.shape[1] for v in sources))
     half = head.rotated // 2
-    agreed(node, "the number of angles", half, cos.shape[-1], sin.shape[-1])
+    unify_sizes(node, "the number of angles", half, cos.shape[-1], sin.shape[-1])
 
     def own_batch(value: Value) -> Size:
         return 1 if is_one(value.shape[0]) else batch
 
     shape = list(x.shape)
     shape[0], shape[sequence_axis] = batch, sequence
-    x = with_shape(node, x, shape)
+    x = assert_shape(node, x, shape)
     if positions is None:
-        cos, sin = (with_shape(node, v, (own_batch(v), sequence, half)) for v in (cos, sin))
+        cos, sin = (assert_shape(node, v, (own_batch(v), sequence, half)) for v in (cos, sin))
         return x, cos, sin, None
-    length = agreed(node, "the number of positions", cos.shape[0], sin.shape[0])
-    cos, sin = (with_shape(node, v, (length, half)) for v in (cos, sin))
-    return x, cos, sin, with_shape(node, positions, (own_batch(positions), sequence))
+    length = unify_sizes(node, "the number of positions", cos.shape[0], sin.shape[0])
+    cos, sin = (assert_shape(node, v, (length, half)) for v in (cos, sin))
+    return x, cos, sin, assert_shape(node, positions, (own_batch(positions), sequence))

@@ -63,7 +63,7 @@ def bind_sizes(
     tensor = node.tensor(sizes)
     if sizes.dtype != "int64":
         tensor = builder.emit(relax.op.astype(tensor, "int64"))
-    shape = emit_checked_shape(node, tensor, other_dims, node.name_of(sizes if source is None else source))
+    shape = emit_checked_shape(node, tensor, other_dims, node.describe(sizes if source is None else source))
     symbols = [node.symbols.fresh(f"{node.outputs[0]}_{k}") for k in range(sizes.shape[0])]
     builder.match_cast(shape, relax.ShapeType(symbols))
     return symbols

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Shape, Value, storage_dtype
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import assert_shape
 from .contents import normalize_axis
@@ -95,5 +95,5 @@ def _read_reduction(node: Node, data: Value) -> Any:
 
 
 def _emit_copy(source: Any, target: Any) -> None:
-    with independent(*source.shape) as index:
+    with independent_loops(*source.shape) as index:
         T.buffer_store(target, source[index], list(index))

@@ -10,10 +10,10 @@ from tvm import relax, te, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.compute import Reducer, is_float, largest, read, smallest
+from ..importing.compute import Reducer, is_float, MAXIMUM, read_element, MINIMUM
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, prod, storage_dtype
-from ..tensorir.along_rows import ATTRIBUTE, RunningSum, Top, less, to_json
+from ..tensorir.along_rows import ATTRIBUTE, RunningSum, Top, is_less, to_json
 from . import op
 from .assertions import assert_in_bounds, require
 from .contents import normalize_axis, read_sizes
@@ -72,7 +72,7 @@ def _emit_top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
 
             def before(a: Any, b: Any) -> Any:
                 a, b = x[o, a, j], x[o, b, j]
-                return less(b, a) if top.largest else less(a, b)
+                return is_less(b, a) if top.largest else is_less(a, b)
 
             if isinstance(k, int) and k <= _MAX_INSERTED:
                 _emit_insertion_sort(order, cursor, n, k, before)
@@ -134,12 +134,12 @@ def _emit_merge_sort(order: Any, merged: Any, cursor: Any, n: Size, before: Any)
 
 @op("ArgMax", since=1)
 def arg_max(node: Node, data: Value) -> Value:
-    return _emit_arg(node, data, largest)
+    return _emit_arg(node, data, MAXIMUM)
 
 
 @op("ArgMin", since=1)
 def arg_min(node: Node, data: Value) -> Value:
-    return _emit_arg(node, data, smallest)
+    return _emit_arg(node, data, MINIMUM)
 
 
 def _emit_arg(node: Node, data: Value, extreme: Reducer) -> Value:
@@ -162,16 +162,16 @@ def _emit_arg(node: Node, data: Value, extreme: Reducer) -> Value:
             i = te.reduce_axis((0, n), "i")
             return te.compute((outer, inner), lambda o, j: reducer.combine(element(o, i.var, j), axis=i), name=name)
 
-        best = reduce_axis(extreme, lambda *index: read(x, index), "best")
+        best = reduce_axis(extreme, lambda *index: read_element(x, index), "best")
 
         def select_index(o: Any, i: Any, j: Any) -> Any:
-            element = read(x, (o, i, j))
+            element = read_element(x, (o, i, j))
             is_best = element == best(o, j)
             if is_float(data.dtype):
                 is_best = tirx.Or(is_best, tirx.isnan(element))
             return tirx.Select(is_best, i, none)
 
-        return reduce_axis(largest if last else smallest, select_index, "arg")
+        return reduce_axis(MAXIMUM if last else MINIMUM, select_index, "arg")
 
     result = node.emit_te(kernel, node.tensor(rows), dtype=_INT64, primfunc_name_hint="arg")
     reduced_dims = (1,) if node.attr("keepdims", 1) else ()
@@ -265,7 +265,7 @@ def _emit_running(
         attributes = {ATTRIBUTE: to_json(record)} if is_sum else {}
     else:
         rows = reshape_to(node, data, (prod(data.shape),))
-        axis = assert_in_bounds(node, axis, data.rank, bound_name=f"the rank of {node.name_of(data, False)}")
+        axis = assert_in_bounds(node, axis, data.rank, bound_name=f"the rank of {node.describe(data, False)}")
         rest = [node.emit(relax.op.astype(node.tensor(reshape_to(node, axis, ())), _INT64))]
 
     def statements(x: Any, *buffers: Any) -> None:

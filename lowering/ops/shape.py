@@ -70,7 +70,7 @@ def constant_of_shape(node: Node, shape: Value) -> Value:
     dims = tuple(bind_sizes(node, shape, ((), value.dtype.name)) if static_dims is None else static_dims)
     scalar = node.constant(value.reshape(()))
     if static_dims is not None:
-        scalar = assert_nonnegative(node, scalar, dims, node.name_of(shape, False))
+        scalar = assert_nonnegative(node, scalar, dims, node.describe(shape, False))
     if fits_contents(dims):
         return node.constant(np.full(dims, value[0], value.dtype))
     return emit_full(node, scalar, dims)
@@ -109,7 +109,7 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
             and "float" in value.dtype
             and not np.isfinite(static_value.astype(np.float64)).all()
         ):
-            raise node.error(f"{node.name_of(value, False)} is no finite number.")
+            raise node.error(f"{node.describe(value, False)} is no finite number.")
     if delta.constant is not None and not delta.constant.any():
         raise node.error("input delta is 0.", "Use another step.")
     scalars = [reshape_to(node, v, ()) for v in (start, limit, delta)]

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.channels import as_computed
+from ..importing.channels import unify_layouts
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
 from . import op
@@ -78,7 +78,7 @@ def emit_slice(node: Node, data: Value, begins: list[Size], strides: list[int], 
         indices = [np.arange(d) * s + b for b, d, s in zip(begins, dims, strides)]
         return fold_contents(node, data, data.contents[np.ix_(*indices)])
 
-    (data,), order, back = as_computed(node, data)
+    (data,), order, back = unify_layouts(node, data)
     begins, strides, dims = [begins[a] for a in order], [strides[a] for a in order], tuple(dims[a] for a in order)
 
     def element(index: Any, x: Any, *first: Any) -> Any:
@@ -130,7 +130,7 @@ def _slice_at_run_time(node: Node, data: Value, starts: Value, ends: Value, axes
     rank, count = data.rank, starts.shape[0]
     if not count:
         return data
-    axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.name_of(data, False)}")
+    axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.describe(data, False)}")
     steps = node.constant(np.ones(count, "int64")) if steps is None else steps
     inputs = [node.emit(relax.op.astype(node.tensor(v), "int64")) for v in (starts, ends, axes, steps)]
     static_axes = None if axes.constant is None else {int(a) for a in axes.constant}

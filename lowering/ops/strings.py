@@ -81,7 +81,7 @@ def string_normalizer(node: Node, x: Value) -> Value:
 def _remove_stopwords(node: Node, x: Value, stopwords: list[str]) -> Value:
     """Return dynamic strings without the stop words."""
     texts = reshape_to(node, x, (x.shape[-1],))
-    stopword_ids = node.string_codes(np.array(stopwords, object)).tolist()
+    stopword_ids = node.encode_strings(np.array(stopwords, object)).tolist()
 
     def remains(index: Any, x: Any) -> Any:
         return tirx.all(
@@ -90,7 +90,7 @@ def _remove_stopwords(node: Node, x: Value, stopwords: list[str]) -> Value:
 
     indices = non_zero(node, compute(node, "is_kept", remains, [texts], texts.shape, dtype="bool"))
     count = indices.shape[1]
-    empty_id = tirx.const(node.string_codes(np.array([""], object)).tolist()[0], "int32")
+    empty_id = tirx.const(node.encode_strings(np.array([""], object)).tolist()[0], "int32")
 
     def element(index: Any, x: Any, position: Any, count: Any) -> Any:
         return tirx.if_then_else(index[0] < count, x(position(0, index[0])), empty_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.values import Value, static, storage_dtype, storage_shape
-from ..tensorir.scatter import CacheUpdate, copy_and_update
+from ..tensorir.scatter import CacheUpdate, make_copying_update
 from . import op
 from .assertions import assert_shape, require
 
@@ -62,4 +62,4 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
     )
     arguments = [node.tensor(value) for value in (past_cache, update, write_indices) if value is not None]
     outputs = [(past_cache.shape, past_cache.dtype)]
-    return node.call_tir(copy_and_update(stored), arguments, outputs, "update_cache")[0]
+    return node.call_tir(make_copying_update(stored), arguments, outputs, "update_cache")[0]

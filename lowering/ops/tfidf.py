@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Value
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .kernels import emit_loops, let, serial
 from .reshape import reshape_to
@@ -61,7 +61,7 @@ def _read_pool(node: Node, dtype: str) -> _NgramPool:
         raise node.error("it needs one of the attributes pool_int64s and pool_strings.", "Give one of them.")
     if (texts is None) == (dtype == "string"):
         raise node.error(f"input X is {dtype}, and the pool holds {'integers' if texts is None else 'strings'}.")
-    items = numbers if texts is None else node.string_codes(np.array(texts, object)).tolist()
+    items = numbers if texts is None else node.encode_strings(np.array(texts, object)).tolist()
     output_indices = _read_ngrams(node, items)
     ordered = sorted(output_indices, key=lambda ngram: output_indices[ngram])
     count = max(node.attr("ngram_indexes"), default=-1) + 1
@@ -124,7 +124,7 @@ def _emit_counts(node: Node, rows: Value, pool: _NgramPool, weights: np.ndarray,
     one, zero = (tirx.const(number, "float32") for number in (1.0, 0.0))
 
     def statements(x: Any, firsts: Any, starts: Any, lengths: Any, items: Any, weights: Any, y: Any) -> None:
-        with independent(*y.shape) as (row, output):
+        with independent_loops(*y.shape) as (row, output):
             total, is_match = T.alloc_buffer((1,), "float32"), T.alloc_buffer((1,), "bool")
             T.buffer_store(total, zero, [0])
             with serial(let(firsts[output + 1] - firsts[output])) as k:

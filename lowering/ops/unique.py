@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing.compute import require_numbers
 from ..importing.node import Node
 from ..importing.values import Shape, Value, prod
-from ..tensorir.along_rows import less
+from ..tensorir.along_rows import is_less
 from . import op
 from .cast import cast_to
 from .contents import normalize_axis
@@ -65,7 +65,7 @@ def _number_groups(node: Node, rows: Value, is_sorted: bool) -> tuple[Value, ...
             """Set differs[0] to -1 where row a is before row b, 1 where it is after, 0 where they are equal."""
             T.buffer_store(differs, tirx.const(0, _INT64), [0])
             with serial(width) as k, T.If(differs[0] == 0), T.Then():
-                is_before, is_after = (less(*pair) for pair in ((x[a, k], x[b, k]), (x[b, k], x[a, k])))
+                is_before, is_after = (is_less(*pair) for pair in ((x[a, k], x[b, k]), (x[b, k], x[a, k])))
                 sign = tirx.Select(
                     is_before, tirx.const(-1, _INT64), tirx.Select(is_after, tirx.const(1, _INT64), differs[0])
                 )

@@ -13,10 +13,10 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
 from ..importing.channels import channels_second
-from ..importing.compute import is_float, largest
+from ..importing.compute import is_float, MAXIMUM
 from ..importing.node import Node
 from ..importing.values import Size, Value, prod, storage_dtype
-from ..tensorir.independent import independent
+from ..tensorir.independent_loops import independent_loops
 from . import op
 from .assertions import assert_in_bounds, assert_shape, require
 from .contents import read_sizes
@@ -36,9 +36,9 @@ def emit_max_with_indices(node: Node, x: Value, window: SpatialWindow) -> tuple[
     counts = [node.simplify(window.count(axis, size)) for axis, size in enumerate(sizes)]
 
     def statements(x: Any, y: Any, indices: Any) -> None:
-        with independent(*y.shape) as index:
+        with independent_loops(*y.shape) as index:
             T.buffer_store(indices, tirx.const(-1, "int64"), list(index))
-            T.buffer_store(y, largest.identity(x.dtype), list(index))  # the result of a window that is all padding
+            T.buffer_store(y, MAXIMUM.identity(x.dtype), list(index))  # the result of a window that is all padding
             with grid([tirx.const(k, "int64") for k in window.kernel]) as ks:
                 position = [window.position(axis, sizes[axis], index[1 + axis], ks[axis]) for axis in range(n)]
                 is_inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(position, sizes)))
@@ -109,7 +109,7 @@ def max_unpool(node: Node, x: Value, indices: Value, output_shape: Value | None 
     indices = node.emit(relax.op.astype(node.tensor(indices), "int64"))
 
     def statements(x: Any, indices: Any, y: Any) -> None:
-        with independent(*y.shape) as index:
+        with independent_loops(*y.shape) as index:
             T.buffer_store(y, tirx.const(0, x.dtype), list(index))
         with grid(x.shape) as index:
             rest, position = T.bind(indices[index]), list[Any]()

@@ -108,7 +108,7 @@ def assert_window_fits(node: Node, x: Value, window: SpatialWindow) -> Value:
     n = len(window.kernel)
     for axis, size in enumerate(x.shape[1:-1]):
         padding, reach = window.pads[axis] + window.pads[n + axis], window.reach(axis)
-        text = f"the window covers {reach} places along axis {2 + axis}, where {node.name_of(x, False)} has {{}}"
+        text = f"the window covers {reach} places along axis {2 + axis}, where {node.describe(x, False)} has {{}}"
         text += f" and {padding} of padding." if padding else "."
         x = require(node, x, symbolic.less_or_equal(reach - padding, size), text, size)
     return x

@@ -1,1 +1,1 @@
-"""What is shipped: a model with its runtime for C++ applications, and as wheels for Python."""
+"""Packages for deployment: a model with its runtime for C++ applications, and wheels for Python."""

@@ -1,4 +1,4 @@
-"""The runtime libraries that wheels of TVM brought, with their headers and licenses; nothing is imported."""
+"""The runtime libraries of TVM's wheels, with headers and licenses; nothing is imported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _TVM, _FFI = "apache-tvm", "apache-tvm-ffi"
 
 @dataclass(frozen=True)
 class Libraries:
-    """Files to ship. versions are those of the packages that they are of, by name, tags those
-    of apache-tvm's wheel; licenses are texts by file name."""
+    """Files to ship.
+
+    `versions` are those of their packages by name, `tags` those of apache-tvm's wheel, and `licenses` texts by file
+    name.
+    """
 
     ffi: Path
     runtime: Path
@@ -30,75 +33,86 @@ class Libraries:
 
     @property
     def machine(self) -> str:
-        return machine_of(self.runtime.read_bytes()[:20])
+        return read_machine(self.runtime.read_bytes()[:20])
 
 
-def machine_of(code: bytes) -> str:
-    """What machine the code of an ELF file is for, by its first 20 bytes."""
+def read_machine(code: bytes) -> str:
+    """Return the machine that the code of an ELF file is for, by its first 20 bytes."""
     number = int.from_bytes(code[18:20], "little")
     return _ELF_MACHINES.get(number, f"machine {number}")
 
 
 def find_libraries(folder: Path | None = None, machine: str | None = None) -> Libraries:
-    """Those of this environment, or of wheels that were installed into `folder` (pip install --target).
+    """Return the libraries of this environment, or of wheels that were installed into `folder` (pip install --target).
 
-    Raises ArtifactError, which says how to get them, where something is missing, and where a machine is named, as
-    `x86_64`, and they are for another one.
+    Raises:
+        ArtifactError: A file is missing, or the libraries are not for the machine, such as `x86_64`; the text says how
+            to get them.
     """
-    found = {name: _distribution(name, folder, machine) for name in (_TVM, _FFI)}
+    distributions = {name: _find_distribution(name, folder, machine) for name in (_TVM, _FFI)}
 
     def file(package: str, path: str) -> Path:
-        place = Path(str(found[package].locate_file(path)))
-        if not place.exists():
-            raise ArtifactError(f"'{place}' is missing: install {package}=={found[package].version} again.")
-        return place
+        file_path = Path(str(distributions[package].locate_file(path)))
+        if not file_path.exists():
+            raise ArtifactError(f"'{file_path}' is missing: install {package}=={distributions[package].version} again.")
+        return file_path
 
-    licenses = {f"{name}-{path}": text for name, each in found.items() for path, text in _licenses(each)}
+    licenses = {
+        f"{name}-{path}": text
+        for name, distribution in distributions.items()
+        for path, text in _list_licenses(distribution)
+    }
     libraries = Libraries(
         ffi=file(_FFI, "tvm_ffi/lib/libtvm_ffi.so"),
         runtime=file(_TVM, "tvm/lib/libtvm_runtime.so"),
         cuda=file(_TVM, "tvm/lib/libtvm_runtime_cuda.so"),
         headers=file(_FFI, "tvm_ffi/include"),
-        tags=[line.split()[1] for line in (found[_TVM].read_text("WHEEL") or "").splitlines() if line[:4] == "Tag:"],
-        versions={name: distribution.version for name, distribution in found.items()},
+        tags=[
+            line.split()[1]
+            for line in (distributions[_TVM].read_text("WHEEL") or "").splitlines()
+            if line[:4] == "Tag:"
+        ],
+        versions={name: distribution.version for name, distribution in distributions.items()},
         licenses=licenses,
     )
     if machine not in (None, libraries.machine):
         where = "installed here" if folder is None else f"in '{folder}'"
         raise ArtifactError(
             f"the artifact is for {machine} and the runtime libraries {where} are for {libraries.machine} "
-            f"(this machine is {platform.machine()}). {_how_to_get(machine)}"
+            f"(this machine is {platform.machine()}). {_explain_how_to_get(machine)}"
         )
     return libraries
 
 
-def our_license() -> bytes:
-    return next(text for name, text in _licenses(_distribution("onnx-lowering", None)) if name == "LICENSE")
+def read_own_license() -> bytes:
+    return next(text for name, text in _list_licenses(_find_distribution("onnx-lowering", None)) if name == "LICENSE")
 
 
-def _licenses(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
-    """Texts that the distribution was installed with, and names for them."""
+def _list_licenses(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
+    """Yield the license texts of a distribution, with names for them."""
     for path in distribution.files or []:
         if path.name.startswith(("LICENSE", "NOTICE")) and path.suffix in ("", ".txt"):
-            place = Path(str(path.locate()))
-            of_part = "3rdparty" in path.parts
-            yield "-".join(path.parts[-2:]) if of_part else path.name, place.read_bytes()
+            file_path = Path(str(path.locate()))
+            is_third_party = "3rdparty" in path.parts
+            yield "-".join(path.parts[-2:]) if is_third_party else path.name, file_path.read_bytes()
 
 
-def _distribution(name: str, folder: Path | None, machine: str | None = None) -> metadata.Distribution:
-    places = sys.path if folder is None else [str(folder)]
-    found = next(iter(metadata.distributions(name=name, path=places)), None)
-    if found is None and folder is None:
+def _find_distribution(name: str, folder: Path | None, machine: str | None = None) -> metadata.Distribution:
+    search_path = sys.path if folder is None else [str(folder)]
+    distribution = next(iter(metadata.distributions(name=name, path=search_path)), None)
+    if distribution is None and folder is None:
         raise ArtifactError(f"{name}, which has what is to be shipped, is not installed: install it with pip.")
-    if found is None:
-        raise ArtifactError(f"{name}, which has what is to be shipped, is not in '{folder}'. {_how_to_get(machine)}")
-    return found
+    if distribution is None:
+        raise ArtifactError(
+            f"{name}, which has what is to be shipped, is not in '{folder}'. {_explain_how_to_get(machine)}"
+        )
+    return distribution
 
 
-def _how_to_get(machine: str | None) -> str:
-    """The libraries of a machine, of the versions that are installed here."""
-    wanted = " ".join(f"{name}=={_distribution(name, None).version}" for name in (_TVM, _FFI))
+def _explain_how_to_get(machine: str | None) -> str:
+    """Return how to get the libraries of a machine, in the installed versions."""
+    requirements = " ".join(f"{name}=={_find_distribution(name, None).version}" for name in (_TVM, _FFI))
     return (
         "Get its libraries: pip install --target FOLDER --no-deps --only-binary=:all: "
-        f"--platform manylinux_2_28_{machine or 'MACHINE'} {wanted}; then name them: --runtime FOLDER."
+        f"--platform manylinux_2_28_{machine or 'MACHINE'} {requirements}; then name them: --runtime FOLDER."
     )

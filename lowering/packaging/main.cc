@@ -1,6 +1,6 @@
 // Loads the model and runs it once:  ./host model [NAME=SIZE ...] [NAME=FILE ...]
-// NAME=SIZE is the size of a symbolic dimension (its smallest legal one, or 1, else); NAME=FILE the elements of an
-// input in a file of nothing else (zeros else). What outputs hold is printed: float32 as numbers, others as bytes.
+// NAME=SIZE is the size of a symbolic dimension (default: the smallest legal one, or 1). NAME=FILE is a raw file of the
+// elements of an input (default: zeros). The outputs are printed: float32 as numbers, others as bytes.
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
@@ -14,22 +14,22 @@
 
 #include "model.h"
 
-// The sizes and the files that are named, each of which must be of the model.
+// The sizes and the files of the arguments; each must name a dimension or an input of the model.
 std::map<std::string, std::string> arguments(int argc, char** argv) {
-  std::set<std::string> known;
+  std::set<std::string> names;
   for (const lowering::TensorSpec& spec : model::spec.inputs) {
-    known.insert(spec.name);
-    for (const lowering::Dim& dim : spec.dims) known.insert(dim.name);
+    names.insert(spec.name);
+    for (const lowering::Dim& dim : spec.dims) names.insert(dim.name);
   }
-  std::map<std::string, std::string> said;
+  std::map<std::string, std::string> values;
   for (int k = 2; k < argc; ++k) {
     const std::string text = argv[k];
     if (text.rfind('=') == std::string::npos) throw std::invalid_argument(text + ": write NAME=SIZE or NAME=FILE");
     const std::string name = text.substr(0, text.rfind('='));
-    if (name.empty() || !known.count(name)) throw std::invalid_argument(name + " is neither an input nor a dimension of one");
-    said[name] = text.substr(text.rfind('=') + 1);
+    if (name.empty() || !names.count(name)) throw std::invalid_argument(name + " is neither an input nor a dimension of one");
+    values[name] = text.substr(text.rfind('=') + 1);
   }
-  return said;
+  return values;
 }
 
 int64_t size_of(const std::string& name, const std::string& text) {
@@ -43,11 +43,11 @@ int64_t size_of(const std::string& name, const std::string& text) {
 
 int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("say where the folder with model.h is: ./host model");
-  const std::map<std::string, std::string> said = arguments(argc, argv);
+  const std::map<std::string, std::string> values = arguments(argc, argv);
   const lowering::Model loaded(argv[1], model::spec);
   const bool on_gpu = !model::spec.codes[0].architecture.empty();
 
-  std::vector<std::vector<char>> memory;  // of the inputs, which tensors are views of
+  std::vector<std::vector<char>> memory;  // of the inputs; tensors are views of it
   std::map<std::string, lowering::Tensor> inputs;
   for (const lowering::TensorSpec& spec : model::spec.inputs) {
     std::vector<int64_t> shape;
@@ -55,14 +55,14 @@ int main(int argc, char** argv) try {
     for (const lowering::Dim& dim : spec.dims) {
       const auto range = model::spec.ranges.find(dim.name);
       const int64_t least = range == model::spec.ranges.end() ? 1 : range->second.first;
-      const auto size = dim.name.empty() ? said.end() : said.find(dim.name);
-      shape.push_back(!dim.name.empty() ? size == said.end() ? least : size_of(dim.name, size->second) : dim.size);
+      const auto size = dim.name.empty() ? values.end() : values.find(dim.name);
+      shape.push_back(!dim.name.empty() ? size == values.end() ? least : size_of(dim.name, size->second) : dim.size);
       const size_t count = static_cast<size_t>(shape.back());
       if (count != 0 && bytes > SIZE_MAX / 2 / count) throw std::invalid_argument(spec.name + " does not fit into memory");
       bytes *= count;
     }
     memory.emplace_back(std::max<size_t>(bytes, 1));
-    if (const auto path = said.find(spec.name); path != said.end()) {
+    if (const auto path = values.find(spec.name); path != values.end()) {
       std::ifstream file(path->second, std::ios::binary);
       if (!file.read(memory.back().data(), static_cast<std::streamsize>(bytes)) || file.peek() != EOF) {
         throw std::invalid_argument(path->second + " has not the " + std::to_string(bytes) + " bytes of " + spec.name);

@@ -1,4 +1,4 @@
-"""The source of a Python package around an artifact: one typed function, named inputs and outputs."""
+"""Source of the Python package of an artifact: one typed function, with named inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..manifest import Argument, Manifest, TensorSpec, arguments
 
 ARTIFACT = "artifact"
-"""Its folder in the package."""
+"""The artifact's folder in the package."""
 
 _TEMPLATE = '''\
 """A compiled ONNX model.
@@ -57,57 +57,61 @@ def _model() -> Any:
     return lowering.load(ARTIFACT)
 '''
 
-# Names of the module, and methods of tuples.
-_TAKEN = {"ARTIFACT", "Any", "NDArray", "NamedTuple", "Outputs", "Path", "cache", "lowering", "np", "outputs", "run"}
-_TAKEN |= {"count", "index"}
-# Element types that NumPy has itself, those of ml_dtypes are of any kind to its type hints.
+# Names of the module, and of tuple methods.
+_RESERVED = {"ARTIFACT", "Any", "NDArray", "NamedTuple", "Outputs", "Path", "cache", "lowering", "np", "outputs", "run"}
+_RESERVED |= {"count", "index"}
+# Element types of NumPy; its type hints do not support those of ml_dtypes.
 _NUMPY = re.compile(r"float(16|32|64)|u?int(8|16|32|64)|complex(64|128)")
 
 
-def source(manifest: Manifest) -> str:
-    """The text of the package's __init__.py, in ASCII."""
-    takes = [a for a in arguments(manifest.inputs, manifest.input_lists) if a.kind != "none"]
-    gives = arguments(manifest.outputs, manifest.output_lists)
-    inputs, outputs = (identifiers(a.name for a in each) for each in (takes, gives))
-    taken = [_escaped(str(a)) + _donated(manifest, a) for a in takes]
-    given = [_escaped(str(a)) for a in gives]
-    fields = [f'    {name}: {_hint(a)}\n    """{said}"""' for name, a, said in zip(outputs, gives, given)]
-    named = zip(inputs, takes, taken)
-    what = ["Runs the model; arrays have these types and shapes:\n"]
-    what += [f"    {said if name == t.name else f'{name}, input {said}'}" for name, t, said in named]
+def generate_module(manifest: Manifest) -> str:
+    """Return the text of the package's __init__.py, in ASCII."""
+    model_inputs = [a for a in arguments(manifest.inputs, manifest.input_lists) if a.kind != "none"]
+    model_outputs = arguments(manifest.outputs, manifest.output_lists)
+    inputs, outputs = (make_identifiers(a.name for a in items) for items in (model_inputs, model_outputs))
+    input_texts = [_escape(str(a)) + _describe_donation(manifest, a) for a in model_inputs]
+    output_texts = [_escape(str(a)) for a in model_outputs]
+    fields = [
+        f'    {name}: {_make_hint(a)}\n    """{text}"""' for name, a, text in zip(outputs, model_outputs, output_texts)
+    ]
+    triples = zip(inputs, model_inputs, input_texts)
+    lines = ["Runs the model; arrays have these types and shapes:\n"]
+    lines += [f"    {text if name == t.name else f'{name}, input {text}'}" for name, t, text in triples]
     return _TEMPLATE.format(
-        summary="\n".join([*(f"* input {said}" for said in taken), *(f"* output {said}" for said in given)]),
+        summary="\n".join(
+            [*(f"* input {text}" for text in input_texts), *(f"* output {text}" for text in output_texts)]
+        ),
         artifact=ARTIFACT,
         fields="\n".join(["", *fields]),
-        parameters=", ".join(f"{name}: {_hint(a)}" for name, a in zip(inputs, takes)),
-        what="\n".join(what),
-        inputs="\n".join(f"            {a.name!a}: {name}," for name, a in zip(inputs, takes)),
-        outputs="\n".join(f"        {name}=outputs[{a.name!a}]," for name, a in zip(outputs, gives)),
+        parameters=", ".join(f"{name}: {_make_hint(a)}" for name, a in zip(inputs, model_inputs)),
+        what="\n".join(lines),
+        inputs="\n".join(f"            {a.name!a}: {name}," for name, a in zip(inputs, model_inputs)),
+        outputs="\n".join(f"        {name}=outputs[{a.name!a}]," for name, a in zip(outputs, model_outputs)),
     )
 
 
-def identifiers(names: Iterable[str]) -> list[str]:
-    """For each name an identifier of Python, all different: other characters become `_`."""
-    found: list[str] = []
+def make_identifiers(names: Iterable[str]) -> list[str]:
+    """Return a unique Python identifier for each name: other characters become `_`."""
+    unique_names: list[str] = []
     for name in names:
         plain = re.sub(r"[^0-9A-Za-z]+", "_", name).strip("_")
         if not plain or plain[0].isdigit():
             plain = f"tensor_{plain}".rstrip("_")
-        if keyword.iskeyword(plain) or plain in _TAKEN:
+        if keyword.iskeyword(plain) or plain in _RESERVED:
             plain += "_"
-        ways = (plain, *(f"{plain}_{k}" for k in range(2, len(found) + 3)))
-        found.append(next(way for way in ways if way not in found))
-    return found
+        candidates = (plain, *(f"{plain}_{k}" for k in range(2, len(unique_names) + 3)))
+        unique_names.append(next(candidate for candidate in candidates if candidate not in unique_names))
+    return unique_names
 
 
-def _hint(argument: Argument) -> str:
-    hints = list(dict.fromkeys(map(_hint_of_tensor, argument.tensors)))
+def _make_hint(argument: Argument) -> str:
+    hints = list(dict.fromkeys(map(_make_tensor_hint, argument.tensors)))
     if argument.kind == "tensor":
         return hints[0]
     return "None" if argument.kind == "none" else f"list[{' | '.join(hints) or 'Any'}]"
 
 
-def _hint_of_tensor(tensor: TensorSpec) -> str:
+def _make_tensor_hint(tensor: TensorSpec) -> str:
     if tensor.dtype == "string":
         return "NDArray[np.object_]"
     if tensor.dtype == "bool":
@@ -115,11 +119,11 @@ def _hint_of_tensor(tensor: TensorSpec) -> str:
     return f"NDArray[np.{tensor.dtype}]" if _NUMPY.fullmatch(tensor.dtype) else "NDArray[Any]"
 
 
-def _donated(manifest: Manifest, argument: Argument) -> str:
+def _describe_donation(manifest: Manifest, argument: Argument) -> str:
     output = manifest.donated.get(argument.name)
-    return "" if output is None else f"; consumed, its memory becomes that of {_escaped(output)}"
+    return "" if output is None else f"; consumed, its memory becomes that of {_escape(output)}"
 
 
-def _escaped(text: str) -> str:
-    """Text that may stand in any literal."""
+def _escape(text: str) -> str:
+    """Return text that is legal in any string literal."""
     return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')

@@ -1,9 +1,9 @@
-"""The wheel onnx-lowering-runtime: what loads, runs and measures artifacts, with TVM's runtime library, no compiler.
+"""The wheel onnx-lowering-runtime: it loads, runs and measures artifacts, with TVM's runtime library and no compiler.
 
     python -m lowering.packaging.runtime_wheel dist/ [--runtime DIR]
 
-It has the package `lowering`, as onnx-lowering does, less what compiles: applications say `import lowering` either way,
-and an environment has one of the two.
+It has the package `lowering`, as onnx-lowering does, without the compiler. Applications use `import lowering` in either
+case, and an environment has one of the two.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from ..errors import ArtifactError
 from ..machine import SHIPPED, VERSION_FILE
 from ..version import VERSION
-from .libraries import find_libraries, our_license
+from .libraries import find_libraries, read_own_license
 from .wheel import Wheel
 
 NAME = "onnx-lowering-runtime"
 
-# What it is made of, in lowering/.
+# Its contents, in lowering/.
 _PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
     "__init__.py", "__main__.py", "about.py", "arithmetic.py", "cache_folder.py", "choices.py", "deprecated.py",
     "errors.py", "machine.py", "manifest.py", "notebook.py", "py.typed", "records.py", "units.py", "version.py",
-    "graph/__init__.py", "graph/serve.py",  # what Serve holds
+    "graph/__init__.py", "graph/serve.py",  # the fields of Serve
 )  # fmt: skip
 
 _DESCRIPTION = """\
@@ -35,20 +35,28 @@ compiler. Do not install it beside onnx-lowering, which has all of it.
 
 
 def write_runtime_wheel(folder: Path, runtime: Path | None = None) -> Path:
-    """Writes the wheel, with the libraries of the installed apache-tvm, for machines like this one.
+    """Write the wheel, with the libraries of the installed apache-tvm, for machines like this one.
 
-    runtime is a folder of wheels (pip install --target), of any machine, whose libraries it has instead: then it is for
-    that machine. Raises ArtifactError where libraries are missing or the folder cannot be written.
+    Args:
+        folder: The folder of the wheel.
+        runtime: A folder of wheels (pip install --target) for any machine. The wheel has their libraries instead, and
+            is for that machine.
+
+    Raises:
+        ArtifactError: Libraries are missing, or the folder cannot be written.
     """
     root, libraries = Path(__file__).parents[1], find_libraries(runtime)
-    sources = [*(root / name for name in _MODULES), *(p for each in _PACKAGES for p in (root / each).glob("*.py"))]
+    sources = [
+        *(root / name for name in _MODULES),
+        *(p for package in _PACKAGES for p in (root / package).glob("*.py")),
+    ]
     files: dict[str, bytes | Path] = {f"lowering/{path.relative_to(root)}": path for path in sorted(sources)}
-    place = f"lowering/{SHIPPED.relative_to(root)}"
-    files |= {f"{place}/{path.name}": path for path in (libraries.runtime, libraries.cuda)}
-    files[f"{place}/{VERSION_FILE}"] = libraries.versions["apache-tvm"].encode()
+    shipped_folder = f"lowering/{SHIPPED.relative_to(root)}"
+    files |= {f"{shipped_folder}/{path.name}": path for path in (libraries.runtime, libraries.cuda)}
+    files[f"{shipped_folder}/{VERSION_FILE}"] = libraries.versions["apache-tvm"].encode()
     info = f"onnx_lowering_runtime-{VERSION}.dist-info"
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nonnx-lowering = lowering.commands.cli:main\n"
-    licenses = {"LICENSE": our_license(), **{n: t for n, t in libraries.licenses.items() if "-ffi-" not in n}}
+    licenses = {"LICENSE": read_own_license(), **{n: t for n, t in libraries.licenses.items() if "-ffi-" not in n}}
     files |= {f"{info}/licenses/{name}": text for name, text in licenses.items()}
     wheel = Wheel(
         NAME,

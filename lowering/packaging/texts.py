@@ -1,4 +1,4 @@
-"""What a shipped folder says of itself: README.md, CMakeLists.txt, NOTICE."""
+"""The texts of a shipped folder: README.md, CMakeLists.txt, NOTICE."""
 
 from __future__ import annotations
 
@@ -77,45 +77,45 @@ lib/ and include/ are of other projects, unchanged; their terms are in licenses/
 """
 
 
-def readme(manifest: Manifest, machine: str) -> str:
-    """machine is what the libraries are for, as `x86_64`."""
+def format_readme(manifest: Manifest, machine: str) -> str:
+    """Return README.md; machine is that of the libraries, such as `x86_64`."""
     tensors = [f"* input `{t}`" for t in manifest.inputs] + [f"* output `{t}`" for t in manifest.outputs]
     dims = dict.fromkeys(d for t in manifest.inputs for d in t.dims if isinstance(d, str))
     return _README.format(
         tensors="\n".join(tensors),
         target=manifest.target,
         needs=_GPU if manifest.architectures else "",
-        command=command(manifest),
+        command=format_build_command(manifest),
         machine=machine,
         debian=machine.replace("_", "-"),
         example="".join(" " + shlex.quote(f"{dim}={manifest.ranges.get(dim, (1, 1))[0]}") for dim in dims),
     )
 
 
-def command(manifest: Manifest) -> str:
-    """What compiles main.cc in the shipped folder."""
-    named = " ".join(f"-l{name}" for name in library_names(manifest))
-    linked = f"-Llib {' '.join(link_options(manifest))} {named} '-Wl,-rpath,$ORIGIN/lib'"
-    return f"g++ -std=c++17 -O2 -pthread main.cc -o host -Imodel -Iinclude {linked}"
+def format_build_command(manifest: Manifest) -> str:
+    """Return the command that compiles main.cc in the shipped folder."""
+    libraries_flags = " ".join(f"-l{name}" for name in list_library_names(manifest))
+    flags = f"-Llib {' '.join(list_link_options(manifest))} {libraries_flags} '-Wl,-rpath,$ORIGIN/lib'"
+    return f"g++ -std=c++17 -O2 -pthread main.cc -o host -Imodel -Iinclude {flags}"
 
 
-def cmake(manifest: Manifest) -> str:
-    paths = [f'"${{CMAKE_CURRENT_SOURCE_DIR}}/lib/lib{name}.so"' for name in library_names(manifest)]
-    return _CMAKE.format(options=" ".join(link_options(manifest)), libraries="\n  ".join(paths))
+def format_cmake(manifest: Manifest) -> str:
+    paths = [f'"${{CMAKE_CURRENT_SOURCE_DIR}}/lib/lib{name}.so"' for name in list_library_names(manifest)]
+    return _CMAKE.format(options=" ".join(list_link_options(manifest)), libraries="\n  ".join(paths))
 
 
-def notice(libraries: Libraries) -> str:
-    """What is whose, and the notices of others, which their license wants to be passed on."""
+def format_notice(libraries: Libraries) -> str:
+    """Return NOTICE: the owners of the files, and the notices that licenses require to be passed on."""
     packages = "\n".join(f"* {name} {version}" for name, version in libraries.versions.items())
-    others = [text.decode().strip() for name, text in libraries.licenses.items() if name.endswith("NOTICE")]
-    return "\n\n".join([_NOTICE.format(packages=packages).strip(), *others]) + "\n"
+    notices = [text.decode().strip() for name, text in libraries.licenses.items() if name.endswith("NOTICE")]
+    return "\n\n".join([_NOTICE.format(packages=packages).strip(), *notices]) + "\n"
 
 
-def library_names(manifest: Manifest) -> list[str]:
+def list_library_names(manifest: Manifest) -> list[str]:
     return ["tvm_ffi", "tvm_runtime", *(["tvm_runtime_cuda"] if manifest.architectures else [])]
 
 
-def link_options(manifest: Manifest) -> list[str]:
-    """The linker's. Where an application for GPUs is built there need be no driver."""
+def list_link_options(manifest: Manifest) -> list[str]:
+    """Return linker options; a machine that builds an application for GPUs may lack a driver."""
     unresolved = ["-Wl,--unresolved-symbols=ignore-in-shared-libs"] if manifest.architectures else []
     return ["-Wl,--no-as-needed", *unresolved]

@@ -1,1 +1,1 @@
-"""Passes of our own in lowering/compiling/pipeline.py's list, one per file."""
+"""Our passes in the list of lowering/compiling/pipeline.py, one per file."""

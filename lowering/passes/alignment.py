@@ -1,8 +1,8 @@
 """Generated code must not assume more alignment than callers' arrays have.
 
-TVM takes every buffer for 64-byte aligned and LLVM then emits aligned vector loads, which crash on a NumPy array
-(16 bytes) or on a slice of one (the size of an element). GPUs are given arrays at multiples of 16 bytes, their widest
-access (runtime/devices.py).
+TVM takes every buffer for 64-byte aligned. LLVM then emits aligned vector loads, which crash on a NumPy array (16
+bytes) or on a slice of one (the size of an element). GPU arrays are at multiples of 16 bytes, the widest access of
+kernels (runtime/devices.py).
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from tvm.tirx.buffer import is_buffer_var
 
 
 def assume_alignment(mod: tvm.IRModule, least: int) -> tvm.IRModule:
-    """The module with every buffer that lies in memory from outside assumed aligned to its element's size, no more,
-    and to `least` bytes.
+    """Return the module with external buffers assumed aligned to their element's size, and to `least` bytes.
 
-    Those are the parameters of all PrimFuncs and the views that blocks and declarations make of them. Buffers that a
-    function allocates itself keep their alignment: accumulators must not straddle cache lines.
+    External buffers are the parameters of all PrimFuncs, and the views that blocks and declarations make of them.
+    Buffers that a function allocates itself keep their alignment: accumulators must not straddle cache lines.
     """
-    changed = {v: _changed(f, least) for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+    changed = {v: _lower_alignment(f, least) for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
     mod = mod.clone()
     for variable, function in changed.items():
         mod.update_func(variable, function)
     return mod
 
 
-def _changed(function: tirx.PrimFunc, least: int) -> tirx.PrimFunc:
+def _lower_alignment(function: tirx.PrimFunc, least: int) -> tirx.PrimFunc:
     allocated: set[tirx.Buffer] = set()
     tvm_ffi.structural_walk(
         function,
@@ -36,19 +35,19 @@ def _changed(function: tirx.PrimFunc, least: int) -> tirx.PrimFunc:
             (s_tir.SBlock, lambda s: allocated.update(s.alloc_buffers)),
         ],
     )
-    known: dict[tvm.ir.Var, tvm.ir.Var] = {}
+    replacements: dict[tvm.ir.Var, tvm.ir.Var] = {}
 
     def replace(variable: tvm.ir.Var) -> tvm.ir.Var:
-        found = known.get(variable)
-        if found is None:
-            kept = not is_buffer_var(variable) or variable in allocated
-            found = known[variable] = variable if kept else _with_alignment(variable, least)
-        return found
+        replacement = replacements.get(variable)
+        if replacement is None:
+            is_unchanged = not is_buffer_var(variable) or variable in allocated
+            replacement = replacements[variable] = variable if is_unchanged else _set_alignment(variable, least)
+        return replacement
 
     return tvm_ffi.structural_map(function, (tvm.ir.Var, replace))
 
 
-def _with_alignment(buffer: tirx.Buffer, least: int) -> tirx.Buffer:
+def _set_alignment(buffer: tirx.Buffer, least: int) -> tirx.Buffer:
     kind = buffer.ty
     return tirx.decl_buffer(
         kind.shape,

@@ -1,30 +1,32 @@
-"""What `compile(..., weights=...)` makes of constant matrices, and what it costs."""
+"""Compression of constant matrices by `compile(..., weights=...)`, and its error."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..choices import Scheme
-from ..importing.quantized import INT4_BLOCK, Quantized, quantize
+from ..importing.quantized_matrix import INT4_BLOCK, QuantizedMatrix, quantize_matrix
 
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
 
 
-def plain(weight: np.ndarray | Quantized) -> np.ndarray:
-    """The elements, in the weight's type."""
-    return weight.array() if isinstance(weight, Quantized) else weight
+def to_array(weight: np.ndarray | QuantizedMatrix) -> np.ndarray:
+    """Return the elements, in the weight's type."""
+    return weight.array() if isinstance(weight, QuantizedMatrix) else weight
 
 
-def stored(matrix: np.ndarray | Quantized, compression: Compression | None) -> np.ndarray | Quantized:
-    """What becomes of a matrix [K, N] that is packed: compressed if asked for; floats where blocks are short."""
+def prepare_matrix(
+    matrix: np.ndarray | QuantizedMatrix, compression: Compression | None
+) -> np.ndarray | QuantizedMatrix:
+    """Return a matrix [K, N] as it is packed: compressed if a scheme is set; floats if its blocks are short."""
     if isinstance(matrix, np.ndarray) and compression is not None:
         matrix = compression.compress(matrix)
-    short = isinstance(matrix, Quantized) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
-    return plain(matrix) if short else matrix
+    has_short_blocks = isinstance(matrix, QuantizedMatrix) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
+    return to_array(matrix) if has_short_blocks else matrix
 
 
 class Compression:
-    """Compresses matrices by a scheme, and keeps account."""
+    """Compresses matrices by a scheme, and accumulates statistics."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -33,15 +35,15 @@ class Compression:
         self.bytes = [0, 0]  # of the compressed matrices: before and after
         self.squares = [0.0, 0.0]  # of their errors, and of their elements
 
-    def compress(self, matrix: np.ndarray) -> np.ndarray | Quantized:
-        """A float matrix [K, N] in the scheme; as it is where that is no smaller, or cannot hold it."""
+    def compress(self, matrix: np.ndarray) -> np.ndarray | QuantizedMatrix:
+        """Return a float matrix [K, N] in the scheme; unchanged if that is not smaller, or cannot represent it."""
         bits = {"f16": 16, "int8": 8, "int4": 4}[self.scheme]
         if matrix.dtype.itemsize * 8 <= bits or not np.isfinite(matrix).all() or matrix.shape[0] < _MIN_BLOCK:
             self.left += 1
             return matrix
         with np.errstate(over="ignore"):
-            smaller = matrix.astype(np.float16) if bits == 16 else quantize(matrix, bits)
-        exact, array = matrix.astype(np.float32), plain(smaller).astype(np.float32)
+            smaller = matrix.astype(np.float16) if bits == 16 else quantize_matrix(matrix, bits)
+        exact, array = matrix.astype(np.float32), to_array(smaller).astype(np.float32)
         if not np.isfinite(array).all():
             self.left += 1
             return matrix
@@ -53,7 +55,7 @@ class Compression:
         return smaller
 
     def cost(self) -> str:
-        """What compression did, for the user."""
+        """Return a description of the compression for the user."""
         how = {
             "f16": "f16",
             "int8": "int8 with a scale for each column",

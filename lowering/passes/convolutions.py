@@ -1,11 +1,10 @@
-"""Convolutions as matmuls: a row is a patch of the data, read where it is, and the matrix that of the
-weights [k1 ... C, M].
+"""Convolutions as matmuls: a row is a patch of the data, read without a copy, times the weights [k1 ... C, M].
 
 The matmul is implicit: k runs over a patch, and matrix kernels (schedules/cpu/blocked.py,
-schedules/cuda/matmul_reader.py) find the runs of it that are consecutive. Constant weights are packed for CPUs
-(pack_weights.py). On GPUs patches of types that tensor cores do not multiply are copied, for dlight's schedule of
-matmuls. Groups are products of their own, several at a time where each is narrower than a vector (`Groups`); those
-without constant weights, and those on GPUs, are left to TVM.
+schedules/cuda/matmul_reader.py) find its contiguous runs. Constant weights are packed for CPUs (pack_weights.py). On
+GPUs patches of types that tensor cores do not multiply are copied, for dlight's matmul schedule. Groups are separate
+matmuls. Several groups are combined if each is narrower than a vector (`ConvolutionGroups`). Groups without constant
+weights, and those on GPUs, are left to TVM.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from schedules.half_precision import HALF
 
 from ..tensorir.expressions import Expr
 from .constants import FLOATS
-from .main_function import rewritten
+from .main_function import rewrite_main
 
-OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a matmul: element-wise operations behind it fuse with it
+OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a matmul: it fuses with element-wise operations after it
 
-# An element is in as many patches as windows overlap there: what computes it must not be fused into its copies.
+# An element is in as many patches as windows overlap there: its computation must not be fused into the copies.
 _OPAQUE = 8
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """One over padded data [N, D1, ..., C]: the window's sizes, and how far its places, and windows, are apart."""
+    """A convolution over padded data [N, D1, ..., C]: the window's sizes, its dilations, and the strides of windows."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
     groups: int
     dtype: str
-    """Of the result."""
+    """The type of the result."""
 
-    def element(
+    def read_element(
         self,
         x: te.Tensor,
         n: Expr,
@@ -51,23 +50,23 @@ class Convolution:
         channels: Expr | None = None,
         first: Expr | int = 0,
     ) -> Expr:
-        """Element k of a patch, of so many channels from the first one on; all of them by default."""
+        """Return element k of a patch of `channels` channels from the first one on; all channels by default."""
         channels = x.shape[-1] if channels is None else channels
-        places: list[Expr] = []
+        taps: list[Expr] = []
         rest = k // channels
         for size in reversed(self.kernel):
-            places.insert(0, rest % size)
+            taps.insert(0, rest % size)
             rest = rest // size
-        parts = zip(windows, places, self.strides, self.dilations)
-        return x(n, *(window * s + place * d for window, place, s, d in parts), first + k % channels)
+        axes = zip(windows, taps, self.strides, self.dilations)
+        return x(n, *(window * s + tap * d for window, tap, s, d in axes), first + k % channels)
 
-    def depth(self, channels: Expr) -> Expr:
-        """Elements of a patch."""
+    def patch_size(self, channels: Expr) -> Expr:
+        """Return the number of elements of a patch."""
         return math.prod(self.kernel) * channels
 
 
 def read_convolution(call: relax.Call) -> Convolution | None:
-    """What a call of a Relax operator computes, if it is a convolution."""
+    """Return the convolution that a Relax call computes, None for other calls."""
     if not isinstance(call.op, ir.Op) or call.op.name not in ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d"):
         return None
     strides, dilations = (tuple(int(n) for n in numbers) for numbers in (call.attrs.strides, call.attrs.dilation))
@@ -75,77 +74,81 @@ def read_convolution(call: relax.Call) -> Convolution | None:
     return Convolution(kernel, strides, dilations, int(call.attrs.groups), str(call.ty.dtype))
 
 
-def implicit_matmul(
+def make_implicit_matmul(
     convolution: Convolution, x: te.Tensor, shape: Sequence[Expr], element: Callable[[Expr, Expr], Expr]
 ) -> te.Tensor:
-    """The matmul, of that shape, with a matrix whose float32 elements are element(k, j); sums are in float32."""
-    k = te.reduce_axis((0, convolution.depth(x.shape[-1])), name="k")
+    """Return the matmul, of that shape, with a matrix of float32 elements element(k, j); it accumulates in float32."""
+    k = te.reduce_axis((0, convolution.patch_size(x.shape[-1])), name="k")
 
-    def sum_of_products(n: Expr, *index: Expr) -> Expr:
+    def compute(n: Expr, *index: Expr) -> Expr:
         *windows, j = index
-        patch = convolution.element(x, n, list(windows), k.var).astype("float32")
+        patch = convolution.read_element(x, n, list(windows), k.var).astype("float32")
         return te.sum(patch * element(k.var, j), axis=k)
 
-    total = te.compute(list(shape), sum_of_products, name="convolution")
+    total = te.compute(list(shape), compute, name="convolution")
     return total if convolution.dtype == "float32" else tvm.topi.cast(total, convolution.dtype)
 
 
 @dataclass(frozen=True)
-class Groups:
-    """`count` matmuls of `together` groups each: what one group has of the weights of another is 0."""
+class ConvolutionGroups:
+    """`count` matmuls of `groups_per_matmul` groups each: weights between different groups are 0."""
 
     count: int
-    together: int
+    groups_per_matmul: int
 
     @staticmethod
-    def of(groups: int, outputs: int, lanes: int) -> Groups:
-        """So many groups of so many channels each that a matmul fills a vector, if any do."""
-        together = next((n for n in range(1, groups + 1) if groups % n == 0 and n * outputs >= lanes), groups)
-        return Groups(groups // together, together)
+    def choose(groups: int, outputs: int, lanes: int) -> ConvolutionGroups:
+        """Return the fewest groups of `outputs` channels each with which a matmul fills a vector, all if none do."""
+        groups_per_matmul = next((n for n in range(1, groups + 1) if groups % n == 0 and n * outputs >= lanes), groups)
+        return ConvolutionGroups(groups // groups_per_matmul, groups_per_matmul)
 
-    def matrices(self, weights: np.ndarray) -> list[np.ndarray]:
-        """The weights [k1, ..., C / group, M] as matrices [k1 ... together C / group, together M / group]."""
+    def make_matrices(self, weights: np.ndarray) -> list[np.ndarray]:
+        """Return the weights [k1, ..., C / group, M] as matrices [k1 ... n C / group, n M / group] of n groups each."""
         *kernel, inputs, outputs = weights.shape
-        width = outputs // (self.count * self.together)
-        found = []
-        for first in range(0, outputs, self.together * width):
-            matrix = np.zeros((*kernel, self.together * inputs, self.together * width), weights.dtype)
-            for n in range(self.together):
+        width = outputs // (self.count * self.groups_per_matmul)
+        matrices = []
+        for first in range(0, outputs, self.groups_per_matmul * width):
+            matrix = np.zeros((*kernel, self.groups_per_matmul * inputs, self.groups_per_matmul * width), weights.dtype)
+            for n in range(self.groups_per_matmul):
                 rows, columns = slice(n * inputs, (n + 1) * inputs), slice(n * width, (n + 1) * width)
                 matrix[..., rows, columns] = weights[..., first + n * width : first + (n + 1) * width]
-            found.append(matrix.reshape(-1, self.together * width))
-        return found
+            matrices.append(matrix.reshape(-1, self.groups_per_matmul * width))
+        return matrices
 
 
-def grouped_matmul(
-    convolution: Convolution, groups: Groups, x: te.Tensor, shape: Sequence[Expr], panels: te.Tensor
+def make_grouped_convolution(
+    convolution: Convolution, groups: ConvolutionGroups, x: te.Tensor, shape: Sequence[Expr], panels: te.Tensor
 ) -> te.Tensor:
-    """The matmuls [N, windows, count, M / count] with matrices [K, M / count] that are stored as panels
-    [count, panels, K, nr]; shape is that of the convolution."""
+    """Return the matmuls [N, windows, count, M / count] with matrices [K, M / count] in panels [count, panels, K, nr].
+
+    shape is that of the convolution.
+    """
     *_, depth, nr = panels.shape
     channels = x.shape[-1] // groups.count
     k = te.reduce_axis((0, depth), name="k")
 
-    def sum_of_products(n: Expr, *index: Expr) -> Expr:
+    def compute(n: Expr, *index: Expr) -> Expr:
         *windows, group, j = index
-        patch = convolution.element(x, n, list(windows), k.var, channels, group * channels).astype("float32")
+        patch = convolution.read_element(x, n, list(windows), k.var, channels, group * channels).astype("float32")
         return te.sum(patch * panels(group, j // nr, k, j % nr).astype("float32"), axis=k)
 
     *windows, columns = shape
-    total = te.compute([*windows, groups.count, columns // groups.count], sum_of_products, name="convolution")
+    total = te.compute([*windows, groups.count, columns // groups.count], compute, name="convolution")
     return total if convolution.dtype == "float32" else tvm.topi.cast(total, convolution.dtype)
 
 
 def lower_convolutions(
     mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
 ) -> tvm.IRModule:
-    """The module with matmuls in place of Relax's convolutions in `main`. on_tensor_cores are the types of elements
-    that a GPU's multiply."""
-    return rewritten(mod, _Lowerer(mod, FLOATS if target.kind.name == "llvm" else on_tensor_cores))
+    """Return the module with Relax's convolutions in `main` lowered to matmuls.
+
+    on_tensor_cores are the element types that a GPU's tensor cores multiply.
+    """
+    return rewrite_main(mod, _ConvolutionLowerer(mod, FLOATS if target.kind.name == "llvm" else on_tensor_cores))
 
 
 @mutator
-class _Lowerer(PyExprMutator):
+class _ConvolutionLowerer(PyExprMutator):
     def __init__(self, mod: tvm.IRModule, implicit: Sequence[str]) -> None:
         super().__init__(mod)
         self.implicit = implicit
@@ -158,10 +161,10 @@ class _Lowerer(PyExprMutator):
         x, w = call.args
         emit = self.builder_.emit
         *_, channels, columns = w.ty.shape.values
-        matrix = emit(relax.op.reshape(w, relax.ShapeExpr([convolution.depth(channels), columns])))
+        matrix = emit(relax.op.reshape(w, relax.ShapeExpr([convolution.patch_size(channels), columns])))
         if str(x.ty.dtype) not in self.implicit or convolution.dtype == "float64":
             patches = self.builder_.call_te(
-                lambda x, shape: _patches(convolution, x, shape[:-1]),
+                lambda x, shape: _make_patches(convolution, x, shape[:-1]),
                 x,
                 call.ty.shape,
                 primfunc_name_hint="patches",
@@ -170,7 +173,7 @@ class _Lowerer(PyExprMutator):
             out_dtype = None if convolution.dtype == str(x.ty.dtype) else convolution.dtype
             return relax.op.matmul(emit(patches), matrix, out_dtype=out_dtype)
         return self.builder_.call_te(
-            lambda x, shape, b: implicit_matmul(convolution, x, shape, lambda k, j: b(k, j).astype("float32")),
+            lambda x, shape, b: make_implicit_matmul(convolution, x, shape, lambda k, j: b(k, j).astype("float32")),
             x,
             call.ty.shape,
             matrix,
@@ -179,9 +182,9 @@ class _Lowerer(PyExprMutator):
         )
 
 
-def _patches(convolution: Convolution, x: te.Tensor, windows: Sequence[Expr]) -> te.Tensor:
+def _make_patches(convolution: Convolution, x: te.Tensor, windows: Sequence[Expr]) -> te.Tensor:
     def element(n: Expr, *index: Expr) -> Expr:
         *windows, k = index
-        return convolution.element(x, n, list(windows), k)
+        return convolution.read_element(x, n, list(windows), k)
 
-    return te.compute([*windows, convolution.depth(x.shape[-1])], element, name="patches")
+    return te.compute([*windows, convolution.patch_size(x.shape[-1])], element, name="patches")

@@ -1,8 +1,9 @@
-"""Elements of Relax tensors as scalar expressions: what a chain of kernels computes at one point.
+"""Elements of Relax tensors as scalar expressions: the computation of a chain of kernels at one point.
 
 After legalization every producer is a TensorIR function that stores a value at every point of its output. Substituting
-producers into their readers, point by point, gives an element of the last tensor as one expression; where that stops,
-it loads from a tensor that is computed as before: a leaf. No operator is known here, only their kernels.
+producers into their readers, point by point, gives an element of the last tensor as one expression. Where that stops,
+the expression loads from a tensor that is computed as before: a leaf. The pass depends on kernels only, not on
+operators.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import tvm
 from tvm import ir, relax, s_tir, sym, tirx
 from tvm.ir import Expr, prim
 
-from ..importing.checks import INDICES, called
+from ..importing.checks import INDICES, read_callee_name
 from ..tensorir.blocks import read_block
 from ..tensorir.expressions import is_int, rewrite, substitute, uses, walk
 from ..tensorir.facts import Facts
 
-_MOST_NODES = 4096  # of an expression; sharing is lost in a tree
+_MAX_NODES = 4096  # of an expression; sharing is lost in a tree
 
 
-class NoExpression(Exception):
-    """The element is no expression of reasonable size."""
+class NoExpressionError(Exception):
+    """The element cannot be expressed in reasonable size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +37,12 @@ class _Store:
     value: Expr
 
 
-class Elements:
+class ElementExpressions:
     """Elements of the tensors in `main`.
 
-    keep(indices, element) says whether a tensor that could be written out at these indices is a leaf all the same;
-    checked(call, indices) is the element of indices whose check has to happen (importing/checks.py), None for a leaf.
-    bounds are the ends of the index variables' ranges, which start at 0.
+    is_leaf(indices, element) tells whether a tensor that could be expressed at these indices is a leaf nevertheless.
+    check(call, indices) is the element of indices that must be checked (importing/checks.py), None for a leaf. bounds
+    are the ends of the index variables' ranges, which start at 0.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Elements:
         mod: tvm.IRModule,
         bindings: Mapping[relax.Var, relax.Expr],
         bounds: Mapping[tirx.Var, Expr],
-        keep: Callable[[list[Expr], Expr], bool],
-        checked: Callable[[relax.Call, list[Expr]], Expr | None] = lambda *_: None,
+        is_leaf: Callable[[list[Expr], Expr], bool],
+        check: Callable[[relax.Call, list[Expr]], Expr | None] = lambda *_: None,
     ) -> None:
-        self.mod, self.bindings, self.keep, self.checked = mod, bindings, keep, checked
+        self.mod, self.bindings, self.is_leaf, self.check = mod, bindings, is_leaf, check
         self.bounds = dict(bounds)
         self.facts = Facts()
         self.analyzer = self.facts.analyzer
@@ -60,26 +61,26 @@ class Elements:
             self._add_size(end)
             self.facts.bind(var, 0, end)
         self.leaves: dict[relax.Expr, tirx.Buffer] = {}
-        # By tensor, the elements at the indices that were asked for: who reads a tensor twice does so mostly at one.
-        self._found: dict[relax.Expr, list[tuple[list[Expr], Expr]]] = {}
+        # By tensor, the elements read so far: a reader that reads a tensor twice mostly does so at the same indices.
+        self._cache: dict[relax.Expr, list[tuple[list[Expr], Expr]]] = {}
 
-    def at(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
-        """The element of `tensor` at these indices. Raises NoExpression."""
+    def read_element(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
+        """Return the element of `tensor` at these indices. Raise NoExpressionError."""
         while isinstance(tensor, relax.Var) and isinstance(self.bindings.get(tensor), relax.Var):
             tensor = self.bindings[tensor]
         indices = [self.simplify(index) for index in indices]
-        known = self._found.setdefault(tensor, [])
-        for place, element in known:
-            if all(prim.expr_deep_equal(a, b) for a, b in zip(place, indices, strict=True)):
+        cached = self._cache.setdefault(tensor, [])
+        for cached_indices, element in cached:
+            if all(prim.expr_deep_equal(a, b) for a, b in zip(cached_indices, indices, strict=True)):
                 return element
         element = self._produced(tensor, indices)
-        if element is None or self.keep(indices, element):
-            element = self._leaf(tensor, indices)
-        known.append((indices, element))
+        if element is None or self.is_leaf(indices, element):
+            element = self._load_leaf(tensor, indices)
+        cached.append((indices, element))
         return element
 
-    def ends(self, expr: Expr) -> tuple[Expr, Expr] | None:
-        """Bounds of an integer expression, by sizes; None for one that depends on data."""
+    def find_bounds(self, expr: Expr) -> tuple[Expr, Expr] | None:
+        """Return bounds of an integer expression, in terms of sizes; None for one that depends on data."""
         ranges = {var: sym.IntervalSet(tirx.const(0, "int64"), end - 1) for var, end in self.bounds.items()}
         values = self.analyzer.int_set(expr, ranges)
         if not isinstance(values, sym.IntervalSet):
@@ -87,16 +88,16 @@ class Elements:
         low, high = (self.simplify(end) for end in (values.min_value, values.max_value))
         allowed = {node for end in self.bounds.values() for node in walk(end) if isinstance(node, tirx.Var)}
         free = [v for end in (low, high) for v in tirx.analysis.undefined_vars(end)]
-        return (low, high) if all(v in allowed for v in free) and not _loads(low, high) else None
+        return (low, high) if all(v in allowed for v in free) and not _has_loads(low, high) else None
 
     def simplify(self, expr: Expr) -> Expr:
-        """expr with what the bounds of the indices decide."""
-        if sum(1 for _ in walk(expr)) > _MOST_NODES:
-            raise NoExpression
+        """Return expr simplified by the bounds of the indices."""
+        if sum(1 for _ in walk(expr)) > _MAX_NODES:
+            raise NoExpressionError
         return rewrite(self.facts.simplify(expr), self._decide)
 
     def _decide(self, node: Expr) -> Expr | None:
-        """min(j, T - 1) is j, which the analyzer proves but does not find by itself."""
+        """Simplify min(j, T - 1) to j, for instance, which the analyzer proves but does not find by itself."""
         if not isinstance(node, prim.Min | prim.Max) or str(node.ty) != "int64":
             return None
         a, b = (rewrite(x, self._decide) for x in (node.a, node.b))
@@ -104,72 +105,74 @@ class Elements:
             return a if isinstance(node, prim.Min) else b
         if self.facts.can_prove(b <= a):
             return b if isinstance(node, prim.Min) else a
-        return type(node)(a, b)  # not None, for which its operands would be looked at again
+        return type(node)(a, b)  # not None, which would make rewrite() visit its operands again
 
     def _add_size(self, size: Expr) -> None:
-        """Elements exist where sizes are positive."""
+        """Record that sizes are positive, since elements exist only then."""
         self.facts.add_size(size)
         for node in walk(size):
             if isinstance(node, tirx.Var):
                 self.analyzer.bind(node, ir.Range(1, 1 << 40), allow_override=True)
 
-    def _leaf(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
+    def _load_leaf(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
         if isinstance(tensor, ir.GenericConst) and all(is_int(n, 1) for n in tensor.ty.shape.values):
             return tirx.const(tensor.value.numpy().item(), str(tensor.ty.dtype))
         if tensor not in self.leaves:
-            shape = _shape(tensor)
+            shape = _get_shape(tensor)
             self.leaves[tensor] = tirx.decl_buffer(shape, str(tensor.ty.dtype), f"table_{len(self.leaves)}")
         buffer = self.leaves[tensor]
-        return tirx.BufferLoad(buffer, [self._kept_inside(x, n) for x, n in zip(indices, buffer.shape)])
+        return tirx.BufferLoad(buffer, [self._clamp_index(x, n) for x, n in zip(indices, buffer.shape)])
 
-    def _kept_inside(self, index: Expr, extent: Expr) -> Expr:
-        """Both branches of a condition are evaluated: an index that only holds in one of them must do no harm."""
+    def _clamp_index(self, index: Expr, extent: Expr) -> Expr:
+        """Return an index that is safe to load, since both branches of a condition are evaluated."""
         if self.facts.can_prove(tirx.all(index >= 0, index < extent)):
             return index
         return self.simplify(tirx.max(tirx.min(index, extent - 1), 0))
 
     def _produced(self, tensor: relax.Expr, indices: list[Expr]) -> Expr | None:
-        """The element written out by one step or more; None where the tensor has no readable producer."""
+        """Return the element expressed by one or more steps; None if the tensor has no readable producer."""
         call = self.bindings.get(tensor) if isinstance(tensor, relax.Var) else None
         if not isinstance(call, relax.Call):
             return None
         if call.op == ir.Op.get("relax.reshape"):
-            return self.at(call.args[0], self._reshaped(indices, _shape(tensor), _shape(call.args[0])))
-        if called(call) == INDICES:
-            return self.checked(call, indices)
+            return self.read_element(
+                call.args[0], self._map_reshaped_indices(indices, _get_shape(tensor), _get_shape(call.args[0]))
+            )
+        if read_callee_name(call) == INDICES:
+            return self.check(call, indices)
         if call.op != ir.Op.get("relax.call_tir"):
             return None
         func = self.mod[call.args[0]]
-        stores = _stores(func)
+        stores = _read_stores(func)
         buffers = [p for p in func.params if tirx.is_buffer_var(p)]
         args = list(call.args[1].fields)
         tensors = [a for a in args if isinstance(a.ty, relax.TensorType)]
         if stores is None or len(buffers) != len(tensors) + 1:
             return None
-        sizes = self._sizes(func, args, tensors, _shape(tensor))
+        sizes = self._bind_symbols(func, args, tensors, _get_shape(tensor))
         if sizes is None:
             return None
-        return self._stored(buffers[-1], indices, stores, dict(zip(buffers, tensors)), sizes)
+        return self._read_stored(buffers[-1], indices, stores, dict(zip(buffers, tensors)), sizes)
 
-    def _sizes(
+    def _bind_symbols(
         self, func: tirx.PrimFunc, args: list[relax.Expr], tensors: list[relax.Expr], result: list[Expr]
     ) -> dict[tirx.Var, Expr] | None:
-        """What the function's symbols are where it is called."""
+        """Return the values of the function's symbols at its call."""
         sizes: dict[tirx.Var, Expr] = {}
         buffers = [p for p in func.params if tirx.is_buffer_var(p)]
-        for buffer, shape in zip(buffers, [*map(_shape, tensors), result], strict=True):
+        for buffer, shape in zip(buffers, [*map(_get_shape, tensors), result], strict=True):
             for inner, outer in zip(buffer.shape, shape, strict=True):
                 if isinstance(inner, tirx.Var):
                     sizes.setdefault(inner, outer)
         scalars = [p for p in func.params if not tirx.is_buffer_var(p)]
-        given = [a for a in args if not isinstance(a.ty, relax.TensorType)]
-        if len(scalars) != len(given):
+        values = [a for a in args if not isinstance(a.ty, relax.TensorType)]
+        if len(scalars) != len(values):
             return None
-        for size in (*sizes.values(), *given):
+        for size in (*sizes.values(), *values):
             self._add_size(size)
-        return {**sizes, **dict(zip(scalars, given))}
+        return {**sizes, **dict(zip(scalars, values))}
 
-    def _stored(
+    def _read_stored(
         self,
         buffer: tirx.Buffer,
         indices: list[Expr],
@@ -177,65 +180,67 @@ class Elements:
         tensors: dict[tirx.Buffer, relax.Expr],
         sizes: dict[tirx.Var, Expr],
     ) -> Expr | None:
-        """The element of a buffer of the function: that of the last store which reaches it."""
+        """Return the element of a buffer of the function, written by the last store that reaches it."""
         element: Expr | None = None
         for store in (s for s in stores if s.buffer.same_as(buffer)):
-            place = self._solved(store, indices, sizes)
-            if place is None:
+            solution = self._solve_indices(store, indices, sizes)
+            if solution is None:
                 return None
-            at, inside = place
+            values, inside = solution
             if is_int(inside, 0):
                 continue
 
             def load(node: Expr) -> Expr | None:
                 if not isinstance(node, ir.TensorLoad):
                     return None
-                where = [rewrite(index, load) for index in node.indices]
+                load_indices = [rewrite(index, load) for index in node.indices]
                 if node.source in tensors:
-                    return self.at(tensors[node.source], where)
-                inner = self._stored(node.source, where, stores, tensors, sizes)
+                    return self.read_element(tensors[node.source], load_indices)
+                inner = self._read_stored(node.source, load_indices, stores, tensors, sizes)
                 if inner is None:
-                    raise NoExpression
+                    raise NoExpressionError
                 return inner
 
-            value = rewrite(substitute(store.value, {**sizes, **at}), load)
+            value = rewrite(substitute(store.value, {**sizes, **values}), load)
             element = value if is_int(inside, 1) or element is None else prim.Select(inside, value, element)
-        return None if element is None else self.simplify(_without_branches(element))
+        return None if element is None else self.simplify(_replace_branches(element))
 
-    def _solved(
+    def _solve_indices(
         self, store: _Store, indices: list[Expr], sizes: dict[tirx.Var, Expr]
     ) -> tuple[dict[tirx.Var, Expr], Expr] | None:
-        """The store's variables at which it writes these indices, and whether they are in their ranges.
+        """Return the values of the store's variables at which it writes these indices, and whether they are in range.
 
-        Variables are kept in their ranges in any case, so that what they index can be read.
+        Values are clamped to their ranges in any case, so that they are safe to index with.
         """
-        at: dict[tirx.Var, Expr] = {}
+        values: dict[tirx.Var, Expr] = {}
         inside: Expr = tirx.const(True, "bool")
-        for index, wanted in zip(store.indices, indices, strict=True):
+        for index, target in zip(store.indices, indices, strict=True):
             var, start = index, tirx.const(0, "int64")
             if isinstance(index, prim.Add) and index.a in store.extents:
                 var, start = index.a, substitute(index.b, sizes)
-            if var in store.extents and var not in at:
+            if var in store.extents and var not in values:
                 extent = substitute(store.extents[var], sizes)
-                place = self.simplify(wanted - start)
-                within = self.simplify(tirx.all(place >= 0, place < extent))
-                at[var] = place if is_int(within, 1) else self.simplify(tirx.max(tirx.min(place, extent - 1), 0))
+                position = self.simplify(target - start)
+                within = self.simplify(tirx.all(position >= 0, position < extent))
+                values[var] = (
+                    position if is_int(within, 1) else self.simplify(tirx.max(tirx.min(position, extent - 1), 0))
+                )
             elif isinstance(index, prim.IntImm):
-                within = self.simplify(tirx.EQ(wanted, tirx.const(index.value, "int64")))
+                within = self.simplify(tirx.EQ(target, tirx.const(index.value, "int64")))
             else:
                 return None
             inside = self.simplify(tirx.all(inside, within))
-        return (at, inside) if len(at) == len(store.extents) else None
+        return (values, inside) if len(values) == len(store.extents) else None
 
-    def _reshaped(self, indices: list[Expr], shape: list[Expr], source: list[Expr]) -> list[Expr]:
-        """The indices in a tensor of shape `source` of the element at `indices` in its reshaped form."""
-        several = [(x, n) for x, n in zip(indices, shape) if not is_int(n, 1)]
-        wanted = [n for n in source if not is_int(n, 1)]
-        if len(several) == len(wanted) and all(
-            self.analyzer.can_prove_equal(n, w) for (_, n), w in zip(several, wanted)
+    def _map_reshaped_indices(self, indices: list[Expr], shape: list[Expr], source: list[Expr]) -> list[Expr]:
+        """Return the indices in a tensor of shape `source` of the element at `indices` in its reshaped form."""
+        axes = [(x, n) for x, n in zip(indices, shape) if not is_int(n, 1)]
+        source_sizes = [n for n in source if not is_int(n, 1)]
+        if len(axes) == len(source_sizes) and all(
+            self.analyzer.can_prove_equal(n, w) for (_, n), w in zip(axes, source_sizes)
         ):
-            rest = iter(x for x, _ in several)
-            return [tirx.const(0, "int64") if is_int(n, 1) else next(rest) for n in source]
+            remaining = iter(x for x, _ in axes)
+            return [tirx.const(0, "int64") if is_int(n, 1) else next(remaining) for n in source]
         position: Expr = tirx.const(0, "int64")
         for index, extent in zip(indices, shape):
             position = position * extent + index
@@ -246,20 +251,20 @@ class Elements:
         return result[::-1]
 
 
-def _loads(*exprs: Expr) -> bool:
+def _has_loads(*exprs: Expr) -> bool:
     return any(isinstance(node, ir.TensorLoad) for expr in exprs for node in walk(expr))
 
 
-def _shape(tensor: relax.Expr) -> list[Expr]:
-    """Raises NoExpression for tensors whose shape is not known."""
+def _get_shape(tensor: relax.Expr) -> list[Expr]:
+    """Return the shape of a tensor; raise NoExpressionError if Relax does not know it."""
     shape = tensor.ty.shape if isinstance(tensor.ty, relax.TensorType) else None
     if not isinstance(shape, relax.ShapeExpr):
-        raise NoExpression
+        raise NoExpressionError
     return list(shape.values)
 
 
-def _without_branches(expr: Expr) -> Expr:
-    """if_then_else as Select: all that is loaded can be."""
+def _replace_branches(expr: Expr) -> Expr:
+    """Replace if_then_else by Select: all loads are safe."""
 
     def replace(node: Expr) -> Expr | None:
         if isinstance(node, ir.Call) and node.op == ir.Op.get("prim.if_then_else"):
@@ -269,22 +274,22 @@ def _without_branches(expr: Expr) -> Expr:
     return rewrite(expr, replace)
 
 
-def _stores(func: tirx.PrimFunc) -> list[_Store] | None:
-    """The stores of a function in their order; None if it does anything but data-parallel stores."""
+def _read_stores(func: tirx.PrimFunc) -> list[_Store] | None:
+    """Return the stores of a function in order; None if it does anything but data-parallel stores."""
     root = func.body
     if isinstance(root, s_tir.SBlockRealize) and not root.block.match_buffers:
         root = root.block.body
     stores = []
     for nest in tirx.stmt_list(root):
-        store = _store(nest)
+        store = _read_store(nest)
         if store is None:
             return None
         stores.append(store)
     return stores
 
 
-def _store(nest: tirx.Stmt) -> _Store | None:
-    if isinstance(nest, tirx.BufferStore):  # single numbers, as of a shape
+def _read_store(nest: tirx.Stmt) -> _Store | None:
+    if isinstance(nest, tirx.BufferStore):  # single numbers, such as those of a shape
         return _Store(nest.buffer, {}, list(nest.indices), nest.value)
     block = read_block(nest)
     if block is None or block.reduce:

@@ -1,9 +1,9 @@
-"""Turns scores that a model changes element by element into expressions of the attention's own scores, so that no
-tensor of S x T scores is ever built.
+"""Turns element-wise score modifications of a model into expressions, so that no S x T tensor of scores is built.
 
-What the change hides whatever the scores are becomes the mask of the record, for whose sake kernels skip keys; the rest
-its change of scores (attention/split.py). Where a score depends on other scores, by a sum or a maximum along the keys
-say, all stay a tensor: the kernel's own differ from those in their last digits, and must not be compared with them.
+Keys that the modification hides for all scores become the mask of the record, which lets kernels skip keys. The rest
+becomes its score modification (attention/split.py). If a score depends on other scores, for instance by a sum or a
+maximum along the keys, all stay a tensor: the kernel's own scores differ from those in their last digits, and must not
+be compared with them.
 """
 
 from __future__ import annotations
@@ -22,72 +22,77 @@ from ..attention.formula import CHANGE, Formula
 from ..attention.given_scores import TABLE, change_of
 from ..attention.split import split
 from ..tensorir.expressions import is_int, rewrite
-from .elements import NoExpression
-from .folding import Attention, Bindings, OperandFolder, replaced, without_half
+from .elements import NoExpressionError
+from .folding import AttentionCall, Bindings, OperandFolder, replace_attentions, widen_half
 
 
 def fold_scores(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with an expression in place of changed scores wherever they can be written as one. No mark of
-    `given_scores.changed` is left."""
+    """Return the module with score modifications replaced by expressions wherever they can be expressed.
 
-    def instead(
-        builder: relax.BlockBuilder, bindings: Bindings, attention: Attention
+    All marks of `given_scores.changed` are removed.
+    """
+
+    def fold(
+        builder: relax.BlockBuilder, bindings: Bindings, attention: AttentionCall
     ) -> tuple[list[relax.Binding], relax.Call] | None:
         change = change_of(bindings.get(attention.arguments.get(TABLE)))
         if change is None:
             return None
-        folded = _folded(mod, builder, bindings, attention, *change)
-        return folded or ([], attention.solving(builder, attention.problem, attention.arguments | {TABLE: change[1]}))
+        folded = _fold_scores(mod, builder, bindings, attention, *change)
+        return folded or (
+            [],
+            attention.call_problem(builder, attention.problem, attention.arguments | {TABLE: change[1]}),
+        )
 
-    return replaced(mod, instead)
+    return replace_attentions(mod, fold)
 
 
-def _folded(
+def _fold_scores(
     mod: tvm.IRModule,
     builder: relax.BlockBuilder,
     bindings: Bindings,
-    attention: Attention,
+    attention: AttentionCall,
     scores: relax.Expr,
     new: relax.Expr,
 ) -> tuple[list[relax.Binding], relax.Call] | None:
-    """The attention with an expression, behind what that needs; None where the new scores are none."""
+    """Return the attention with an expression, and the bindings it needs; None if the scores cannot be expressed."""
     while isinstance(bindings.get(scores), relax.Var):
         scores = bindings[scores]
     s = tirx.Var("s", attention.problem.acc_dtype)
-    others = {var: value for var, value in bindings.items() if var != scores}  # what the scores are made of is not read
-    folding = OperandFolder(mod, builder, others, attention, attention.sizes[-1], s)
+    other_bindings = {var: value for var, value in bindings.items() if var != scores}  # the scores are a leaf
+    folding = OperandFolder(mod, builder, other_bindings, attention, attention.sizes[-1], s)
     try:
-        value = _of_score(folding, folding.elements.at(new, folding.indices), scores, s)
-        value = folding.tabulated(without_half(value))
-    except NoExpression:
+        value = _substitute_score(folding, folding.elements.read_element(new, folding.indices), scores, s)
+        value = folding.tabulate(widen_half(value))
+    except NoExpressionError:
         return None
-    if _depend(bindings, [leaf for leaf in folding.elements.leaves if leaf != scores], scores):
+    if _depends_on_scores(bindings, [leaf for leaf in folding.elements.leaves if leaf != scores], scores):
         return None
     tables: dict[relax.Expr, tirx.Buffer] = {}
-    value = folding.flattened(value, tables)
+    value = folding.flatten_loads(value, tables)
     if any(is_int(size, 0) for buffer in tables.values() for size in buffer.shape):
         return None
-    sizes = folding.sizes_in(value, tables)
+    sizes = folding.find_sizes(value, tables)
     try:
-        parts = split(read(value, [*folding.indices, s], sizes, list(tables.values())))
+        score_split = split(read(value, [*folding.indices, s], sizes, list(tables.values())))
     except ValueError:
         return None
-    known = {f"size_{k}": size for k, size in enumerate(sizes)}
-    known |= {f"table_{k}": table for k, table in enumerate(tables.values())}
-    fields: dict[str, Any] = {"softcap": parts.softcap, "score": None}
-    given = dict(attention.arguments)
-    for field, part, prefix in (("mask", parts.mask, ""), ("score", parts.change, CHANGE)):
-        if part is not None:
-            expr, names = renamed(part, prefix)
+    operands = {f"size_{k}": size for k, size in enumerate(sizes)}
+    operands |= {f"table_{k}": table for k, table in enumerate(tables.values())}
+    fields: dict[str, Any] = {"softcap": score_split.softcap, "score": None}
+    arguments = dict(attention.arguments)
+    for field, expression, prefix in (("mask", score_split.mask, ""), ("score", score_split.change, CHANGE)):
+        if expression is not None:
+            expr, names = renamed(expression, prefix)
             fields[field] = Formula(expr)
-            given |= folding.arguments({new: known[old] for new, old in names.items()}, tables)
-    given["q"] = folding.with_conditions(given["q"])
+            arguments |= folding.arguments({new: operands[old] for new, old in names.items()}, tables)
+    arguments["q"] = folding.add_conditions(arguments["q"])
     problem = dataclasses.replace(attention.problem, **fields)
-    return folding.tables, attention.solving(builder, problem, given)
+    return folding.tables, attention.call_problem(builder, problem, arguments)
 
 
-def _of_score(folding: OperandFolder, value: Expr, scores: relax.Expr, s: tirx.Var) -> Expr:
-    """value with s in place of the score at (b, h, i, j). Raises NoExpression where it reads another score."""
+def _substitute_score(folding: OperandFolder, value: Expr, scores: relax.Expr, s: tirx.Var) -> Expr:
+    """Return value with s for the score at (b, h, i, j). Raise NoExpressionError if it reads another score."""
     buffer = folding.elements.leaves.get(scores)
 
     def replace(node: Expr) -> Expr | None:
@@ -95,14 +100,14 @@ def _of_score(folding: OperandFolder, value: Expr, scores: relax.Expr, s: tirx.V
             return None
         prove = folding.elements.analyzer.can_prove_equal
         if not all(prove(at, index) for at, index in zip(node.indices, folding.indices)):
-            raise NoExpression
+            raise NoExpressionError
         return s if str(node.ty) == str(s.ty) else prim.Cast(node.ty, s)
 
     return rewrite(value, replace)
 
 
-def _depend(bindings: Bindings, tensors: Sequence[relax.Expr], scores: relax.Var) -> bool:
-    """Whether any of the tensors is computed from the scores."""
+def _depends_on_scores(bindings: Bindings, tensors: Sequence[relax.Expr], scores: relax.Var) -> bool:
+    """Return whether any of the tensors is computed from the scores."""
     todo, seen = list(tensors), set()
     while todo:
         for var in relax.analysis.free_vars(todo.pop()):

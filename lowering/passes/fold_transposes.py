@@ -1,7 +1,7 @@
-"""Matmuls that read transposed operands where they are.
+"""Matmuls read transposed operands without a copy.
 
-A matmul x y of two activations with x or y transposed becomes one whose loads are: kernels read or pack operands in
-any order, and a transposition of its own would read and write all of them.
+A matmul x y of two activations with x or y transposed becomes a function that loads them transposed: kernels read or
+pack operands in any order, and a separate transposition would read and write all of them.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from schedules.half_precision import HALF
 
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
-from .main_function import rewritten
+from .main_function import rewrite_main
 
-_SUMMED_IN = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat16"}}
+_ACCUMULATOR_OPERANDS = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat16"}}
 
 
 def fold_transposes(
     mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
 ) -> tvm.IRModule:
-    """The module with matmuls of floating-point numbers in `main` that transpose by themselves.
+    """Return the module with floating-point matmuls in `main` that read transposed operands.
 
-    For GPUs only those of types that tensor cores multiply, as TVM schedules the others. Sums of half precision are in
-    float32.
+    For GPUs only matmuls of types that tensor cores multiply are rewritten, as TVM schedules the others. Half precision
+    accumulates in float32.
     """
-    taken = set(on_tensor_cores) if target.kind.name != "llvm" else set().union(*_SUMMED_IN.values())
-    return rewritten(mod, _Folder(mod, taken))
+    dtypes = set(on_tensor_cores) if target.kind.name != "llvm" else set().union(*_ACCUMULATOR_OPERANDS.values())
+    return rewrite_main(mod, _TransposeFolder(mod, dtypes))
 
 
 @mutator
-class _Folder(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, taken: set[str]) -> None:
+class _TransposeFolder(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, dtypes: set[str]) -> None:
         super().__init__(mod)
-        self.taken = taken
+        self.dtypes = dtypes
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
         if call.op != tvm.ir.Op.get("relax.matmul") or any(x.ty.ndim < 2 for x in call.args):
             return call
-        operands = [self.source(x) for x in call.args]
+        operands = [self.read_transposed(x) for x in call.args]
         dtypes = {str(x.ty.dtype) for x in (*call.args, call)}
-        acc = next((acc for acc, summed in _SUMMED_IN.items() if dtypes <= summed), None)
-        if all(axes is None for _, axes in operands) or acc is None or not dtypes <= self.taken:
+        acc = next((acc for acc, operand_types in _ACCUMULATOR_OPERANDS.items() if dtypes <= operand_types), None)
+        if all(axes is None for _, axes in operands) or acc is None or not dtypes <= self.dtypes:
             return call
         (a, a_axes), (b, b_axes) = operands
         return self.builder_.call_te(
-            lambda a, b: matmul(a, b, a_axes, b_axes, acc, str(call.ty.dtype)),
+            lambda a, b: make_transposed_matmul(a, b, a_axes, b_axes, acc, str(call.ty.dtype)),
             a,
             b,
             primfunc_name_hint="matmul",
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
-    def source(self, x: relax.Expr) -> tuple[relax.Expr, list[int] | None]:
-        """What x is a transposition of, with its axes; x itself, and None, if it is none."""
+    def read_transposed(self, x: relax.Expr) -> tuple[relax.Expr, list[int] | None]:
+        """Return the source of a transposition x, with its axes; x itself, and None, for other expressions."""
         bound = self.lookup_binding(x) if isinstance(x, relax.Var) else x
         if not isinstance(bound, relax.Call) or bound.op != tvm.ir.Op.get("relax.permute_dims"):
             return x, None
@@ -66,10 +66,10 @@ class _Folder(PyExprMutator):
         return bound.args[0], list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
-def matmul(
+def make_transposed_matmul(
     a: te.Tensor, b: te.Tensor, a_axes: list[int] | None, b_axes: list[int] | None, acc: str, dtype: str
 ) -> te.Tensor:
-    """numpy.matmul of the tensors with their axes in these orders, summed in acc."""
+    """Return numpy.matmul of the tensors with their axes in these orders, accumulated in acc."""
     a_shape, b_shape = (
         [x.shape[axis] for axis in axes or range(len(x.shape))] for x, axes in ((a, a_axes), (b, b_axes))
     )
@@ -83,19 +83,19 @@ def matmul(
     def element(
         x: te.Tensor, shape: list, axes: list[int] | None, outer: tuple, row: tvm.ir.Expr, column: tvm.ir.Expr
     ) -> tvm.ir.Expr:
-        behind = outer[len(outer) - (len(shape) - 2) :]
-        index = [tvm.tirx.const(0, "int64") if _is_one(n) else i for n, i in zip(shape, behind)] + [row, column]
-        place = list(index)
+        batch_index = outer[len(outer) - (len(shape) - 2) :]
+        index = [tvm.tirx.const(0, "int64") if _is_one(n) else i for n, i in zip(shape, batch_index)] + [row, column]
+        permuted = list(index)
         for position, axis in enumerate(axes or range(len(shape))):
-            place[axis] = index[position]
-        return x(*place).astype(acc)
+            permuted[axis] = index[position]
+        return x(*permuted).astype(acc)
 
-    def sum_of_products(*index: tvm.ir.Expr) -> tvm.ir.Expr:
+    def compute(*index: tvm.ir.Expr) -> tvm.ir.Expr:
         *outer, i, j = index
         left = element(a, a_shape, a_axes, tuple(outer), i, k.var)
         return te.sum(left * element(b, b_shape, b_axes, tuple(outer), k.var, j), axis=k)
 
-    total = te.compute((*batch, a_shape[-2], b_shape[-1]), sum_of_products, name="matmul")
+    total = te.compute((*batch, a_shape[-2], b_shape[-1]), compute, name="matmul")
     return total if dtype == acc else tvm.topi.cast(total, dtype)
 
 

@@ -1,10 +1,9 @@
-"""Writes tensors that an attention reads element by element as expressions, which its kernel evaluates where it needs
-them.
+"""Expression of tensors that an attention reads element by element, which its kernel evaluates on demand.
 
-The chain of kernels behind such a tensor is written out over (b, h, i, j) (lowering/passes/elements.py). What depends
-on i or on j alone, and what costs more than comparisons, stays a tensor, of at most S + T elements per head: it is
-computed before and becomes a table of the expression. The passes fold_masks and fold_scores say which tensors, and
-what becomes of the expressions.
+The chain of kernels that computes such a tensor is expressed over (b, h, i, j) (lowering/passes/elements.py).
+Subexpressions of i or of j only, and those that cost more than comparisons, stay tensors of at most S + T elements per
+head. They are computed before and become tables of the expression. The passes fold_masks and fold_scores choose the
+tensors, and use the expressions.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem
 from ..importing.checks import check_condition
 from ..importing.values import numpy_dtype
-from ..tensorir.expressions import is_function, offset, rewrite, substitute, uses, walk
-from .elements import Elements
+from ..tensorir.expressions import flatten_index, is_function, rewrite, substitute, uses, walk
+from .elements import ElementExpressions
 
 Bindings = Mapping[relax.Var, relax.Expr]
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class AttentionCall:
     """A call of the kernel of a problem. arguments are its tensors and scalars by name."""
 
     call: relax.Call
@@ -40,9 +39,11 @@ class Attention:
     arguments: dict[str, Any]
 
     @staticmethod
-    def of(mod: tvm.IRModule, value: relax.Expr) -> Attention | None:
-        """The attention that the value is; None for anything else, and for one over packed rows or mapped slots, or
-        with a qk output."""
+    def read(mod: tvm.IRModule, value: relax.Expr) -> AttentionCall | None:
+        """Return the attention that the value calls, None for other values.
+
+        Also return None for an attention over ragged rows or mapped slots, or with a qk output.
+        """
         if not isinstance(value, relax.Call) or value.op != ir.Op.get("relax.call_tir"):
             return None
         attrs = mod[value.args[0]].attrs
@@ -51,48 +52,48 @@ class Attention:
         problem = AttentionProblem.from_json(attrs[ATTRIBUTE])
         if problem.packed or problem.layout.mapped or problem.qk_mode is not None:
             return None
-        return Attention(value, problem, dict(zip(problem.parameters(), value.args[1].fields)))
+        return AttentionCall(value, problem, dict(zip(problem.parameters(), value.args[1].fields)))
 
     @property
     def sizes(self) -> tuple[Any, int, Any, Any]:
-        """Batches, query heads, query rows, keys."""
+        """The numbers of batches, query heads, query rows, and keys."""
         q, k = self.arguments["q"].ty.shape.values, self.arguments["k"].ty.shape.values
         rows, keys = q[self.problem.row_axes.index("t")], k[self.problem.layout.axes.index("t")]
         return q[0], self.problem.q_heads, rows, keys
 
-    def solving(
-        self, builder: relax.BlockBuilder, problem: AttentionProblem, given: Mapping[str, Any], outputs: Any = None
+    def call_problem(
+        self, builder: relax.BlockBuilder, problem: AttentionProblem, values: Mapping[str, Any], outputs: Any = None
     ) -> relax.Call:
-        """The call for another problem with these arguments by name; with the same outputs, or of other types."""
+        """Return the call for another problem with these arguments by name; outputs have other types if given."""
         function = plain(problem).without_attr("global_symbol")
-        arguments = [given[name] for name in problem.inputs()]
+        arguments = [values[name] for name in problem.inputs()]
         return relax.call_tir(builder.add_func(function, "attention"), arguments, outputs or self.call.ty_args[0])
 
 
-def replaced(
+def replace_attentions(
     mod: tvm.IRModule,
-    instead: Callable[[relax.BlockBuilder, Bindings, Attention], tuple[list[relax.Binding], relax.Call] | None],
+    replace: Callable[[relax.BlockBuilder, Bindings, AttentionCall], tuple[list[relax.Binding], relax.Call] | None],
 ) -> tvm.IRModule:
-    """The module with other calls, behind bindings that they need, in place of attentions; `instead` gives None for
-    one that stays.
+    """Return the module with attentions replaced by other calls, after the bindings that they need.
 
-    What computed the tensors that are gone is left to the elimination of dead code.
+    `replace` returns None for an attention that stays. Unused producers of removed tensors are left to dead code
+    elimination.
     """
     main = mod["main"]
     bindings = {binding.var: binding.value for block in main.body.blocks for binding in block.bindings}
     builder = relax.BlockBuilder(mod)
     blocks = []
     for block in main.body.blocks:
-        kept: list[relax.Binding] = []
+        new_bindings: list[relax.Binding] = []
         for binding in block.bindings:
-            attention = Attention.of(mod, binding.value)
-            found = None if attention is None else instead(builder, bindings, attention)
-            if found is None:
-                kept.append(binding)
+            attention = AttentionCall.read(mod, binding.value)
+            replacement = None if attention is None else replace(builder, bindings, attention)
+            if replacement is None:
+                new_bindings.append(binding)
             else:
-                kept += [*found[0], relax.VarBinding(binding.var, builder.normalize(found[1]))]
+                new_bindings += [*replacement[0], relax.VarBinding(binding.var, builder.normalize(replacement[1]))]
         kind = relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock
-        blocks.append(kind(kept))
+        blocks.append(kind(new_bindings))
     mod = builder.get()
     body = relax.SeqExpr(blocks, main.body.body)
     mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
@@ -100,10 +101,10 @@ def replaced(
 
 
 class OperandFolder:
-    """One attention, and expressions over the indices (b, h, i, j) of its queries and of so many keys; and over
-    `score`, if there is one, a number that only the kernel knows.
+    """An attention, and expressions over the indices (b, h, i, j) of its queries and of `keys` keys.
 
-    `tables` are the bindings that the expressions need in front of it.
+    `score`, if present, is another variable: a number that only the kernel has. `tables` are the bindings that the
+    expressions need before it.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class OperandFolder:
         mod: tvm.IRModule,
         builder: relax.BlockBuilder,
         bindings: Bindings,
-        attention: Attention,
+        attention: AttentionCall,
         keys: Expr,
         score: tirx.Var | None = None,
     ) -> None:
@@ -119,48 +120,53 @@ class OperandFolder:
         self.batches, self.heads, self.rows, _ = attention.sizes
         self.indices = [tirx.Var(name, "int64") for name in PAIR]
         ends = self.batches, tirx.const(self.heads, "int64"), self.rows, keys
-        self.elements = Elements(mod, bindings, dict(zip(self.indices, ends)), self.is_leaf, self.checked)
+        self.elements = ElementExpressions(
+            mod, bindings, dict(zip(self.indices, ends)), self.is_leaf, self.check_element
+        )
         self.tables: list[relax.Binding] = []
-        # By the check that they need, which of its bounds, and how they read: the ends of indices in the formula.
+        # Bounds of indices in the formula, by their check, the number of its bound, and their text.
         self.conditions: dict[tuple[Any, ...], tuple[Expr, Expr]] = {}
-        # By the check and how they read: indices out of a table that was checked.
-        self.looked_up: dict[tuple[relax.Call, str], Expr | None] = {}
+        # Indices loaded from a checked table, by the check and their text.
+        self.checked_loads: dict[tuple[relax.Call, str], Expr | None] = {}
 
-    def flattened(self, value: Expr, tables: dict[relax.Expr, tirx.Buffer]) -> Expr:
-        """value with loads from tables, which are put into `tables` by tensor, in place of the leaves: vectors, but for
-        what is read over i and j in two dimensions, of which bounds over a tile can only be told in these."""
+    def flatten_loads(self, value: Expr, tables: dict[relax.Expr, tirx.Buffer]) -> Expr:
+        """Return value with loads from tables instead of leaves; the tables are added to `tables` by tensor.
+
+        Tables are vectors. Tensors read over i and j in two dimensions keep these, as only they allow bounds over a
+        tile.
+        """
         tensors = {buffer: tensor for tensor, buffer in self.elements.leaves.items()}
         loads = [node for node in walk(value) if isinstance(node, ir.TensorLoad)]
-        both = {node.source for node in loads if self.over_both(node)}
+        two_dimensional = {node.source for node in loads if self.needs_both(node)}
 
         def load(node: Expr) -> Expr | None:
             if not isinstance(node, ir.TensorLoad):
                 return None
             tensor, shape = tensors[node.source], list(node.source.shape)
             if tensor not in tables:
-                flat = shape if node.source in both else [_volume(shape)]
+                flat = shape if node.source in two_dimensional else [_multiply(shape)]
                 tables[tensor] = tirx.decl_buffer(flat, node.source.dtype, f"table_{len(tables)}")
             indices = [rewrite(index, load) for index in node.indices]
-            if node.source not in both:
-                indices = [self.elements.simplify(offset(shape, indices))]
+            if node.source not in two_dimensional:
+                indices = [self.elements.simplify(flatten_index(shape, indices))]
             return tirx.BufferLoad(tables[tensor], indices)
 
         return rewrite(value, load)
 
-    def sizes_in(self, value: Expr, tables: Mapping[relax.Expr, tirx.Buffer]) -> list[tirx.Var]:
-        """The sizes that an expression uses: its variables that are neither indices nor tables."""
-        known = {*self.indices, self.score, *tables.values()}
-        return [var for var in tirx.analysis.undefined_vars(value) if var not in known]
+    def find_sizes(self, value: Expr, tables: Mapping[relax.Expr, tirx.Buffer]) -> list[tirx.Var]:
+        """Return the sizes that an expression uses: its variables that are neither indices nor tables."""
+        bound = {*self.indices, self.score, *tables.values()}
+        return [var for var in tirx.analysis.undefined_vars(value) if var not in bound]
 
     def arguments(
         self, read: Mapping[str, tirx.Var | tirx.Buffer], tables: Mapping[relax.Expr, tirx.Buffer]
     ) -> dict[str, Any]:
-        """What the kernel is given for what a formula reads, by name: the tensors of tables, sizes as they are."""
+        """Return the kernel's arguments for the operands of a formula, by name: tensors of tables, and sizes."""
         tensors = {buffer: tensor for tensor, buffer in tables.items()}
-        return {name: self.shaped(tensors[x], x) if x in tensors else x for name, x in read.items()}
+        return {name: self.reshape_to_table(tensors[x], x) if x in tensors else x for name, x in read.items()}
 
-    def shaped(self, tensor: relax.Expr, table: tirx.Buffer) -> relax.Expr:
-        """The tensor in the shape of its table."""
+    def reshape_to_table(self, tensor: relax.Expr, table: tirx.Buffer) -> relax.Expr:
+        """Return the tensor in the shape of its table."""
         if len(tensor.ty.shape.values) == len(table.shape):
             return tensor
         return self.bind(relax.op.reshape(tensor, relax.ShapeExpr(list(table.shape))), "table")
@@ -172,81 +178,83 @@ class OperandFolder:
         return variable
 
     def is_leaf(self, indices: list[Expr], element: Expr) -> bool:
-        """Tensors over i or j alone are computed before, unless they are no more than arithmetic with the indices."""
+        """Return whether a tensor over i or j only is computed before: it is more than arithmetic of indices."""
         i, j = self.indices[2:]
         if any(uses(x, {i}) for x in indices) and any(uses(x, {j}) for x in indices):
             return False
-        return any(isinstance(node, ir.TensorLoad) for node in walk(element)) or _costly(element)
+        return any(isinstance(node, ir.TensorLoad) for node in walk(element)) or _is_expensive(element)
 
-    def checked(self, call: relax.Call, indices: list[Expr]) -> Expr | None:
-        """An element of checked indices. Those that depend on positions alone are checked by their bounds, before the
-        attention; of those that depend on the distance j - i a table is checked. Others over both i and j stay a
-        tensor."""
-        value = self.elements.at(call.args[1], indices)
+    def check_element(self, call: relax.Call, indices: list[Expr]) -> Expr | None:
+        """Return an element of checked indices.
+
+        Indices that depend on positions only are checked by their bounds, before the attention. For those that depend
+        on the distance j - i a table is checked. Others over both i and j stay a tensor.
+        """
+        value = self.elements.read_element(call.args[1], indices)
         bounds = call.args[2].values
-        which = indices[-1] if len(bounds) > 1 else tirx.const(0, "int64")
-        ends = self.elements.ends(value)
-        if ends is not None and isinstance(which, prim.IntImm):
-            self.conditions[(call, int(which), *map(str, ends))] = ends
+        bound_index = indices[-1] if len(bounds) > 1 else tirx.const(0, "int64")
+        ends = self.elements.find_bounds(value)
+        if ends is not None and isinstance(bound_index, prim.IntImm):
+            self.conditions[(call, int(bound_index), *map(str, ends))] = ends
             return value
         i, j = self.indices[2:]
         if not any(uses(x, {i}) for x in indices) or not any(uses(x, {j}) for x in indices):
             return None
         key = call, str(value)
-        if key not in self.looked_up:
-            self.looked_up[key] = self.by_distance(value, call)
-        return self.looked_up[key]
+        if key not in self.checked_loads:
+            self.checked_loads[key] = self.tabulate_by_distance(value, call)
+        return self.checked_loads[key]
 
-    def with_conditions(self, tensor: relax.Expr) -> relax.Expr:
-        """The tensor, given back where the indices that are in the formula are inside."""
-        nothing = [size.equal(0) for size in self.elements.bounds.values()]
-        for (call, which, *_), (low, high) in self.conditions.items():
-            bound, from_the_back = call.args[2].values[which], int(call.args[3])
+    def add_conditions(self, tensor: relax.Expr) -> relax.Expr:
+        """Return the tensor, checked for the bounds of all indices in the formula."""
+        is_empty = [size.equal(0) for size in self.elements.bounds.values()]
+        for (call, bound_index, *_), (low, high) in self.conditions.items():
+            bound, from_the_back = call.args[2].values[bound_index], int(call.args[3])
             inside = tirx.all(low >= (-bound if from_the_back else 0), high < bound)
             if self.elements.analyzer.can_prove(inside):
                 continue
             name, bounded = (str(argument.value) for argument in call.args[4:6])
-            text = f"{name} holds {{}} to {{}}, and {bounded.splitlines()[which]} is {{}}."
-            check = check_condition(tensor, tirx.any(inside, *nothing), text, [low, high, bound])
+            text = f"{name} holds {{}} to {{}}, and {bounded.splitlines()[bound_index]} is {{}}."
+            check = check_condition(tensor, tirx.any(inside, *is_empty), text, [low, high, bound])
             tensor = self.bind(check, "checked")
         return tensor
 
-    def over_both(self, load: ir.TensorLoad) -> bool:
-        """Whether a load needs i in one dimension and j in another: then its tensor is as large as the mask."""
+    def needs_both(self, load: ir.TensorLoad) -> bool:
+        """Return whether a load needs i in one dimension and j in another: then its tensor is as large as the mask."""
         i, j = self.indices[2:]
         rows = {k for k, x in enumerate(load.indices) if uses(x, {i})}
         columns = {k for k, x in enumerate(load.indices) if uses(x, {j})}
         return bool(rows and columns and len(rows | columns) > 1)
 
-    # What is worth a table.
+    # Expressions that are worth a table.
 
-    def tabulated(self, value: Expr) -> Expr:
-        """value with costly parts that depend on j - i, or on one of them, looked up in tables made before."""
-        if not _costly(value):
+    def tabulate(self, value: Expr) -> Expr:
+        """Return value with expensive subexpressions of j - i, or of one of them, loaded from precomputed tables."""
+        if not _is_expensive(value):
             return value
         i, j = self.indices[2:]
         d = tirx.Var("d", "int64")
-        of_score = self.score is not None and uses(value, {self.score})
-        if of_score or (uses(value, {i}) and uses(value, {j})):
-            table = None if of_score else self.by_distance(value)
+        uses_score = self.score is not None and uses(value, {self.score})
+        if uses_score or (uses(value, {i}) and uses(value, {j})):
+            table = None if uses_score else self.tabulate_by_distance(value)
             if table is not None:
                 return table
-            return rewrite(value, lambda node: None if node is value else self.tabulated(node))
+            return rewrite(value, lambda node: None if node is value else self.tabulate(node))
         if uses(value, {j}):
-            return self.table(substitute(value, {j: d}), d, self.keys, j, 0)
-        return self.table(substitute(value, {i: d}), d, self.rows, i, 0)
+            return self.make_table(substitute(value, {j: d}), d, self.keys, j, 0)
+        return self.make_table(substitute(value, {i: d}), d, self.rows, i, 0)
 
-    def by_distance(self, value: Expr, check: relax.Call | None = None) -> Expr | None:
-        """value from a table over j - i; None if it depends on more than that of i and j."""
+    def tabulate_by_distance(self, value: Expr, check: relax.Call | None = None) -> Expr | None:
+        """Return value loaded from a table over j - i; None if it depends on i and j in another way."""
         i, j = self.indices[2:]
         d = tirx.Var("d", "int64")
-        of_distance = self.elements.analyzer.simplify(substitute(value, {j: i + d}))
-        if uses(of_distance, {i}):
+        distance_value = self.elements.analyzer.simplify(substitute(value, {j: i + d}))
+        if uses(distance_value, {i}):
             return None
         first = 1 - self.rows
-        return self.table(of_distance, d, self.rows + self.keys - 1, j - i - first, first, check)
+        return self.make_table(distance_value, d, self.rows + self.keys - 1, j - i - first, first, check)
 
-    def table(
+    def make_table(
         self,
         value: Expr,
         d: tirx.Var,
@@ -255,9 +263,9 @@ class OperandFolder:
         first: Expr | int,
         check: relax.Call | None = None,
     ) -> Expr:
-        """An element of a new table with those of `value` for first <= d < first + extent, at d = first + index.
+        """Return an element of a new table of `value` for first <= d < first + extent, at d = first + index.
 
-        check: the check that the table goes through.
+        check is the check of the table, if any.
         """
         b, h = self.indices[:2]
         leading = [(var, size) for var, size in ((b, self.batches), (h, self.heads)) if uses(value, {var})]
@@ -274,17 +282,17 @@ class OperandFolder:
                 return None
 
             def element(*point: Expr) -> Expr:
-                places = [place.astype("int64") for place in point]  # TVM counts what is known to be short in 32 bits
-                at = {**dict(zip((var for var, _ in leading), places)), d: places[-1] + first}
-                return rewrite(substitute(value, at), load)
+                points = [coordinate.astype("int64") for coordinate in point]  # TVM counts short axes in 32 bits
+                values = {**dict(zip((var for var, _ in leading), points)), d: points[-1] + first}
+                return rewrite(substitute(value, values), load)
 
             return te.compute(shape, element, name="mask_table")
 
         call = self.builder.call_te(compute, *(tensor for tensor, _ in leaves), primfunc_name_hint="mask_table")
         variable = self.bind(call, "mask_table")
         if check is not None:
-            again = relax.op.call_pure_packed(check.args[0], variable, *check.args[2:], ty_args=variable.ty)
-            variable = self.bind(again, "checked_table")
+            check_call = relax.op.call_pure_packed(check.args[0], variable, *check.args[2:], ty_args=variable.ty)
+            variable = self.bind(check_call, "checked_table")
         buffer = tirx.decl_buffer([tirx.convert(n) for n in shape], str(value.ty), f"table_{len(self.elements.leaves)}")
         self.elements.leaves[variable] = buffer
         return tirx.BufferLoad(
@@ -292,12 +300,12 @@ class OperandFolder:
         )
 
 
-def _volume(shape: list[Expr]) -> Expr:
+def _multiply(shape: list[Expr]) -> Expr:
     return functools.reduce(operator.mul, shape, tirx.const(1, "int64"))
 
 
-def _costly(value: Expr) -> bool:
-    """Whether an element costs more than comparisons and sums: functions, quotients, chained look-ups."""
+def _is_expensive(value: Expr) -> bool:
+    """Return whether an element costs more than comparisons and sums: functions, quotients, chained loads."""
     for node in walk(value):
         if is_function(node) or isinstance(node, prim.Div | prim.FloorDiv | prim.FloorMod | prim.Mod):
             return True
@@ -306,8 +314,8 @@ def _costly(value: Expr) -> bool:
     return False
 
 
-def without_half(value: Expr) -> Expr:
-    """Arithmetic in float32 instead of half precision; constants are rounded as the model says."""
+def widen_half(value: Expr) -> Expr:
+    """Return arithmetic in float32 instead of half precision; constants are rounded as the model says."""
 
     def replace(node: Expr) -> Expr | None:
         if isinstance(node, prim.FloatImm) and str(node.ty) in ("float16", "bfloat16"):
@@ -315,16 +323,18 @@ def without_half(value: Expr) -> Expr:
         if isinstance(node, ir.TensorLoad) and str(node.ty) in ("float16", "bfloat16"):
             return prim.Cast("float32", node)
         if isinstance(node, prim.Cast) and str(node.ty) in ("float16", "bfloat16"):
-            return _rounded(without_half(node.value), str(node.ty))
+            return _round_constants(widen_half(node.value), str(node.ty))
         return None
 
     return rewrite(value, replace)
 
 
-def _rounded(value: Expr, dtype: str) -> Expr:
-    """value as float32; constants, and those among which conditions choose, rounded to dtype: a minimum may be -inf."""
+def _round_constants(value: Expr, dtype: str) -> Expr:
+    """Return value as float32; constants, also those that conditions select, are rounded to dtype: they may be -inf."""
     if isinstance(value, prim.Select):
-        return prim.Select(value.condition, _rounded(value.true_value, dtype), _rounded(value.false_value, dtype))
+        return prim.Select(
+            value.condition, _round_constants(value.true_value, dtype), _round_constants(value.false_value, dtype)
+        )
     if isinstance(value, prim.FloatImm):
         with np.errstate(over="ignore"):
             return tirx.const(float(numpy_dtype(dtype).type(value.value)), "float32")

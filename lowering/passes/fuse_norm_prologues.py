@@ -1,8 +1,8 @@
-"""A norm and the products of its rows become one function, where the target has a kernel for both, on GPUs.
+"""Prologue fusion on GPUs: a norm and the matmuls of its rows become one function, if the target has a kernel.
 
-With few rows, as in a decode step, the norm costs a launch; the blocks of the matmul can compute it, each for itself
-(schedules/cuda/prologue_matmul.py). What the norm makes stays a result of the function: others may read it, and where
-rows are many it is written to memory as ever, and the matmul reads it there.
+With few rows, as in a decode step, the norm costs a launch; each thread block of the matmul can compute it instead
+(schedules/cuda/prologue_matmul.py). The norm's result stays a result of the function, since other bindings may read it.
+With many rows it is written to memory as before, and the matmul reads it there.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ import schedules
 from schedules.reading.matmul import read_matmul
 
 from ..importing.origins import Origins
-from .main_function import BlockMutator, rewritten
-from .stage_calls import Asked, StageCall, StageCalls, variables
+from .main_function import BlockMutator, rewrite_main
+from .stage_calls import FunctionMemo, StageCall, StageCalls, list_reads
 
 
 def fuse_norm_prologues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """The module, and where its calls come from."""
-    fuser = _Fuser(mod, target, origins)
-    return rewritten(mod, fuser), fuser.calls.origins
+    """Return the module and the origins of its calls."""
+    fuser = _PrologueFuser(mod, target, origins)
+    return rewrite_main(mod, fuser), fuser.calls.origins
 
 
 @mutator
-class _Fuser(BlockMutator):
+class _PrologueFuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.calls = StageCalls(mod, origins)
-        self.asked = Asked(lambda function: schedules.variants(function, target))
+        self.variants = FunctionMemo(lambda function: schedules.variants(function, target))
 
-    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
-        """The bindings; a norm and the next that reads it as one, at the place of that."""
-        place = {binding.var: n for n, binding in enumerate(given)}
+    def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+        """Return the bindings; a norm and its first reader are fused at the reader's position."""
+        positions = {binding.var: n for n, binding in enumerate(bindings)}
         seen: set[relax.Var] = set()
-        instead: dict[int, list[relax.Binding]] = {}
-        for n, binding in enumerate(given):
-            read = dict.fromkeys(variables(binding.value))
-            for norm in [place[var] for var in read if var in place and var not in seen]:
-                bound = self.one(given[norm], binding, kind)
-                if bound:
-                    instead |= {norm: [], n: bound}
+        replacements: dict[int, list[relax.Binding]] = {}
+        for n, binding in enumerate(bindings):
+            read = dict.fromkeys(list_reads(binding.value))
+            for norm in [positions[var] for var in read if var in positions and var not in seen]:
+                fused = self.fuse_pair(bindings[norm], binding, kind)
+                if fused:
+                    replacements |= {norm: [], n: fused}
                     break
             seen.update(read)
-        return [new for n, binding in enumerate(given) for new in instead.get(n, [binding])]
+        return [new for n, binding in enumerate(bindings) for new in replacements.get(n, [binding])]
 
-    def one(self, norm: relax.Binding, matmul: relax.Binding, kind: type[relax.Var]) -> list[relax.Binding]:
-        """Both as one call; none where the target has no kernel for it."""
-        first, second = self.calls.stages(norm), self.calls.stages(matmul)
+    def fuse_pair(self, norm: relax.Binding, matmul: relax.Binding, kind: type[relax.Var]) -> list[relax.Binding]:
+        """Return both as one call; [] if the target has no kernel for it."""
+        first, second = self.calls.find_stages(norm), self.calls.find_stages(matmul)
         if first is None or second is None or any(map(read_matmul, first)) or not any(map(read_matmul, second)):
             return []
-        a, b = self.calls.read(norm, first, kind), self.calls.read(matmul, second, kind)
+        a, b = self.calls.read_call(norm, first, kind), self.calls.read_call(matmul, second, kind)
         call = StageCall(
             f"{a.name}_{b.name}", [*a.stages, *b.stages], [*a.outputs, *b.outputs],
-            tuple(dict.fromkeys((*a.nodes, *b.nodes))), "", parts=(len(a.stages), len(b.stages)),
+            tuple(dict.fromkeys((*a.nodes, *b.nodes))), "", stage_counts=(len(a.stages), len(b.stages)),
         )  # fmt: skip
-        found = self.asked(call.function()[0])
-        if found is None or found[0] != schedules.PROLOGUE_MATMUL:
+        variant = self.variants(call.build_function()[0])
+        if variant is None or variant[0] != schedules.PROLOGUE_MATMUL:
             return []
-        bound = self.calls.bound(call, kind, self.builder_)
+        new_bindings = self.calls.emit_bindings(call, kind, self.builder_)
         if len(b.outputs) > 1:
             self.fields[matmul.var] = [self.calls.names[buffer] for buffer in b.outputs]
-            bound.append(relax.VarBinding(matmul.var, relax.Tuple(self.fields[matmul.var])))
-        return bound
+            new_bindings.append(relax.VarBinding(matmul.var, relax.Tuple(self.fields[matmul.var])))
+        return new_bindings

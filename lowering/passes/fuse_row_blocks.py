@@ -1,9 +1,11 @@
-"""Matmuls of bytes whose rows are reduced and multiplied again become one function, so that no kernel need write to
-memory what lies between them: attention as tools quantize it, whose scores and probabilities are codes.
+"""Back-to-back GEMM fusion: int8 matmuls whose rows are reduced and multiplied again become one function.
 
-A matmul, functions that read its results, and a matmul of what they make of them are joined where the matrices are
-computed, nobody else reads anything between, and the target has a kernel that takes rows through all of it
-(schedules/reading/row_parts.py). The function says which of its stages were one before. Nothing is computed otherwise.
+No kernel then needs to write the intermediate results to memory. An example is attention as tools quantize it, with
+quantized scores and probabilities.
+
+A matmul, functions that read its results, and a matmul of their results are fused under three conditions: both matrices
+are computed, no other binding reads intermediate results, and the target has a kernel for the whole chain
+(schedules/reading/row_parts.py). The function records the boundaries of its original functions. Results are unchanged.
 """
 
 from __future__ import annotations
@@ -18,89 +20,98 @@ from tvm.relax.expr_functor import mutator
 import schedules
 from schedules.reading.matmul import read_matmul
 
-from ..importing.origins import Origins, bindings
-from .main_function import BlockMutator, rewritten
-from .stage_calls import StageCall, StageCalls, callee, variables
+from ..importing.origins import Origins, iterate_bindings
+from .main_function import BlockMutator, rewrite_main
+from .stage_calls import StageCall, StageCalls, list_reads, read_callee
 
 
 def fuse_row_blocks(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """The module, and where its calls come from."""
-    fuser = _Fuser(mod, target, origins)
-    return rewritten(mod, fuser), fuser.calls.origins
+    """Return the module and the origins of its calls."""
+    fuser = _RowBlockFuser(mod, target, origins)
+    return rewrite_main(mod, fuser), fuser.calls.origins
 
 
 @mutator
-class _Fuser(BlockMutator):
+class _RowBlockFuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.target, self.calls = target, StageCalls(mod, origins)
-        self.of_bytes: dict[ir.GlobalVar, bool] = {}  # whether functions multiply bytes
+        self.int8_functions: dict[ir.GlobalVar, bool] = {}  # whether functions are int8 matmuls
         self.readers: Counter[relax.Var] = Counter()  # how often a variable is read
         main = mod["main"]
         self.weights = set(main.params[int(main.attrs["num_input"]) :])
         body = main.body
-        for expr in (body.body, *(binding.value for binding in bindings(body))):
-            self.readers.update(variables(expr))
+        for expr in (body.body, *(binding.value for binding in iterate_bindings(body))):
+            self.readers.update(list_reads(expr))
 
-    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
-        """The bindings, those that belong together as one in the place of the last."""
-        instead: dict[int, list[relax.Binding]] = {}
-        read = [variables(binding.value) for binding in given]
-        for n, binding in enumerate(given):
-            if n in instead or not self.multiplies_bytes(binding):
+    def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+        """Return the bindings, with chains fused at the position of their last binding."""
+        replacements: dict[int, list[relax.Binding]] = {}
+        read = [list_reads(binding.value) for binding in bindings]
+        for n, binding in enumerate(bindings):
+            if n in replacements or not self.is_int8_matmul(binding):
                 continue
-            places = self.chain(given, read, n)
-            call = self.one(given, places, kind) if places else None
+            positions = self.find_chain(bindings, read, n)
+            call = self.fuse_chain(bindings, positions, kind) if positions else None
             if call is not None:
-                instead |= {place: [] for place in places} | {places[-1]: self.calls.bound(call, kind, self.builder_)}
-        return [new for n, binding in enumerate(given) for new in instead.get(n, [binding])]
+                replacements |= {position: [] for position in positions} | {
+                    positions[-1]: self.calls.emit_bindings(call, kind, self.builder_)
+                }
+        return [new for n, binding in enumerate(bindings) for new in replacements.get(n, [binding])]
 
-    def multiplies_bytes(self, binding: relax.Binding) -> bool:
-        """Whether a call's function holds matmuls, all of bytes."""
-        name = callee(binding)
-        if name is not None and name not in self.of_bytes:
-            matmuls = [matmul for stage in self.calls.stages(binding) or () if (matmul := read_matmul(stage))]
-            self.of_bytes[name] = bool(matmuls) and all(matmul.acc == "int32" for matmul in matmuls)
-        return name is not None and self.of_bytes[name]
+    def is_int8_matmul(self, binding: relax.Binding) -> bool:
+        """Return whether a call's function has matmuls, all of them int8."""
+        name = read_callee(binding)
+        if name is not None and name not in self.int8_functions:
+            matmuls = [matmul for stage in self.calls.find_stages(binding) or () if (matmul := read_matmul(stage))]
+            self.int8_functions[name] = bool(matmuls) and all(matmul.acc == "int32" for matmul in matmuls)
+        return name is not None and self.int8_functions[name]
 
-    def chain(self, given: Sequence[relax.Binding], read: Sequence[list[relax.Var]], first: int) -> list[int]:
-        """Where the matmul, what reads its results and the next matmul are; empty where others read them, too. read
-        is what each binding reads."""
-        inside, places, uses = {given[first].var}, [first], 0
-        for n in range(first + 1, len(given)):
-            own = sum(var in inside for var in read[n])
-            if not own:
+    def find_chain(self, bindings: Sequence[relax.Binding], read: Sequence[list[relax.Var]], first: int) -> list[int]:
+        """Return the positions of the matmul, the readers of its results and the next matmul.
+
+        Return [] if other bindings read intermediate results. read are the reads of each binding.
+        """
+        inside, positions, use_count = {bindings[first].var}, [first], 0
+        for n in range(first + 1, len(bindings)):
+            chain_reads = sum(var in inside for var in read[n])
+            if not chain_reads:
                 continue
-            stages = self.calls.stages(given[n])
+            stages = self.calls.find_stages(bindings[n])
             if stages is None:
                 return []
-            places, uses = [*places, n], uses + own
+            positions, use_count = [*positions, n], use_count + chain_reads
             if any(map(read_matmul, stages)):
-                alone = uses == sum(self.readers[var] for var in inside)
-                return places if alone and self.multiplies_bytes(given[n]) else []
-            inside.add(given[n].var)
+                is_sole_reader = use_count == sum(self.readers[var] for var in inside)
+                return positions if is_sole_reader and self.is_int8_matmul(bindings[n]) else []
+            inside.add(bindings[n].var)
         return []
 
-    def one(self, given: Sequence[relax.Binding], places: Sequence[int], kind: type[relax.Var]) -> StageCall | None:
-        """These calls as one, if the target has a kernel for it."""
+    def fuse_chain(
+        self, bindings: Sequence[relax.Binding], positions: Sequence[int], kind: type[relax.Var]
+    ) -> StageCall | None:
+        """Return these calls as one, None if the target has no kernel for it."""
         calls = []
-        for place in places:
-            stages = self.calls.stages(given[place])
+        for position in positions:
+            stages = self.calls.find_stages(bindings[position])
             assert stages is not None
-            calls.append(self.calls.read(given[place], stages, kind))
+            calls.append(self.calls.read_call(bindings[position], stages, kind))
         first, *middle, last = calls
-        if self.by_weights(first) or self.by_weights(last):
+        if self.has_weight_matrix(first) or self.has_weight_matrix(last):
             return None
-        parts = [part for part in (first.stages, [s for call in middle for s in call.stages], last.stages) if part]
+        segments = [
+            segment for segment in (first.stages, [s for call in middle for s in call.stages], last.stages) if segment
+        ]
         call = StageCall(
-            "_".join(call.name for call in calls), [stage for part in parts for stage in part], last.outputs,
-            tuple(dict.fromkeys(node for call in calls for node in call.nodes)), "", parts=tuple(map(len, parts)),
+            "_".join(call.name for call in calls), [stage for segment in segments for stage in segment], last.outputs,
+            tuple(dict.fromkeys(node for call in calls for node in call.nodes)), "",
+            stage_counts=tuple(map(len, segments)),
         )  # fmt: skip
-        function, _ = call.function()
-        found = schedules.variants(function, self.target)
-        return call if found is not None and found[0] == schedules.ROW_BLOCKS else None
+        function, _ = call.build_function()
+        variant = schedules.variants(function, self.target)
+        return call if variant is not None and variant[0] == schedules.ROW_BLOCKS else None
 
-    def by_weights(self, call: StageCall) -> bool:
-        """Whether a call multiplies by constants: all rows share what is made of them, not those of a block."""
+    def has_weight_matrix(self, call: StageCall) -> bool:
+        """Return whether a call multiplies by constants: all rows share their preparation, those of a block do not."""
         matrices = [self.calls.names.get(p.b.source) for p in map(read_matmul, call.stages) if p is not None]
         return any(matrix in self.weights or isinstance(matrix, ir.GenericConst) for matrix in matrices)

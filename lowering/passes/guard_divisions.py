@@ -1,8 +1,8 @@
-"""Divisions in indices that TVM 0.27 would simplify wrongly are held back from its simplifier.
+"""Guard index divisions that TVM 0.27 would simplify incorrectly against its simplifier.
 
-FlattenBuffer rewrites indices as sums of loop variables (IterMapSimplify). Where a variable has a negative factor it
-then divides by the negative of the divisor and rounds the other way: x[(99 - j) // 8] becomes x[j // -8 + 12], and
-x[(n - j) % 8] loses its n. Reversing a tiled or repeated tensor is such an index.
+FlattenBuffer rewrites indices as sums of loop variables (IterMapSimplify). For a variable with a negative factor it
+divides by the negative of the divisor and rounds the other way: x[(99 - j) // 8] becomes x[j // -8 + 12], and x[(n - j)
+% 8] loses its n. Reversing a tiled or repeated tensor is such an index.
 """
 
 from __future__ import annotations
@@ -18,52 +18,56 @@ _Division: TypeAlias = prim.FloorDiv | prim.FloorMod
 
 
 def guard_divisions(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with `| 0`, which costs nothing and hides a sum, around dividends that take something away."""
+    """Return the module with `| 0`, which is free and hides the sum, around dividends with negative terms."""
     mod = mod.clone()
     for name, func in mod.functions_items():
-        if isinstance(func, tirx.PrimFunc) and _any(func):
-            mod.update_func(name, _held(func))
+        if isinstance(func, tirx.PrimFunc) and _has_negative_dividend(func):
+            mod.update_func(name, _guard_function(func))
     return mod
 
 
-def _any(func: tirx.PrimFunc) -> bool:
-    found: list[bool] = []
+def _has_negative_dividend(func: tirx.PrimFunc) -> bool:
+    results: list[bool] = []
 
     def divide(node: _Division) -> None:
-        found.append(_falls(node))
+        results.append(_has_negative_term(node))
 
     tvm_ffi.structural_walk(func, [(prim.FloorDiv, divide), (prim.FloorMod, divide)])
-    return any(found)
+    return any(results)
 
 
-def _held(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def _guard_function(func: tirx.PrimFunc) -> tirx.PrimFunc:
     def load(node: ir.TensorLoad) -> ir.Expr:
-        return node.source[tuple(map(_index, node.indices))]
+        return node.source[tuple(map(_guard_index, node.indices))]
 
     def store(node: tirx.BufferStore) -> tirx.BufferStore:
-        return tirx.BufferStore(node.buffer, node.value, list(map(_index, node.indices)))
+        return tirx.BufferStore(node.buffer, node.value, list(map(_guard_index, node.indices)))
 
     return tvm_ffi.structural_map(func, [(ir.TensorLoad, load), (tirx.BufferStore, store)])
 
 
-def _index(index: ir.Expr) -> ir.Expr:
+def _guard_index(index: ir.Expr) -> ir.Expr:
     def divide(node: _Division) -> _Division:
-        return type(node)(tirx.bitwise_or(node.a, tirx.const(0, node.a.ty.dtype)), node.b) if _falls(node) else node
+        return (
+            type(node)(tirx.bitwise_or(node.a, tirx.const(0, node.a.ty.dtype)), node.b)
+            if _has_negative_term(node)
+            else node
+        )
 
     return tvm_ffi.structural_map(index, [(prim.FloorDiv, divide), (prim.FloorMod, divide)])
 
 
-def _falls(node: _Division) -> bool:
-    """Whether something is taken away in the dividend, that is no vector."""
+def _has_negative_term(node: _Division) -> bool:
+    """Return whether the scalar dividend has a negative term."""
     if node.ty.dtype.lanes > 1:
         return False
-    found: list[bool] = []
+    results: list[bool] = []
 
-    def subtract(part: prim.Sub) -> None:
-        found.append(not isinstance(part.b, prim.IntImm))
+    def subtract(term: prim.Sub) -> None:
+        results.append(not isinstance(term.b, prim.IntImm))
 
-    def multiply(part: prim.Mul) -> None:
-        found.append(any(isinstance(x, prim.IntImm) and x.value < 0 for x in (part.a, part.b)))
+    def multiply(term: prim.Mul) -> None:
+        results.append(any(isinstance(x, prim.IntImm) and x.value < 0 for x in (term.a, term.b)))
 
     tvm_ffi.structural_walk(node.a, [(prim.Sub, subtract), (prim.Mul, multiply)])
-    return any(found)
+    return any(results)

@@ -1,4 +1,4 @@
-"""What a profile needs to know of the kernels: what each computes and costs, who made its code, which nodes call it."""
+"""Scheduling, and the description of kernels for a profile: computation and cost, rule, and ONNX nodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from schedules.variant import Choose
 
 from ..attention.pairs import count_pairs
 from ..attention.problem import ATTRIBUTE, AttentionProblem
-from ..importing.origins import Origins, bindings
+from ..importing.origins import Origins, iterate_bindings
 from ..manifest import CallSpec, KernelSpec
-from .costs import kernel_spec
+from .costs import make_kernel_spec
 
 
-class Scheduled(NamedTuple):
-    """A module with fast kernels, the description of each, the calls in the order of execution, and its functions as
-    they were before, by name."""
+class ScheduledModule(NamedTuple):
+    """A module with scheduled kernels.
+
+    It has the description of each kernel, the calls in execution order, and the functions before scheduling, by name.
+    """
 
     module: tvm.IRModule
     kernels: tuple[KernelSpec, ...]
@@ -32,54 +34,54 @@ class Scheduled(NamedTuple):
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 
-def schedule(
+def schedule_kernels(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     origins: Origins,
     choose: Choose | None = None,
-    known: schedules.Known | None = None,
-) -> Scheduled:
-    """The module with fast kernels.
+    cached: schedules.Known | None = None,
+) -> ScheduledModule:
+    """Return the module with scheduled kernels.
 
-    Each kind of attention gets a function beside it that counts what it has to do (lowering/attention/pairs.py).
+    Each kind of attention gets an additional function that counts its work (lowering/attention/pairs.py).
     """
     calls = tuple(
         CallSpec(binding.value.args[0].name_hint, origins.get(binding.var.name, ()))
-        for binding in bindings(mod["main"].body)
+        for binding in iterate_bindings(mod["main"].body)
         if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
     )
     called = {call.kernel for call in calls}
-    scheduled = schedules.apply(_with_weights(mod) if target.kind.name == "cuda" else mod, target, choose, known)
+    scheduled = schedules.apply(_annotate_weights(mod) if target.kind.name == "cuda" else mod, target, choose, cached)
     kernels = []
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or name.name_hint not in called:
             continue
         attributes = scheduled[name].attrs
-        spec = kernel_spec(name.name_hint, func, str(attributes.get(schedules.ATTRIBUTE, "plain")))
+        spec = make_kernel_spec(name.name_hint, func, str(attributes.get(schedules.ATTRIBUTE, "plain")))
         spec = dataclasses.replace(spec, source=str(attributes.get(schedules.SOURCE, "")))
         if spec.kind == "attention":
             counter = f"{spec.name}_pairs"
             count = count_pairs(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))
-            # Of the host's arrays, whatever the target is.
+            # It takes arrays of the host, for any target.
             scheduled[counter] = count if target.host is None else count.with_attr("target", target.host)
             spec = dataclasses.replace(spec, counter=counter)
         kernels.append(spec)
     unscheduled = {name.name_hint: func for name, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
-    return Scheduled(scheduled, tuple(kernels), calls, unscheduled)
+    return ScheduledModule(scheduled, tuple(kernels), calls, unscheduled)
 
 
-def _with_weights(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module whose functions know which of their parameters are weights, in every call."""
+def _annotate_weights(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return the module whose functions are annotated with the parameters that are weights in every call."""
     main = mod["main"]
     weights = set(main.params[int(main.attrs["num_input"]) :])
-    known: dict[ir.GlobalVar, set[int]] = {}
+    weight_parameters: dict[ir.GlobalVar, set[int]] = {}
     callers = [function for _, function in mod.functions_items() if isinstance(function, relax.Function)]
-    for value in (binding.value for function in callers for binding in bindings(function.body)):
+    for value in (binding.value for function in callers for binding in iterate_bindings(function.body)):
         if isinstance(value, relax.Call) and value.op in map(ir.Op.get, _CALLS):
-            mine = {n for n, argument in enumerate(value.args[1].fields) if argument in weights}
-            known[value.args[0]] = mine & known.get(value.args[0], mine)
+            parameters = {n for n, argument in enumerate(value.args[1].fields) if argument in weights}
+            weight_parameters[value.args[0]] = parameters & weight_parameters.get(value.args[0], parameters)
     functions = {
-        name: func.with_attr(WEIGHTS, sorted(known[name])) if known.get(name) else func
+        name: func.with_attr(WEIGHTS, sorted(weight_parameters[name])) if weight_parameters.get(name) else func
         for name, func in mod.functions_items()
     }
     return tvm.IRModule(functions, attrs=mod.attrs)

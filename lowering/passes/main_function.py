@@ -1,4 +1,4 @@
-"""Passes that rewrite the body of `main`, and may add functions to the module."""
+"""Base of passes that rewrite the body of `main`, and may add functions to the module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator
 
 
-def rewritten(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
-    """The module with what a mutator of it makes of main's body, without what nobody reads then."""
+def rewrite_main(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
+    """Return the module with main's body rewritten by a mutator, without dead code."""
     main = mod["main"]
     body = mutator.visit_expr(main.body)
     mod = mutator.builder_.get()
@@ -20,9 +20,10 @@ def rewritten(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
 
 
 class BlockMutator(PyExprMutator):
-    """Writes the bindings of a block anew, all at once. Its classes are decorated with `mutator`.
+    """Rewrites the bindings of a block all at once. Its subclasses are decorated with `mutator`.
 
-    `fields` are those of tuples that calls gave before; who takes one of them out of the tuple has it directly.
+    `fields` are those of tuples that calls returned before; bindings that read one of them off the tuple get it
+    directly.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -30,17 +31,19 @@ class BlockMutator(PyExprMutator):
         self.fields: dict[relax.Var, Sequence[relax.Expr]] = {}
 
     @abstractmethod
-    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
-        """What stands in the place of these; new variables are of that kind."""
+    def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+        """Return the replacement of these bindings; new variables are of that kind."""
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        return relax.BindingBlock(self._apart(self.block(super().visit_binding_block_(block).bindings, relax.Var)))
+        return relax.BindingBlock(
+            self._replace_fields(self.rewrite_block(super().visit_binding_block_(block).bindings, relax.Var))
+        )
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        found = self.block(super().visit_dataflow_block_(block).bindings, relax.DataflowVar)
-        return relax.DataflowBlock(self._apart(found))
+        bindings = self.rewrite_block(super().visit_dataflow_block_(block).bindings, relax.DataflowVar)
+        return relax.DataflowBlock(self._replace_fields(bindings))
 
-    def _apart(self, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
+    def _replace_fields(self, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
         return [
             relax.VarBinding(binding.var, self.fields[binding.value.tuple_value][binding.value.index])
             if isinstance(binding.value, relax.TupleGetItem) and binding.value.tuple_value in self.fields

@@ -1,12 +1,12 @@
-"""Where intermediate tensors lie: in one block of memory per call, at offsets that are planned here.
+"""Memory planning: intermediate tensors are placed in one block per call, at offsets planned here.
 
-Sizes are symbolic, so that "fits" must be proved: they are polynomials of the model's symbols, which are not negative,
-and p <= q where no coefficient of q - p is negative. The largest tensor is placed first, each at the smallest offset
-that nothing alive at the same time touches (greedy by size: Pisarchyk and Lee, Efficient Memory Management for Deep
-Neural Net Inference, 2020). Tensors of one shape at one offset are one view, which is made once per call.
+Sizes are symbolic, so "fits" must be proved. They are polynomials of the model's symbols, which are not negative, and p
+<= q if no coefficient of q - p is negative. The largest tensor is placed first, each at the smallest offset that no
+tensor live at the same time overlaps (greedy by size: Pisarchyk and Lee, Efficient Memory Management for Deep Neural
+Net Inference, 2020). Tensors of one shape at one offset are one view, which is created once per call.
 
-A tensor whose size depends on data lies in a second block, made once that size is known. Outputs, and what a branch may
-hand on, have memory of their own.
+A tensor whose size depends on data is in a second block, allocated when the size is computed. Outputs, and tensors that
+a branch may pass on, have separate memory.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from ..tensorir.expressions import Expr, is_int
 
 # Blocks and tensors begin at multiples of this, a cache line.
 _ALIGNMENT = 64
-# What a symbol is taken for where an order is wanted and none can be proved.
+# The assumed value of a symbol where an order is required and none can be proved.
 _TYPICAL = 256
 
-# Functions of the runtime: a part of a tensor's memory, and the same part as a tensor without an offset.
+# Functions of the runtime: a slice of a tensor's memory, and the same slice as a tensor without an offset.
 _VIEW = "runtime.TVMTensorCreateView"
 _FROM_ITS_OFFSET = "vm.builtin.ensure_zero_offset"
 
-# Coefficients by monomial: the sorted numbers of its factors.
+# Coefficients by monomial: the sorted indices of its factors.
 Polynomial = dict[tuple[int, ...], int]
 
 
 def plan_memory(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with the intermediate tensors of each Relax function in planned blocks."""
+    """Return the module with the intermediate tensors of each Relax function in planned blocks."""
     kernels = {v for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):
-            body = _Plan(function, kernels).body()
+            body = _MemoryPlan(function, kernels).body()
             mod = mod.clone()
             mod[variable] = relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
     return mod
 
 
-class Terms:
-    """Sizes as polynomials: of symbols, and of other expressions that are never negative."""
+class SizePolynomials:
+    """Conversion of sizes to polynomials of symbols, and of other expressions that are never negative."""
 
     def __init__(self) -> None:
         self._factors: list[Expr] = []
@@ -61,17 +61,17 @@ class Terms:
         for symbol in symbols:
             self._analyzer.bind(symbol, ir.Range(0, LARGEST_SIZE))
 
-    def polynomial(self, expr: Expr) -> Polynomial | None:
-        """None for an expression of which a factor may be negative."""
+    def to_polynomial(self, expr: Expr) -> Polynomial | None:
+        """Return an expression as a polynomial, None if a factor may be negative."""
         if isinstance(expr, prim.IntImm):
             return {(): int(expr.value)} if expr.value else {}
         if isinstance(expr, prim.Add | prim.Sub | prim.Mul):
-            a, b = self.polynomial(expr.a), self.polynomial(expr.b)
+            a, b = self.to_polynomial(expr.a), self.to_polynomial(expr.b)
             if a is None or b is None:
                 return None
             if isinstance(expr, prim.Mul):
-                return prod(a, b)
-            return add(a, b, 1 if isinstance(expr, prim.Add) else -1)
+                return multiply_polynomials(a, b)
+            return add_polynomials(a, b, 1 if isinstance(expr, prim.Add) else -1)
         number = next((k for k, f in enumerate(self._factors) if tvm_ffi.structural_equal(f, expr)), None)
         if number is None:
             if not self._analyzer.can_prove(expr >= 0):
@@ -80,14 +80,14 @@ class Terms:
             self._factors.append(expr)
         return {(number,): 1}
 
-    def aligned(self, size: Polynomial) -> Polynomial | None:
-        """The smallest multiple of the alignment that is at least `size`; None if it may be negative."""
+    def align_up(self, size: Polynomial) -> Polynomial | None:
+        """Return the smallest multiple of the alignment that is at least `size`; None if it may be negative."""
         if all(c % _ALIGNMENT == 0 for c in size.values()):
             return size
-        units = self.polynomial(tirx.floordiv(self.expression(size) + (_ALIGNMENT - 1), _ALIGNMENT))
-        return units and prod(units, {(): _ALIGNMENT})
+        units = self.to_polynomial(tirx.floordiv(self.to_expression(size) + (_ALIGNMENT - 1), _ALIGNMENT))
+        return units and multiply_polynomials(units, {(): _ALIGNMENT})
 
-    def expression(self, polynomial: Polynomial) -> Expr:
+    def to_expression(self, polynomial: Polynomial) -> Expr:
         total: Expr = tirx.const(0, "int64")
         for factors, coefficient in sorted(polynomial.items()):
             term: Expr = tirx.const(coefficient, "int64")
@@ -97,218 +97,222 @@ class Terms:
         return self._analyzer.simplify(total)
 
 
-def add(a: Polynomial, b: Polynomial, sign: int = 1) -> Polynomial:
-    """a + sign b"""
-    sums = {m: a.get(m, 0) + sign * b.get(m, 0) for m in {*a, *b}}
-    return {m: c for m, c in sums.items() if c}
+def add_polynomials(a: Polynomial, b: Polynomial, sign: int = 1) -> Polynomial:
+    """Return a + sign b."""
+    coefficients = {m: a.get(m, 0) + sign * b.get(m, 0) for m in {*a, *b}}
+    return {m: c for m, c in coefficients.items() if c}
 
 
-def prod(a: Polynomial, b: Polynomial) -> Polynomial:
+def multiply_polynomials(a: Polynomial, b: Polynomial) -> Polynomial:
     result: Polynomial = {}
     for left, x in a.items():
         for right, y in b.items():
-            result = add(result, {tuple(sorted((*left, *right))): x * y})
+            result = add_polynomials(result, {tuple(sorted((*left, *right))): x * y})
     return result
 
 
-def at_most(a: Polynomial, b: Polynomial) -> bool:
-    """Whether a <= b is proved."""
-    return all(c >= 0 for c in add(b, a, -1).values())
+def is_at_most(a: Polynomial, b: Polynomial) -> bool:
+    """Return whether a <= b provably holds."""
+    return all(c >= 0 for c in add_polynomials(b, a, -1).values())
 
 
-def larger(a: Polynomial, b: Polynomial) -> Polynomial:
-    """The smallest polynomial that is proved to be at least a and at least b."""
+def bound_both(a: Polynomial, b: Polynomial) -> Polynomial:
+    """Return the smallest polynomial that is provably at least a and at least b."""
     largest = {m: max(a.get(m, 0), b.get(m, 0)) for m in {*a, *b}}
     return {m: c for m, c in largest.items() if c}
 
 
-def estimate(polynomial: Polynomial) -> int:
-    """Its value for typical symbols."""
+def estimate_size(polynomial: Polynomial) -> int:
+    """Return its value for typical symbols."""
     return sum(c * _TYPICAL ** len(m) for m, c in polynomial.items())
 
 
 @dataclass
-class Tensor:
-    """A tensor of `size` bytes, `room` when aligned, that is alive from binding `first` to `last`; placed at offset."""
+class PlannedTensor:
+    """A tensor of `size` bytes that is live from binding `first` to `last`; offset is its planned offset."""
 
     first: int
     last: int
     size: Polynomial
-    room: Polynomial
+    aligned_size: Polynomial
     offset: Polynomial | None = None
 
     def end(self) -> Polynomial:
-        return add(self.offset or {}, self.room)
+        return add_polynomials(self.offset or {}, self.aligned_size)
 
     def ends_before(self, position: Polynomial) -> bool:
-        """Whether that is proved; `position` is a multiple of the alignment."""
-        return at_most(self.end(), position) or at_most(add(self.offset or {}, self.size), position)
+        """Return whether it provably ends before `position`, a multiple of the alignment."""
+        return is_at_most(self.end(), position) or is_at_most(add_polynomials(self.offset or {}, self.size), position)
 
 
-def top(tensors: Iterable[Tensor]) -> Polynomial:
-    """A multiple of the alignment behind which none of the placed tensors reaches."""
+def find_top(tensors: Iterable[PlannedTensor]) -> Polynomial:
+    """Return a multiple of the alignment that none of the placed tensors extends beyond."""
     height: Polynomial = {}
-    for tensor in sorted(tensors, key=lambda t: -estimate(t.end())):
+    for tensor in sorted(tensors, key=lambda t: -estimate_size(t.end())):
         if not tensor.ends_before(height):
-            height = larger(height, tensor.end())
+            height = bound_both(height, tensor.end())
     return height
 
 
-def place(tensors: Sequence[Tensor]) -> None:
-    """Gives every tensor an offset, so that no two that are alive at the same time overlap.
+def place_tensors(tensors: Sequence[PlannedTensor]) -> None:
+    """Assign every tensor an offset, so that no two that are live at the same time overlap.
 
-    Polynomials are rows of arrays here, with a column for each monomial: every tensor is compared with all that are
-    placed, of which wide models keep thousands alive at once.
+    Polynomials are rows of arrays here, with a column for each monomial: every tensor is compared with all placed ones,
+    of which wide models have thousands live at once.
     """
-    ordered = sorted(tensors, key=lambda t: (-estimate(t.room), t.first))
-    columns = {m: k for k, m in enumerate(sorted({m for t in ordered for m in (*t.size, *t.room)}))}
+    ordered = sorted(tensors, key=lambda t: (-estimate_size(t.aligned_size), t.first))
+    columns = {m: k for k, m in enumerate(sorted({m for t in ordered for m in (*t.size, *t.aligned_size)}))}
     typical = np.array([float(_TYPICAL) ** len(m) for m in columns])
-    # No offset is larger than all tensors beside each other. Such numbers are no sizes, but must not wrap.
-    total = sum(abs(c) for t in ordered for c in (*t.size.values(), *t.room.values()))
+    # No offset is larger than the sum of all tensors. Such numbers are not sizes, but must not wrap.
+    total = sum(abs(c) for t in ordered for c in (*t.size.values(), *t.aligned_size.values()))
     kind: Any = np.int64 if total < 1 << 62 else object
 
-    def rows(polynomials: Sequence[Polynomial]) -> np.ndarray:
+    def to_rows(polynomials: Sequence[Polynomial]) -> np.ndarray:
         result = np.zeros((len(polynomials), len(columns)), kind)
         for row, polynomial in zip(result, polynomials):
             for monomial, coefficient in polynomial.items():
                 row[columns[monomial]] = coefficient
         return result
 
-    sizes, rooms = rows([t.size for t in ordered]), rows([t.room for t in ordered])
+    sizes, rooms = to_rows([t.size for t in ordered]), to_rows([t.aligned_size for t in ordered])
     offsets = np.zeros_like(rooms)
     first, last = np.array([t.first for t in ordered]), np.array([t.last for t in ordered])
     for k, tensor in enumerate(ordered):
-        others = np.flatnonzero((first[:k] <= tensor.last) & (tensor.first <= last[:k]))
-        start = _lowest(sizes[k], offsets[others], sizes[others], rooms[others], typical)
+        live = np.flatnonzero((first[:k] <= tensor.last) & (tensor.first <= last[:k]))
+        start = _find_lowest_start(sizes[k], offsets[live], sizes[live], rooms[live], typical)
         if start is None:
-            start = rows([top([ordered[o] for o in others])])[0]
+            start = to_rows([find_top([ordered[o] for o in live])])[0]
         offsets[k] = start
         tensor.offset = {m: int(start[column]) for m, column in columns.items() if start[column]}
 
 
-def _lowest(
+def _find_lowest_start(
     size: np.ndarray, begins: np.ndarray, sizes: np.ndarray, rooms: np.ndarray, typical: np.ndarray
 ) -> np.ndarray | None:
-    """The lowest start, 0 or an end of another tensor, that is proved to leave a tensor apart from all others."""
+    """Return the lowest start, 0 or an end of another tensor, that provably does not overlap others; None if none."""
     ends, used = begins + rooms, begins + sizes
     starts = np.concatenate([np.zeros((1, len(size)), begins.dtype), ends])
     starts = starts[np.argsort((starts @ typical).astype(float), kind="stable")]
-    # What is proved holds for typical symbols, too, which tell what is below a start and what above. Then no
-    # coefficient may be in the way. That leaves few starts to prove.
-    at, begin = (starts @ typical).astype(float), (begins @ typical).astype(float)
+    # A proof also holds for typical symbols, which tell the tensors below and above a start. Then no coefficient may
+    # contradict it. That leaves few starts to prove.
+    start_values, begin = (starts @ typical).astype(float), (begins @ typical).astype(float)
     reach, length = np.minimum(ends @ typical, used @ typical).astype(float), float(size @ typical)
     order = np.argsort(begin)
-    below = np.searchsorted(begin[order], at + length)  # so many of the others, by where they begin
-    possible = _running(np.maximum, reach[order], [-np.inf])[below] <= at
-    if length > 0:  # nothing is both below and above
-        lowest = _running(np.maximum, np.minimum(ends, used)[order], starts.min(0, keepdims=True))[below]
-        highest = _running(np.minimum, begins[order[::-1]], (starts + size).max(0, keepdims=True))[::-1][below]
+    begin_counts = np.searchsorted(begin[order], start_values + length)  # so many tensors begin below, in order
+    possible = _accumulate_extremes(np.maximum, reach[order], [-np.inf])[begin_counts] <= start_values
+    if length > 0:  # no tensor is both below and above
+        lowest = _accumulate_extremes(np.maximum, np.minimum(ends, used)[order], starts.min(0, keepdims=True))[
+            begin_counts
+        ]
+        highest = _accumulate_extremes(np.minimum, begins[order[::-1]], (starts + size).max(0, keepdims=True))[::-1][
+            begin_counts
+        ]
         possible &= (lowest <= starts).all(1) & (starts + size <= highest).all(1)
     for start in starts[possible]:
-        apart = (ends <= start).all(1) | (used <= start).all(1) | (start + size <= begins).all(1)
-        if apart.all():
+        is_disjoint = (ends <= start).all(1) | (used <= start).all(1) | (start + size <= begins).all(1)
+        if is_disjoint.all():
             return start
     return None
 
 
-def _running(extreme: np.ufunc, rows: np.ndarray, of_none: Any) -> np.ndarray:
-    """The extremes of the first 0, 1, 2, ... rows."""
-    return extreme.accumulate(np.concatenate([of_none, rows]))
+def _accumulate_extremes(extreme: np.ufunc, rows: np.ndarray, initial: Any) -> np.ndarray:
+    """Return the extremes of the first 0, 1, 2, ... rows."""
+    return extreme.accumulate(np.concatenate([initial, rows]))
 
 
-class _Plan:
-    """One function: its bindings, what of its tensors can be planned, and the bindings that replace their making."""
+class _MemoryPlan:
+    """The plan of one function: its bindings, its planned tensors, and the bindings that replace their allocation."""
 
     def __init__(self, function: relax.Function, kernels: set[Any]) -> None:
         self._function = function
         self._kernels = kernels
         self._bindings = [b for block in function.body.blocks for b in block.bindings]
-        self._terms = Terms()
+        self._terms = SizePolynomials()
         # By symbol: the binding that defines it, -1 for the function's parameters.
-        self._known: dict[Any, int] = {}
+        self._defined_at: dict[Any, int] = {}
         for parameter in function.params:
             self._define(parameter.ty, -1)
         for k, binding in enumerate(self._bindings):
             if isinstance(binding, relax.MatchCast):
                 self._define(binding.var.ty, k)
-        self._tensors = self._planned()
+        self._tensors = self._find_planned()
         self._views: dict[tuple, list[tuple[Any, Any]]] = {}
 
     def body(self) -> relax.SeqExpr:
-        """The function's body with the tensors in blocks, one for all tensors whose sizes are known at once."""
-        blocks: dict[int, list[Tensor]] = {}
+        """Return the body with tensors in blocks, one for all tensors whose sizes are defined at one point."""
+        blocks: dict[int, list[PlannedTensor]] = {}
         for k, tensor in self._tensors.items():
-            blocks.setdefault(self._known_at(k), []).append(tensor)
+            blocks.setdefault(self._find_definition(k), []).append(tensor)
         for tensors in blocks.values():
-            place(tensors)
-        made: dict[int, Any] = {}
+            place_tensors(tensors)
+        block_vars: dict[int, Any] = {}
         result: list[Any] = []
         for k, binding in enumerate(self._bindings):
             if k not in self._tensors:
                 result.append(binding)
                 continue
-            at = self._known_at(k)
-            if at not in made:
-                size = self._terms.expression(top(blocks[at]))
+            definition = self._find_definition(k)
+            if definition not in block_vars:
+                size = self._terms.to_expression(find_top(blocks[definition]))
                 block = relax.op.builtin.alloc_tensor(relax.ShapeExpr([size]), "uint8", 0)
-                made[at] = relax.Var(f"block{len(made)}", relax.TensorType([size], "uint8"))
-                result.append(relax.VarBinding(made[at], block))
-            result += self._view(binding, made[at], at, self._tensors[k])
+                block_vars[definition] = relax.Var(f"block{len(block_vars)}", relax.TensorType([size], "uint8"))
+                result.append(relax.VarBinding(block_vars[definition], block))
+            result += self._make_view(binding, block_vars[definition], definition, self._tensors[k])
         return relax.SeqExpr([relax.BindingBlock(result)], self._function.body.body)
 
     def _define(self, kind: Any, position: int) -> None:
-        symbols = [s for s in relax.analysis.definable_tir_vars_in_type(kind) if s not in self._known]
-        self._known.update(dict.fromkeys(symbols, position))
+        symbols = [s for s in relax.analysis.definable_tir_vars_in_type(kind) if s not in self._defined_at]
+        self._defined_at.update(dict.fromkeys(symbols, position))
         self._terms.add_symbols(symbols)
 
-    def _known_at(self, k: int) -> int:
-        """The binding after which the size of the tensor that binding k makes is known."""
-        return max((self._known[s] for s in relax.analysis.tir_vars_in_type(self._bindings[k].var.ty)), default=-1)
+    def _find_definition(self, k: int) -> int:
+        """Return the binding after which the size of the tensor allocated by binding k is defined."""
+        return max((self._defined_at[s] for s in relax.analysis.tir_vars_in_type(self._bindings[k].var.ty)), default=-1)
 
-    def _planned(self) -> dict[int, Tensor]:
-        """By the binding that makes it, every tensor that no one can reach after its last reader."""
-        owners: dict[Any, set[int]] = {}  # the tensors whose memory a variable may be
+    def _find_planned(self) -> dict[int, PlannedTensor]:
+        """Return every tensor that cannot be reached after its last reader, by the binding that allocates it."""
+        owners: dict[Any, set[int]] = {}  # the tensors whose memory a variable may alias
         last: dict[int, int] = {}
         for k, binding in enumerate(self._bindings):
             if _is_allocation(binding.value):
                 owners[binding.var] = {k}
                 last[k] = k
                 continue
-            used = self._used(binding.value, owners)
+            used = self._find_used(binding.value, owners)
             last.update(dict.fromkeys(used, k))
             if not self._is_kernel(binding.value):
                 owners[binding.var] = used
-        kept = self._used(self._function.body.body, owners)
+        reachable = self._find_used(self._function.body.body, owners)
         planned = {}
-        for k in last.keys() - kept:
-            size = self._terms.polynomial(_bytes(self._bindings[k].value))
-            room = None if size is None else self._terms.aligned(size)
+        for k in last.keys() - reachable:
+            size = self._terms.to_polynomial(_get_bytes(self._bindings[k].value))
+            room = None if size is None else self._terms.align_up(size)
             if size is not None and room is not None:
-                planned[k] = Tensor(k, last[k], size, room)
+                planned[k] = PlannedTensor(k, last[k], size, room)
         return dict(sorted(planned.items()))
 
     @staticmethod
-    def _used(expr: Any, owners: dict[Any, set[int]]) -> set[int]:
+    def _find_used(expr: Any, owners: dict[Any, set[int]]) -> set[int]:
         return {k for v in relax.analysis.free_vars(expr) for k in owners.get(v, ())}
 
     def _is_kernel(self, value: Any) -> bool:
         return isinstance(value, relax.Call) and value.op in self._kernels
 
-    def _view(self, binding: Any, block: Any, at: int, tensor: Tensor) -> list[Any]:
-        """Bindings that give the tensor's variable its memory."""
+    def _make_view(self, binding: Any, block: Any, definition: int, tensor: PlannedTensor) -> list[Any]:
+        """Return the bindings that assign memory to the tensor's variable."""
         shape, dtype, *_ = binding.value.args
         assert tensor.offset is not None
-        known = self._views.setdefault((at, frozenset(tensor.offset.items()), str(dtype)), [])
-        for other, variable in known:
+        views = self._views.setdefault((definition, frozenset(tensor.offset.items()), str(dtype)), [])
+        for other, variable in views:
             if tvm_ffi.structural_equal(other, shape):
                 return [relax.VarBinding(binding.var, variable)]
-        known.append((shape, binding.var))
-        offset = self._terms.expression(tensor.offset)
+        views.append((shape, binding.var))
+        offset = self._terms.to_expression(tensor.offset)
         kind = binding.var.ty
         view = relax.Call(relax.ExternFunc(_VIEW), [block, shape, dtype, offset], ty_args=[kind])
         if is_int(offset, 0):
             return [relax.VarBinding(binding.var, view)]
-        # Kernels take tensors that begin where their memory does.
+        # Kernels take tensors without an offset.
         inside = relax.Var(f"{binding.var.name}_inside", kind)
         moved = relax.Call(relax.ExternFunc(_FROM_ITS_OFFSET), [inside], ty_args=[kind])
         return [relax.VarBinding(inside, view), relax.VarBinding(binding.var, moved)]
@@ -318,6 +322,6 @@ def _is_allocation(value: Any) -> bool:
     return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.builtin.alloc_tensor"
 
 
-def _bytes(allocation: Any) -> Expr:
+def _get_bytes(allocation: Any) -> Expr:
     shape, dtype, *_ = allocation.args
     return math.prod(shape.values, start=tirx.const(max(1, DataType(dtype.value).bits // 8), "int64"))

@@ -1,4 +1,4 @@
-"""A function by which the host makes a virtual machine let go of the last call's outputs."""
+"""A function that makes a virtual machine release the last call's outputs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from tvm import relax
 
 
 def add_release(mod: tvm.IRModule) -> tvm.IRModule:
-    """Adds `release() -> ()`.
+    """Add `release() -> ()`.
 
-    A virtual machine holds what its last function returned until another function returns: outputs, and the callers'
-    arrays that they alias. After `release` that is an empty tuple.
+    A virtual machine references the result of its last function until another function returns: outputs, and the
+    callers' arrays that they alias. After `release` that result is an empty tuple.
     """
     builder = relax.BlockBuilder(mod)
     with builder.function("release", params=[]):

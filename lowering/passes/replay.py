@@ -1,4 +1,4 @@
-"""A function by which the host has a GPU's work captured as a CUDA graph, and launches that graph from then on."""
+"""A function that captures a GPU's work as a CUDA graph, and launches that graph from then on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _RUN_OR_CAPTURE = "vm.builtin.cuda_graph.run_or_capture"
 
 
 def add_replay(mod: tvm.IRModule) -> tvm.IRModule:
-    """Adds `replay(step) -> object`, which a virtual machine may be given one step for: a function without arguments.
+    """Add `replay(step) -> object`; a virtual machine may pass it one step only: a function without arguments.
 
-    The first call calls the step twice, to run it and to capture what it enqueues then, and returns its second result;
-    all others launch the graph on the current stream and return the same object. RewriteCUDAGraph, TVM's pass, would
-    capture parts of `main` that read neither inputs nor memory of symbolic sizes: of a decoder nothing is left.
+    The first call calls the step twice, to run it and to capture the work that it enqueues, and returns its second
+    result. All other calls launch the graph on the current stream and return the same object. RewriteCUDAGraph, TVM's
+    pass, would capture those parts of `main` that read neither inputs nor memory of symbolic sizes: a decoder has none.
     """
     builder = relax.BlockBuilder(mod)
     step = relax.Var("step", relax.ObjectType())

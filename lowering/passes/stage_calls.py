@@ -1,5 +1,7 @@
-"""Calls of functions of stages, read into stages over what the caller has, and written anew: for passes that draw the
-lines between functions otherwise than fusion does."""
+"""Calls of stage functions, read into stages over the caller's tensors, and written again.
+
+They are for passes that draw other boundaries between functions than fusion does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_st
 from ..importing.origins import Origins
 from ..tensorir.expressions import Expr, loads, walk
 from ..tensorir.memo import Memo
-from ..tensorir.scatter import write
+from ..tensorir.scatter import emit_update
 
 T = TypeVar("T")
 
@@ -28,141 +30,144 @@ _CALL_TIR = ir.Op.get("relax.call_tir")
 
 @dataclass(frozen=True, eq=False)
 class StageCall:
-    """A call of a function of stages, over tensors and symbols of the caller, of which `outputs` are results.
+    """A call of a function of stages, over tensors and symbols of the caller; `outputs` are its results.
 
-    nodes are the ONNX nodes that it computes; binding is what it was read from, while that is all it is. multiplied is
-    how matmuls of float32 are computed (MATMULS), "" as usual; parts are how many stages belong together (PARTS).
-    updates of caches come behind the stages.
+    nodes are the ONNX nodes that it computes. binding is the unchanged binding that it was read from, if any.
+    matmul_mode is how float32 matmuls are computed (MATMULS), "" by default. stage_counts are the sizes of stage groups
+    (PARTS). updates of caches follow the stages.
     """
 
     name: str
     stages: list[Stage]
     outputs: list[tirx.Buffer]
     nodes: tuple[str, ...]
-    multiplied: str
+    matmul_mode: str
     binding: relax.Binding | None = None
-    parts: tuple[int, ...] = ()
+    stage_counts: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
 
     def inputs(self) -> list[tirx.Buffer]:
-        made = {stage.output for stage in self.stages}
+        computed = {stage.output for stage in self.stages}
         read = [node.source for stage in self.stages for node in loads(stage.value)]
         read += [buffer for update in self.updates for buffer in update.inputs()]
-        return [buffer for buffer in dict.fromkeys(read) if buffer not in made]
+        return [buffer for buffer in dict.fromkeys(read) if buffer not in computed]
 
-    def function(self) -> tuple[tirx.PrimFunc, list[tirx.Var]]:
-        """The function, and what it takes before its outputs: tensors, and integers that are no size of these."""
+    def build_function(self) -> tuple[tirx.PrimFunc, list[tirx.Var]]:
+        """Return the function, and its arguments before outputs: tensors, and integers that are not sizes of these."""
         tensors = [*self.inputs(), *self.outputs]
-        known = {extent for buffer in tensors for extent in buffer.shape}
-        known |= {axis.var for stage in self.stages for axis in (*stage.axes, *stage.reduce)}
+        bound = {extent for buffer in tensors for extent in buffer.shape}
+        bound |= {axis.var for stage in self.stages for axis in (*stage.axes, *stage.reduce)}
         used = [*(extent for buffer in tensors for extent in buffer.shape), *self._expressions()]
-        free = (node for expr in used for node in walk(expr) if isinstance(node, tirx.Var) and node not in known)
-        given = [*self.inputs(), *dict.fromkeys(free)]
-        func = write_stages(self.stages, [*given, *self.outputs], self._write_updates)
-        if self.multiplied and any(map(read_matmul, self.stages)):
-            func = func.with_attr(MATMULS, self.multiplied)
-        if self.parts:
-            func = func.with_attr(PARTS, list(self.parts))
-        return func, given
+        free = (node for expr in used for node in walk(expr) if isinstance(node, tirx.Var) and node not in bound)
+        arguments = [*self.inputs(), *dict.fromkeys(free)]
+        func = write_stages(self.stages, [*arguments, *self.outputs], self._write_updates)
+        if self.matmul_mode and any(map(read_matmul, self.stages)):
+            func = func.with_attr(MATMULS, self.matmul_mode)
+        if self.stage_counts:
+            func = func.with_attr(PARTS, list(self.stage_counts))
+        return func, arguments
 
-    def _write_updates(self, own: Callable[[tirx.Buffer], tirx.Buffer]) -> None:
-        for each in self.updates:
-            indices = None if each.indices is None else own(each.indices)
-            write(Update(each.record, own(each.rows), own(each.cache), indices).bound())
+    def _write_updates(self, to_buffer: Callable[[tirx.Buffer], tirx.Buffer]) -> None:
+        for update in self.updates:
+            indices = None if update.indices is None else to_buffer(update.indices)
+            emit_update(Update(update.record, to_buffer(update.rows), to_buffer(update.cache), indices).bound())
 
     def _expressions(self) -> Iterator[Expr]:
         for stage in self.stages:
             yield from (*(axis.extent for axis in (*stage.axes, *stage.reduce)), *stage.output.shape, stage.value)
 
 
-class Asked(Generic[T]):
-    """What is asked about functions, once about those that are equal: a model has the same ones in every layer."""
+class FunctionMemo(Generic[T]):
+    """Memoizes a query about functions, shared by equal ones: a model has the same functions in every layer."""
 
-    def __init__(self, question: Callable[[tirx.PrimFunc], T]) -> None:
-        self._question = question
+    def __init__(self, query: Callable[[tirx.PrimFunc], T]) -> None:
+        self._question = query
         self._answers = Memo[T]()
 
     def __call__(self, function: tirx.PrimFunc) -> T:
         return self._answers(function, self._question)
 
 
-def callee(binding: relax.Binding) -> ir.GlobalVar | None:
-    """The function that a binding calls, None where it calls none of TensorIR."""
+def read_callee(binding: relax.Binding) -> ir.GlobalVar | None:
+    """Return the TensorIR function that a binding calls, None if it calls none."""
     value = binding.value
     return value.args[0] if isinstance(value, relax.Call) and value.op == _CALL_TIR else None
 
 
-def variables(expr: relax.Expr) -> list[relax.Var]:
-    """All that an expression reads, as often as it does."""
-    found: list[relax.Var] = []
-    tvm_ffi.structural_walk(expr, (relax.Var, found.append))
-    return found
+def list_reads(expr: relax.Expr) -> list[relax.Var]:
+    """Return all variables that an expression reads, each as often as it is read."""
+    reads: list[relax.Var] = []
+    tvm_ffi.structural_walk(expr, (relax.Var, reads.append))
+    return reads
 
 
 class StageCalls:
-    """The calls of a module's `main`: tensors of the caller are buffers, one for each."""
+    """The calls of a module's `main`: each tensor of the caller is a buffer."""
 
     def __init__(self, mod: tvm.IRModule, origins: Origins) -> None:
         self.mod, self.origins = mod, dict(origins)
-        self.tensors: dict[relax.Expr, tirx.Buffer] = {}  # what the caller has
-        self.names: dict[tirx.Buffer, relax.Expr] = {}  # the other way round
+        self.tensors: dict[relax.Expr, tirx.Buffer] = {}  # buffers of the caller's tensors
+        self.names: dict[tirx.Buffer, relax.Expr] = {}  # the inverse
 
-    def stages(self, binding: relax.Binding) -> list[Stage] | None:
-        """Those of the function that a binding calls, None where it calls none of stages."""
-        name = callee(binding)
+    def find_stages(self, binding: relax.Binding) -> list[Stage] | None:
+        """Return the stages of the function that a binding calls, None if it is not a stage function."""
+        name = read_callee(binding)
         return None if name is None else read_stages(self.mod[name])
 
-    def tensor(self, expr: relax.Expr, name: str) -> tirx.Buffer:
+    def get_buffer(self, expr: relax.Expr, name: str) -> tirx.Buffer:
         if expr not in self.tensors:
             self.tensors[expr] = tirx.decl_buffer(list(expr.ty.shape.values), str(expr.ty.dtype), name)
             self.names[self.tensors[expr]] = expr
         return self.tensors[expr]
 
-    def read(self, binding: relax.Binding, stages: list[Stage], kind: type[relax.Var]) -> StageCall:
-        """The call of a function of these stages."""
+    def read_call(self, binding: relax.Binding, stages: list[Stage], kind: type[relax.Var]) -> StageCall:
+        """Return the call of a function of these stages."""
         value = binding.value
         func = self.mod[value.args[0]]
-        given = list(value.args[1].fields)
+        arguments = list(value.args[1].fields)
         symbols: dict[tirx.Var, Expr] = {}
         tensors: dict[tirx.Buffer, tirx.Buffer] = {}
         fields = binding.var.ty.fields if isinstance(binding.var.ty, relax.TupleType) else None
         results = [kind(f"{binding.var.name}_{n}", ty) for n, ty in enumerate(fields)] if fields else [binding.var]
-        for param, expr in zip(func.params, (*given, *results), strict=True):
+        for param, expr in zip(func.params, (*arguments, *results), strict=True):
             if tirx.is_buffer_var(param):
-                tensors[param] = self.tensor(expr, param.name)
+                tensors[param] = self.get_buffer(expr, param.name)
                 symbols.update((a, b) for a, b in zip(param.shape, expr.ty.shape.values) if isinstance(a, tirx.Var))
             else:
                 symbols[param] = expr
-        for stage in stages:  # calls of one function have insides of their own
+        for stage in stages:  # calls of one function have separate intermediate buffers
             shape = [renamed(extent, {}, symbols) for extent in stage.output.shape]
             tensors.setdefault(stage.output, tirx.decl_buffer(shape, stage.output.dtype, stage.output.name))
         outputs, nodes = [self.tensors[result] for result in results], self.origins.get(binding.var.name, ())
-        moved = [_renamed(stage, tensors, symbols) for stage in stages]
+        moved = [_rename_stage(stage, tensors, symbols) for stage in stages]
         multiplied = str(func.attrs.get(MATMULS, ""))
         return StageCall(value.args[0].name_hint, moved, outputs, nodes, multiplied, binding)
 
-    def bound(self, item: StageCall, kind: type[relax.Var], builder: relax.BlockBuilder) -> list[relax.Binding]:
-        """The bindings that compute a call, whose function is added to what is built."""
+    def emit_bindings(self, item: StageCall, kind: type[relax.Var], builder: relax.BlockBuilder) -> list[relax.Binding]:
+        """Return the bindings that compute a call; its function is added to the builder."""
         if item.binding is not None:
             return [item.binding]
-        function, given = item.function()
+        function, arguments = item.build_function()
         variable = builder.add_func(function, item.name)
         results = [self.names[buffer] for buffer in item.outputs]
         types = [result.ty for result in results]
-        call = relax.call_tir(variable, [self.names.get(var, var) for var in given], types if types[1:] else types[0])
+        call = relax.call_tir(
+            variable, [self.names.get(var, var) for var in arguments], types if types[1:] else types[0]
+        )
         call = builder.normalize(call)
         if len(results) == 1:
             self.origins[results[0].name] = item.nodes
             return [relax.VarBinding(results[0], call)]
-        both = kind("_".join(result.name for result in results), relax.TupleType(types))
-        self.origins[both.name] = item.nodes
-        fields = [builder.normalize(relax.TupleGetItem(both, n)) for n in range(len(results))]
-        return [relax.VarBinding(both, call), *map(relax.VarBinding, results, fields)]
+        results_tuple = kind("_".join(result.name for result in results), relax.TupleType(types))
+        self.origins[results_tuple.name] = item.nodes
+        fields = [builder.normalize(relax.TupleGetItem(results_tuple, n)) for n in range(len(results))]
+        return [relax.VarBinding(results_tuple, call), *map(relax.VarBinding, results, fields)]
 
 
-def _renamed(stage: Stage, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Stage:
+def _rename_stage(stage: Stage, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Stage:
     axes, reduce = (
-        tuple(Axis(axis.var, renamed(axis.extent, {}, symbols)) for axis in part) for part in (stage.axes, stage.reduce)
+        tuple(Axis(axis.var, renamed(axis.extent, {}, symbols)) for axis in group)
+        for group in (stage.axes, stage.reduce)
     )
     init = None if stage.init is None else renamed(stage.init, tensors, symbols)
     return Stage(tensors[stage.output], axes, reduce, init, renamed(stage.value, tensors, symbols))

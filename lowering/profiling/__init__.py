@@ -1,1 +1,1 @@
-"""How long a model takes, and how long it should."""
+"""Measured and expected run times of models."""

@@ -1,4 +1,4 @@
-"""`bench`: how long a compiled model takes, kernel by kernel, beside what the machine can do."""
+"""`bench`: the run time of a compiled model, kernel by kernel, compared with the machine's limits."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import MOST_THREADS
+from ..manifest import MAX_THREADS
 from ..runtime import Model, load
 from ..runtime.checks import check_integer
 from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
-from .inputs import run_sizes, synthetic_inputs
+from .inputs import resolve_sizes, synthetic_inputs
 from .limits import Limits, measure_gpu_limits, measure_limits
-from .peer import onnxruntime
+from .peer import load_onnxruntime
 from .percentiles import Percentiles
 
-_FEWEST, _MOST = 5, 1000
+_MIN_RUNS, _MAX_RUNS = 5, 1000
 WARM_UP = 0.2
 """Seconds in which a model runs before it is measured."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time, work, the time that was to be expected (expected.py), and the share of the machine's limit that
-    the work is: the time that the limit allows, by that taken."""
+    """Time, work, the expected time (expected.py), and the share of the machine's limit.
+
+    The share is the time that the limit allows, divided by the time taken.
+    """
 
     calls: int
     seconds: float
@@ -51,13 +53,13 @@ class TimedCall(KernelCall):
 
 @dataclass(frozen=True)
 class Profile:
-    """What `bench` measured.
+    """The result of `bench`.
 
-    seconds is the median of whole runs, percentiles are those of them. cpu_seconds is the median of the time
-    that all threads of the process took, which a noisy neighbor does not make longer. calls are the kernels of one
-    run, in order; what is missing to the whole is the virtual machine, Python, and the memory of results. timeline has
-    the begin of each in one run, the middle one by length, and how long it took there. peer is the median of the runs
-    of another runtime, if there was one, which took turns with ours.
+    seconds is the median of whole runs, percentiles are theirs. cpu_seconds is the median CPU time of all threads of
+    the process, which a noisy neighbor does not extend. calls are the kernels of one run, in order. The rest of the run
+    is the virtual machine, Python, and the memory of results. timeline has the start and duration of each call in one
+    run, that of median length. peer is the median of the runs of another runtime, if any, which alternated with those
+    of the model.
     """
 
     seconds: float
@@ -73,57 +75,57 @@ class Profile:
     peer: float | None = None
 
     def total(self) -> Cost:
-        """All calls of a run, in the time of a whole run."""
+        """Return the cost of all calls of a run, in the time of a whole run."""
         return self._cost(self.calls, self.seconds)
 
     def by_kind(self) -> dict[str, Cost]:
-        """The calls by what they compute: "matmul", "attention" and "other"; the costliest first."""
-        return self._grouped(lambda call: call.kernel.kind)
+        """Group the calls by kind: "matmul", "attention" and "other"; the most expensive first."""
+        return self._group_calls(lambda call: call.kernel.kind)
 
     def by_kernel(self) -> dict[str, Cost]:
-        """The calls by kernel; the costliest first."""
-        return self._grouped(lambda call: call.kernel.name)
+        """Group the calls by kernel; the most expensive first."""
+        return self._group_calls(lambda call: call.kernel.name)
 
     def cost(self, call: TimedCall) -> Cost:
         return self._cost([call], call.seconds)
 
     def to_data(self) -> dict[str, Any]:
-        """Everything, with the sums by kind and by kernel, in what JSON has."""
-        sums = {"by_kind": self.by_kind(), "by_kernel": self.by_kernel()}
-        tables = {name: {key: dataclasses.asdict(cost) for key, cost in table.items()} for name, table in sums.items()}
+        """Return everything, with the totals by kind and by kernel, as JSON-compatible data."""
+        costs = {"by_kind": self.by_kind(), "by_kernel": self.by_kernel()}
+        tables = {name: {key: dataclasses.asdict(cost) for key, cost in table.items()} for name, table in costs.items()}
         return {**dataclasses.asdict(self), **tables}
 
     def to_json(self) -> str:
         return json.dumps(self.to_data(), indent=1) + "\n"
 
     def save_png(self, path: str | Path) -> None:
-        """Draws the time of each kernel as a bar, and the time that the limit would allow in it. Needs matplotlib."""
-        from .report import picture
+        """Draw the time of each kernel as a bar, with the time that the limit allows. Needs matplotlib."""
+        from .report import draw_picture
 
-        picture(self, Path(path))
+        draw_picture(self, Path(path))
 
     def trace(self) -> str:
-        """One run as a timeline for ui.perfetto.dev: JSON in the Trace Event Format."""
+        """Return one run as a timeline for ui.perfetto.dev: JSON in the Trace Event Format."""
         from .trace import trace
 
         return trace(self)
 
     def __str__(self) -> str:
-        from .report import text
+        from .report import format_profile
 
-        return text(self)
+        return format_profile(self)
 
     def __repr__(self) -> str:
-        from .report import headline
+        from .report import format_headline
 
-        return f"Profile({headline(self)[0]})"
+        return f"Profile({format_headline(self)[0]})"
 
     def _repr_html_(self) -> str:
-        from .report import html
+        from .report import format_html
 
-        return html(self)
+        return format_html(self)
 
-    def _grouped(self, key: Callable[[TimedCall], str]) -> dict[str, Cost]:
+    def _group_calls(self, key: Callable[[TimedCall], str]) -> dict[str, Cost]:
         groups: dict[str, list[TimedCall]] = {}
         for call in self.calls:
             groups.setdefault(key(call), []).append(call)
@@ -132,10 +134,10 @@ class Profile:
 
     def _cost(self, calls: Iterable[TimedCall], seconds: float) -> Cost:
         calls = list(calls)
-        least = sum(self.limits.seconds(c.flops, c.bytes) for c in calls)
+        limit_seconds = sum(self.limits.seconds(c.flops, c.bytes) for c in calls)
         flops, size = (sum(getattr(c, name) for c in calls) for name in ("flops", "bytes"))
         expected = sum(expected_seconds(c.kernel, c.flops, c.bytes, self.limits) for c in calls)
-        return Cost(len(calls), seconds, flops, size, expected, least / seconds)
+        return Cost(len(calls), seconds, flops, size, expected, limit_seconds / seconds)
 
 
 def bench(
@@ -147,40 +149,49 @@ def bench(
     against: str | os.PathLike[str] | None = None,
     warm_up: float = WARM_UP,
 ) -> Profile:
-    """Measures a compiled model, or an artifact folder; needs no compiler.
+    """Measure a compiled model, or an artifact folder; needs no compiler.
 
-    sizes gives the model's symbolic dimensions by name, and with static_cache the number of tokens that the caches
-    hold. inputs are arrays by name; the others are synthetic: floating-point numbers are normally distributed, integers
-    and bools are 1, so that masks show everything. The model runs for `warm_up` seconds, once at least, before anything
-    is measured. That takes at least about `seconds`, of which half are whole runs and half runs in which each kernel is
-    timed; both take turns. The machine's limits are measured at the end, with as many
-    threads (lowering/profiling/limits.py). For a model on a GPU, given arrays must be in its memory.
+    The measurement takes about `seconds` or more. Half of it are whole runs, half runs in which each kernel is timed;
+    they alternate. The machine's limits are measured at the end, with the same number of threads
+    (lowering/profiling/limits.py).
 
-    against is the ONNX model that a CPU's artifact was compiled from: onnxruntime runs it on the same inputs, with as
-    many threads, in turns with ours.
+    Args:
+        model: A model, or an artifact folder.
+        sizes: The model's symbolic dimensions by name, and with static_cache the number of tokens in the caches.
+        inputs: Arrays by name, in GPU memory for a model on a GPU. The others are synthetic: floating-point numbers are
+            normally distributed, integers and bools are 1, so that masks hide nothing.
+        threads: With how many threads each run runs.
+        seconds: How long to measure.
+        against: The ONNX model that a CPU's artifact was compiled from. onnxruntime runs it on the same inputs, with as
+            many threads, alternating with the model.
+        warm_up: How many seconds to run before, once at least.
 
-    Raises InputError where sizes are missing or not the model's, or onnxruntime cannot take part, and ArtifactError for
-    what `load` refuses.
+    Returns:
+        The times of runs and kernels, in seconds.
+
+    Raises:
+        InputError: Sizes are missing or not the model's, or onnxruntime cannot take part.
+        ArtifactError: `load` rejects the artifact.
     """
     if not isinstance(model, Model):
         model = load(Path(model))
-    given = dict(inputs or {})
-    sizes = run_sizes(model.manifest, sizes or {}, given)
-    arrays = synthetic_inputs(model, sizes, given)
-    threads = check_integer(threads, "threads", 1, MOST_THREADS)
+    bound_inputs = dict(inputs or {})
+    sizes = resolve_sizes(model.manifest, sizes or {}, bound_inputs)
+    arrays = synthetic_inputs(model, sizes, bound_inputs)
+    threads = check_integer(threads, "threads", 1, MAX_THREADS)
     peer = None
     if against is not None:
         if model.gpu is not None:
             raise InputError("onnxruntime is measured on CPUs, and this artifact is for GPUs.")
-        peer = onnxruntime(against, model.manifest, arrays, threads)
+        peer = load_onnxruntime(against, model.manifest, arrays, threads)
     call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)
-    warm_up_by(call, model, warm_up)
+    run_warm_up(call, model, warm_up)
     wall: list[float] = []
     cpu: list[float] = []
-    theirs: list[float] = []
+    peer_times: list[float] = []
     begin = time.perf_counter()
-    while len(wall) < _FEWEST or (time.perf_counter() - begin < seconds and len(wall) < _MOST):
+    while len(wall) < _MIN_RUNS or (time.perf_counter() - begin < seconds and len(wall) < _MAX_RUNS):
         start, busy = time.perf_counter(), time.process_time()
         call()
         model.wait()
@@ -192,21 +203,23 @@ def bench(
         if peer is not None:
             start = time.perf_counter()
             peer()
-            theirs.append(time.perf_counter() - start)
+            peer_times.append(time.perf_counter() - start)
     times = np.median(np.array(profiler.times), axis=0) / 1e9
     calls = tuple(TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(profiler.calls, times))
-    percentiles = Percentiles.of(wall)
+    percentiles = Percentiles.from_seconds(wall)
     read = sum(c.bytes for c in calls)
     limits = measure_limits(threads, read) if model.gpu is None else measure_gpu_limits(model.gpu)
-    taken, other = float(np.median(cpu)), float(np.median(theirs)) if theirs else None
-    kept = int(np.argsort([sum(each) for each in profiler.times])[len(profiler.times) // 2])
-    spans = zip(profiler.begins[kept], profiler.times[kept])
+    cpu_seconds, peer_seconds = float(np.median(cpu)), float(np.median(peer_times)) if peer_times else None
+    median_run = int(np.argsort([sum(run_times) for run_times in profiler.times])[len(profiler.times) // 2])
+    spans = zip(profiler.begins[median_run], profiler.times[median_run])
     timeline = tuple((begin / 1e9, nanoseconds / 1e9) for begin, nanoseconds in spans)
     target, runs = model.manifest.target, len(wall)
-    return Profile(percentiles.p50, percentiles, taken, runs, threads, target, sizes, limits, calls, timeline, other)
+    return Profile(
+        percentiles.p50, percentiles, cpu_seconds, runs, threads, target, sizes, limits, calls, timeline, peer_seconds
+    )
 
 
-def warm_up_by(call: Callable[[], object], model: Model, seconds: float) -> None:
+def run_warm_up(call: Callable[[], object], model: Model, seconds: float) -> None:
     """Call it for that many seconds, once at least, and wait for each call."""
     end = time.perf_counter() + seconds
     while True:

@@ -1,14 +1,14 @@
-"""How long a kernel should take: from its work, the rule that made its code, and what the machine can do.
+"""The expected time of a kernel: from its work, the rule that scheduled it, and the machine's limits.
 
-A guard against cliffs: a matmul that no rule for matmuls takes is a hundred times slower than it could be, and
-nothing else would say so. Compiling warns of it, and `bench` shows expectation and measurement side by side.
+A guard against cliffs: a matmul that no matmul rule accepts is a hundred times slower than it could be, and nothing
+else would show that. The compiler warns of it, and `bench` shows expectation and measurement side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..arithmetic import evaluate, names
+from ..arithmetic import evaluate, list_names
 from ..manifest import CallSpec, KernelSpec
 from .limits import Limits
 
@@ -36,47 +36,47 @@ _RATES = {
 
 _START = 2e-6  # seconds until a kernel runs
 
-_TYPICAL = 64  # what a size that is not known is taken for
-_BALANCE = 4  # operations in the time of a byte, of a core of today
+_TYPICAL = 64  # the size assumed for a symbolic one
+_BALANCE = 4  # operations in the time of a byte, on a core of today
 _LARGE = 10**6  # operations that are worth a warning
-SLOW = 0.3  # of the limit: below, there is something to be gained
+SLOW = 0.3  # of the limit: below it, a kernel can be improved
 
 
-def rate(kind: str, schedule: str) -> float:
-    """The share of the machine's arithmetic that the code of a rule reaches (KernelSpec)."""
+def lookup_rate(kind: str, schedule: str) -> float:
+    """Return the share of the machine's arithmetic rate that the code of a rule reaches (KernelSpec)."""
     return _RATES.get((kind, schedule), _RATES[kind, ""])
 
 
 def seconds(kernel: KernelSpec, flops: int, size: int, limits: Limits) -> float:
-    """The time that a call of so many operations and bytes should take."""
+    """Return the time that a call of `flops` operations and `size` bytes should take."""
     arithmetic = flops / (kernel.rate * limits.flops) if limits.flops else 0.0
     return _START + max(arithmetic, size / limits.bandwidth)
 
 
-def is_left_over(kernel: KernelSpec) -> bool:
-    """Whether no rule made its code, or it is a matmul that the rule for matmuls does not take."""
+def has_no_rule(kernel: KernelSpec) -> bool:
+    """Return whether no rule scheduled the kernel, or it is a matmul that no matmul rule accepts."""
     return (kernel.kind, kernel.schedule) not in _RATES
 
 
-def warnings(kernels: Iterable[KernelSpec], calls: Sequence[CallSpec]) -> list[str]:
-    """A sentence for every kernel that is large and far from what a machine can do, whatever the machine."""
-    found = []
-    for kernel in filter(is_left_over, kernels):
+def list_slow_kernels(kernels: Iterable[KernelSpec], calls: Sequence[CallSpec]) -> list[str]:
+    """Return a sentence for every kernel that is large and far from the limit of any machine."""
+    sentences = []
+    for kernel in filter(has_no_rule, kernels):
         flops, size = (_typical(text) for text in (kernel.flops, kernel.bytes))
         if flops is None or size is None or flops < _LARGE:
             continue
         share = max(flops, _BALANCE * size) / max(flops / kernel.rate, _BALANCE * size)
         if share < SLOW:
             nodes = ", ".join(dict.fromkeys(n for call in calls if call.kernel == kernel.name for n in call.nodes))
-            why = "no kernel for matmuls takes it" if kernel.kind == "matmul" else "no rule takes it"
-            found.append(
+            reason = "no kernel for matmuls takes it" if kernel.kind == "matmul" else "no rule takes it"
+            sentences.append(
                 f"{nodes or kernel.name} runs by the rule '{kernel.schedule}' at about {share:.0%} of what a machine "
-                f"can do, as {why}."
+                f"can do, as {reason}."
             )
-    return found
+    return sentences
 
 
 def _typical(text: str) -> int | None:
-    """The work for sizes of the usual order, None where it depends on more than sizes."""
-    values = dict.fromkeys(names(text), _TYPICAL)
+    """Return the work for sizes of the usual order, or None if it depends on more than sizes."""
+    values = dict.fromkeys(list_names(text), _TYPICAL)
     return None if values.keys() & {"pairs", "unseen", "volume"} else evaluate(text, values)

@@ -1,8 +1,8 @@
-"""What this machine can do at most, by kernels that need nothing but NumPy; of a GPU, how fast it copies its memory.
+"""Limits of this machine, by kernels that need only NumPy; of a GPU, the bandwidth of memory copies.
 
-Arithmetic: a product of two float32 matrices of 1024 x 1024. Reading: a float32 dot product of a vector with itself.
-Both are calls of NumPy's BLAS, which takes its number of threads from the environment when it is loaded; hence a
-process of its own.
+Arithmetic: a matmul of two float32 matrices of 1024 x 1024. Reading: a float32 dot product of a vector with itself.
+Both are calls of NumPy's BLAS, which reads its number of threads from the environment when it is loaded. They therefore
+run in a separate process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from ..runtime.devices import Gpu
 
 _SIZE = 1024
-_SMALLEST, _LARGEST = 2**20, 2**30
-_COPIED = 2**28
+_MIN_BYTES, _MAX_BYTES = 2**20, 2**30
+_COPIED_BYTES = 2**28
 _SECONDS = 0.5  # for each
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Floating-point operations and bytes per second, and how many bytes were read over and over.
+    """Floating-point operations and bytes per second, and the number of bytes that were read repeatedly.
 
-    flops is None where that is unknown: then only memory limits.
+    flops is None if it is unknown: then only memory limits.
     """
 
     flops: float | None
@@ -40,7 +40,7 @@ class Limits:
     bytes: int
 
     def seconds(self, flops: int, size: int) -> float:
-        """The shortest time for that much arithmetic and reading, one beside the other."""
+        """Return the shortest time for that much arithmetic and reading, which overlap."""
         return max(flops / self.flops if self.flops else 0.0, size / self.bandwidth)
 
     def __str__(self) -> str:
@@ -54,20 +54,20 @@ class Limits:
 
 
 def measure_limits(threads: int, size: int) -> Limits:
-    """The limits for that many threads, reading `size` bytes (1 MiB at least, 1 GiB at most)."""
+    """Measure the limits of that many threads, reading `size` bytes (1 MiB at least, 1 GiB at most)."""
     environment = {**os.environ, **dict.fromkeys(_THREADS, str(threads))}
-    size = min(max(size, _SMALLEST), _LARGEST)
+    size = min(max(size, _MIN_BYTES), _MAX_BYTES)
     command = [sys.executable, __file__, str(size), str(_SECONDS)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return Limits(**json.loads(done.stdout), bytes=size)
 
 
 def measure_gpu_limits(gpu: Gpu) -> Limits:
-    """How fast a GPU copies, over more bytes than its caches hold."""
-    return Limits(None, gpu.copy_bandwidth(_COPIED), _COPIED)
+    """Measure a GPU's copy bandwidth, over more bytes than fit its caches."""
+    return Limits(None, gpu.copy_bandwidth(_COPIED_BYTES), _COPIED_BYTES)
 
 
-def _measured(size: int, seconds: float) -> dict[str, float]:
+def _measure_blas(size: int, seconds: float) -> dict[str, float]:
     a, b = (np.ones((_SIZE, _SIZE), np.float32) for _ in range(2))
     out = np.empty_like(a)
     x = np.ones(size // 4, np.float32)
@@ -88,4 +88,4 @@ def _fastest(run: Callable[[], object], seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measured(int(sys.argv[1]), float(sys.argv[2]))))
+    print(json.dumps(_measure_blas(int(sys.argv[1]), float(sys.argv[2]))))

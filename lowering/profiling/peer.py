@@ -1,4 +1,4 @@
-"""Another runtime beside an artifact: ONNX Runtime on the model that the artifact was compiled from."""
+"""Another runtime for comparison: ONNX Runtime on the model that the artifact was compiled from."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..machine import not_installed
+from ..machine import describe_missing_package
 from ..manifest import Manifest
 
 
-def onnxruntime(
+def load_onnxruntime(
     model: str | os.PathLike[str], manifest: Manifest, inputs: Mapping[str, Any], threads: int
 ) -> Callable[[], object]:
-    """A call of the model on copies of these arrays, with so many threads, on the CPU.
+    """Return a call of the model on copies of these arrays, with `threads` threads, on the CPU.
 
-    Raises InputError where onnxruntime is not installed, cannot run the model, or has other inputs than the artifact.
+    Raises InputError if onnxruntime is not installed, cannot run the model, or has other inputs than the artifact.
     """
     try:
         import onnxruntime as ort
     except ImportError as error:
-        raise InputError(not_installed("onnxruntime")) from error
+        raise InputError(describe_missing_package("onnxruntime")) from error
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 4
     try:
         session = ort.InferenceSession(str(Path(model)), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # of types of its own
+    except Exception as error:  # of its own types
         raise InputError(f"onnxruntime does not take '{model}': {_line(error)}") from error
-    theirs, ours = [found.name for found in session.get_inputs()], [spec.name for spec in manifest.inputs]
-    if set(theirs) != set(ours):
+    names, specs = [node.name for node in session.get_inputs()], [spec.name for spec in manifest.inputs]
+    if set(names) != set(specs):
         raise InputError(
-            f"'{model}' has the inputs {', '.join(theirs)}, and the artifact {', '.join(ours)}: give the model that it "
+            f"'{model}' has the inputs {', '.join(names)}, and the artifact {', '.join(specs)}: give the model that it "
             "was compiled from, without static_cache and serve."
         )
-    given = {name: array.copy() for name, array in inputs.items()}
+    arrays = {name: array.copy() for name, array in inputs.items()}
 
     def call() -> object:
-        return session.run(None, given)
+        return session.run(None, arrays)
 
     try:
         call()

@@ -1,4 +1,4 @@
-"""Percentiles of what was measured."""
+"""Percentiles of measured times."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class Percentiles:
     p99: float
 
     @staticmethod
-    def of(seconds: Sequence[float]) -> Percentiles:
-        """Return the percentiles of one length of time at least; between two they are interpolated linearly."""
+    def from_seconds(seconds: Sequence[float]) -> Percentiles:
+        """Return the percentiles of at least one time, linearly interpolated between two times."""
         return Percentiles(*(float(quantile) for quantile in np.quantile(seconds, (0.5, 0.9, 0.99))))

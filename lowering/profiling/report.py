@@ -10,33 +10,33 @@ from typing import TYPE_CHECKING
 
 from .. import units
 from ..errors import InputError
-from ..machine import not_installed
-from ..notebook import table
+from ..machine import describe_missing_package
+from ..notebook import format_table
 from .expected import SLOW
 
 if TYPE_CHECKING:
     from .benchmark import Cost, Profile
 
-_COSTLIEST = 15
+_MAX_ROWS = 15
 _WIDTH = 150  # characters
 _KERNEL = ("kernel", "schedule", "calls")
 _NUMBERS = ("time", "share", "GF/s", "GB/s", "expected", "of limit")
-_BUSY = 0.1  # of a run: what is lost to other processes, or beyond the limit, from which on it is said
-_NOTABLE = 0.01  # of a run: what is below the expected share of the limit is marked from here on
+_BUSY = 0.1  # the share of a run lost to other processes, or beyond the limit, from which on the report mentions it
+_NOTABLE = 0.01  # of a run: calls that take more are marked if they miss the expected share of the limit
 
 
-def text(profile: Profile) -> str:
-    """Three tables: by what is computed, by kernel, and the costliest calls with their ONNX nodes.
+def format_profile(profile: Profile) -> str:
+    """Format three tables: by kind, by kernel, and the most expensive calls with their ONNX nodes.
 
-    A mark stands behind what reaches less than 30 % of the limit and takes more than a hundredth of the run.
+    A mark follows rows that reach less than 30 % of the limit and take more than a hundredth of the run.
     """
-    lines = headline(profile)
+    lines = format_headline(profile)
     kinds = [(kind, str(cost.calls), *_cells(cost, profile)) for kind, cost in profile.by_kind().items()]
     rest = max(profile.seconds - sum(call.seconds for call in profile.calls), 0.0)
-    kinds.append(("between kernels", "", units.time(rest), _share(rest, profile), "", "", "", ""))
+    kinds.append(("between kernels", "", units.format_time(rest), _share(rest, profile), "", "", "", ""))
     lines += _table(("computes", "calls"), kinds)
     lines += _table(_KERNEL, _kernels(profile))
-    calls = sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_COSTLIEST]
+    calls = sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_MAX_ROWS]
     rows = [
         (str(position), call.kernel.name, ", ".join(call.nodes) or "-", *_cells(profile.cost(call), profile))
         for position, call in calls
@@ -45,14 +45,14 @@ def text(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def headline(profile: Profile) -> list[str]:
-    """Lines about whole runs, and about what they are measured by."""
+def format_headline(profile: Profile) -> list[str]:
+    """Format the lines about whole runs and their limits."""
     limits, slow = profile.limits, profile.percentiles
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
     total = profile.total()
     lines = [
-        f"{units.time(profile.seconds)} a run (p90 {units.time(slow.p90)}, p99 {units.time(slow.p99)}), CPU time "
-        f"{units.time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
+        f"{units.format_time(profile.seconds)} a run (p90 {units.format_time(slow.p90)}, p99 {units.format_time(slow.p99)}), CPU time "
+        f"{units.format_time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
         + (f"; {sizes}" if sizes else ""),
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",
         f"limit: {limits}, threads: {profile.threads}",
@@ -67,52 +67,52 @@ def headline(profile: Profile) -> list[str]:
         lines.append("more than 100%: NumPy was slower than the kernel, by its BLAS or while it was measured")
     if profile.peer is not None:
         ratio = profile.peer / profile.seconds
-        lines.insert(1, f"onnxruntime, in turns with it: {units.time(profile.peer)}, {ratio:.2f} times as long")
+        lines.insert(1, f"onnxruntime, in turns with it: {units.format_time(profile.peer)}, {ratio:.2f} times as long")
     return lines
 
 
-def html(profile: Profile) -> str:
-    """For notebooks: the costliest kernels."""
-    return table("\n".join(headline(profile)), (*_KERNEL, *_NUMBERS), _kernels(profile))
+def format_html(profile: Profile) -> str:
+    """Format the most expensive kernels for notebooks."""
+    return format_table("\n".join(format_headline(profile)), (*_KERNEL, *_NUMBERS), _kernels(profile))
 
 
 def _kernels(profile: Profile) -> list[tuple[str, ...]]:
     schedules = {call.kernel.name: call.kernel.schedule for call in profile.calls}
-    kernels = list(profile.by_kernel().items())[:_COSTLIEST]
+    kernels = list(profile.by_kernel().items())[:_MAX_ROWS]
     return [(name, schedules[name], str(cost.calls), *_cells(cost, profile)) for name, cost in kernels]
 
 
-def overview(profiles: Sequence[Profile]) -> str:
-    """A line for each of several sizes."""
+def format_overview(profiles: Sequence[Profile]) -> str:
+    """Format a line for each of several sizes."""
     rows = [
         (
             ", ".join(f"{name}={size}" for name, size in profile.sizes.items()) or "-",
-            units.time(profile.seconds),
-            units.time(profile.cpu_seconds),
+            units.format_time(profile.seconds),
+            units.format_time(profile.cpu_seconds),
             f"{profile.total().of_limit:.0%}",
-            "" if profile.peer is None else units.time(profile.peer),
+            "" if profile.peer is None else units.format_time(profile.peer),
             "" if profile.peer is None else f"{profile.peer / profile.seconds:.2f}",
         )
         for profile in profiles
     ]
     headings = ("sizes", "a run", "CPU time", "of limit", "onnxruntime", "ratio")
     count = 6 if any(profile.peer is not None for profile in profiles) else 4
-    return "\n".join(aligned([row[:count] for row in (headings, *rows)]))
+    return "\n".join(align_columns([row[:count] for row in (headings, *rows)]))
 
 
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A line for each row, whose cells stand below each other."""
+def align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Format a line for each row, with aligned cells."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return ["  ".join(field.ljust(width) for field, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def picture(profile: Profile, path: Path) -> None:
-    """A bar for the time of each kernel, the limit's share of it darker. Raises InputError without matplotlib."""
+def draw_picture(profile: Profile, path: Path) -> None:
+    """Draw a bar for the time of each kernel, the limit's share of it darker. Raises InputError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(f"'{path}' is not drawn: {not_installed('matplotlib')}") from error
-    costs = list(profile.by_kernel().items())[:_COSTLIEST]
+        raise InputError(f"'{path}' is not drawn: {describe_missing_package('matplotlib')}") from error
+    costs = list(profile.by_kernel().items())[:_MAX_ROWS]
     kinds = {call.kernel.name: call.kernel.kind for call in profile.calls}
     colors = {"matmul": "tab:blue", "attention": "tab:orange", "other": "tab:green"}
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(costs)), layout="constrained")
@@ -126,12 +126,12 @@ def picture(profile: Profile, path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("ms a run; dark: what the machine's limit allows")
-    axes.set_title(f"{units.time(profile.seconds)} a run, {profile.total().of_limit:.0%} of the limit")
+    axes.set_title(f"{units.format_time(profile.seconds)} a run, {profile.total().of_limit:.0%} of the limit")
     figure.savefig(path, dpi=150, format="png")
 
 
 def _table(first: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table whose first columns are words, which are broken where they would not fit."""
+    """Return the lines of a table whose first columns are text, which is wrapped to fit."""
     rows = [(*first, *_NUMBERS), *rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     while sum(widths) + 2 * len(widths) > _WIDTH:
@@ -139,21 +139,21 @@ def _table(first: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]
         widths[widest] -= 1
     lines = []
     for row in rows:
-        broken = [textwrap.wrap(cell, width) for cell, width in zip(row, widths)]
-        for parts in zip_longest(*broken, fillvalue=""):
-            words = [part.ljust(width) for part, width in zip(parts[: len(first)], widths)]
-            numbers = [part.rjust(width) for part, width in zip(parts[len(first) :], widths[len(first) :])]
-            lines.append("  ".join([*words, *numbers]).rstrip())
+        wrapped = [textwrap.wrap(cell, width) for cell, width in zip(row, widths)]
+        for cells in zip_longest(*wrapped, fillvalue=""):
+            texts = [field.ljust(width) for field, width in zip(cells[: len(first)], widths)]
+            numbers = [field.rjust(width) for field, width in zip(cells[len(first) :], widths[len(first) :])]
+            lines.append("  ".join([*texts, *numbers]).rstrip())
     return lines
 
 
 def _cells(cost: Cost, profile: Profile) -> tuple[str, ...]:
     return (
-        units.time(cost.seconds),
+        units.format_time(cost.seconds),
         _share(cost.seconds, profile),
         f"{cost.flops / cost.seconds / 1e9:.1f}",
         f"{cost.bytes / cost.seconds / 1e9:.1f}",
-        units.time(cost.expected),
+        units.format_time(cost.expected),
         f"{cost.of_limit:.0%}" + (" !" if cost.of_limit < SLOW and cost.seconds > _NOTABLE * profile.seconds else ""),
     )
 

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from .. import units
-from ..manifest import MOST_THREADS
+from ..manifest import MAX_THREADS
 from ..runtime import Model, load
 from ..runtime.checks import check_integer
-from .benchmark import WARM_UP, warm_up_by
-from .inputs import run_sizes, synthetic_inputs
+from .benchmark import WARM_UP, run_warm_up
+from .inputs import resolve_sizes, synthetic_inputs
 from .percentiles import Percentiles
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What `throughput` measured.
+    """The result of `throughput`.
 
-    seconds is from the first request to the last answer, requests how many there were in it, and latency how long one
-    took while the others ran. threads are those of each caller.
+    seconds is from the first request to the last answer, requests the number of requests in it, and latency the time of
+    one while the others ran. threads are those of each caller.
     """
 
     requests_per_second: float
@@ -38,16 +38,16 @@ class Throughput:
     latency: Percentiles
 
     def to_data(self) -> dict[str, Any]:
-        """Return everything in what JSON has."""
+        """Return everything as JSON-compatible data."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        latency = ", ".join(f"{name} {units.time(value)}" for name, value in dataclasses.asdict(self.latency).items())
+        latency = ", ".join(f"{name} {units.format_time(value)}" for name, value in dataclasses.asdict(self.latency).items())
         return (
             f"{self.requests_per_second:.1f} requests per second, callers: {self.callers}, threads of each: "
             f"{self.threads}" + (f"; {sizes}" if sizes else "") + "\n"
-            f"latency: {latency}; {self.requests} requests in {units.time(self.seconds)}"
+            f"latency: {latency}; {self.requests} requests in {units.format_time(self.seconds)}"
         )
 
 
@@ -74,28 +74,31 @@ def throughput(
         seconds: How long to measure.
         warm_up: How long to call before that.
 
+    Returns:
+        The requests per second, and the latency of requests in seconds.
+
     Raises:
         InputError: Sizes are missing or not the model's, or a number is not one of callers or threads.
-        ArtifactError: What `load` refuses.
+        ArtifactError: `load` rejects the artifact.
     """
     if not isinstance(model, Model):
         model = load(Path(model))
-    given = dict(inputs or {})
-    sizes = run_sizes(model.manifest, sizes or {}, given)
-    callers = check_integer(callers, "callers", 1, MOST_THREADS)
-    threads = check_integer(threads, "threads", 1, MOST_THREADS)
+    arrays = dict(inputs or {})
+    sizes = resolve_sizes(model.manifest, sizes or {}, arrays)
+    callers = check_integer(callers, "callers", 1, MAX_THREADS)
+    threads = check_integer(threads, "threads", 1, MAX_THREADS)
     calls = []
     for _ in range(callers):
-        own = {name: array.copy() if hasattr(array, "copy") else array for name, array in given.items()}
-        calls.append(model.bind(synthetic_inputs(model, sizes, own), threads=threads))
-    runs, taken = _Callers(model, calls, warm_up, seconds).measured()
-    latency = Percentiles.of(runs)
+        copies = {name: array.copy() if hasattr(array, "copy") else array for name, array in arrays.items()}
+        calls.append(model.bind(synthetic_inputs(model, sizes, copies), threads=threads))
+    runs, duration = _Callers(model, calls, warm_up, seconds).run()
+    latency = Percentiles.from_seconds(runs)
     target = model.manifest.target
-    return Throughput(len(runs) / taken, len(runs), taken, callers, threads, target, sizes, latency)
+    return Throughput(len(runs) / duration, len(runs), duration, callers, threads, target, sizes, latency)
 
 
 class _Callers:
-    """Threads that call at once, each its own function."""
+    """Threads that call concurrently, each its own function."""
 
     def __init__(self, model: Model, calls: Sequence[Callable[[], object]], warm_up: float, seconds: float) -> None:
         self._model, self._calls, self._warm_up, self._seconds = model, calls, warm_up, seconds
@@ -103,10 +106,10 @@ class _Callers:
         self._spans: list[list[tuple[float, float]]] = [[] for _ in calls]
         self._errors: list[BaseException] = []
 
-    def measured(self) -> tuple[list[float], float]:
-        """Return the seconds of each request, and those from the first request to the last answer.
+    def run(self) -> tuple[list[float], float]:
+        """Run all calls; return the seconds of each request, and those from the first request to the last answer.
 
-        Raises what a call raises.
+        Raises the error of any call.
         """
         threads = [
             threading.Thread(target=self._call, args=(call, spans), daemon=True)
@@ -118,13 +121,13 @@ class _Callers:
             thread.join()
         if self._errors:
             raise self._errors[0]
-        every = [span for spans in self._spans for span in spans]
-        begin, end = min(begin for begin, _ in every), max(end for _, end in every)
-        return [end - begin for begin, end in every], end - begin
+        requests = [span for spans in self._spans for span in spans]
+        begin, end = min(begin for begin, _ in requests), max(end for _, end in requests)
+        return [end - begin for begin, end in requests], end - begin
 
     def _call(self, call: Callable[[], object], spans: list[tuple[float, float]]) -> None:
         try:
-            warm_up_by(call, self._model, self._warm_up)
+            run_warm_up(call, self._model, self._warm_up)
             self._start.wait()
             until = time.perf_counter() + self._seconds
             while not spans or time.perf_counter() < until:

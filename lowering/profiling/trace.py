@@ -12,9 +12,9 @@ _PROCESS, _KERNELS = 1, 1
 
 
 def trace(profile: Profile) -> str:
-    """The JSON: an event for each kernel of one run, that in the middle by its length, with its work and ONNX nodes.
+    """Return the JSON: an event for each kernel of one run, that of median length, with its work and ONNX nodes.
 
-    Kernels follow each other; how their threads share the work is not recorded.
+    Kernels follow each other; the trace does not record how their threads share the work.
     """
     title = f"{profile.target}, " + ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
     events: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Every attention of a model: what it computes, which kernel was chosen and why, and what of the keys it visits."""
+"""Attention nodes of a model: the operation, the chosen kernel with reasons, and the visited key tiles."""
 
 from __future__ import annotations
 
@@ -14,52 +14,54 @@ from ..attention.cache_layout import CacheLayout, Whole
 from ..attention.formula import Formula
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
 from ..manifest import Manifest
-from .block_map import block_map, geometry, most_decoded
-from .dump import Dump
-from .elements import Child, E, Node, facts, folded, note, table
-from .formula_text import formula_text
-from .script import Call, Main, Script, Unknown, number
+from .block_map import read_geometry, read_max_decode_rows, render_block_map
+from .dump import CompilationDump
+from .elements import Child, E, Node, make_details, make_facts, make_note, make_table
+from .formula_text import format_formula
+from .script import KernelCall, MainFunction, ModuleScript, UnknownSizeError, evaluate_size
 from .sizes import ChosenSizes
 
-_MOST_MAPS = 4  # of one kernel
-_TAKEN = 256  # rows or keys, where sizes do not tell how many there are
+_MAX_MAPS = 4  # block maps of one kernel
+_DEFAULT_SIZE = 256  # rows or keys whose number does not follow from the sizes
 
 
-def attentions(manifest: Manifest, dump: Dump, sizes: ChosenSizes) -> Iterator[Node]:
-    script = dump.script("schedule")
-    kernels = [kernel for kernel in manifest.kernels if script.attribute(kernel.name, ATTRIBUTE) is not None]
+def render_attentions(manifest: Manifest, dump: CompilationDump, sizes: ChosenSizes) -> Iterator[Node]:
+    script = dump.read_script("schedule")
+    kernels = [kernel for kernel in manifest.kernels if script.read_attribute(kernel.name, ATTRIBUTE) is not None]
     if not kernels:
-        yield note("The model has no attention.")
+        yield make_note("The model has no attention.")
     for kernel in kernels:
-        yield from _kernel(kernel.name, manifest, dump, script, sizes)
+        yield from _render_kernel(kernel.name, manifest, dump, script, sizes)
 
 
-def choice_of(script: Script, kernel: str) -> dict[str, Any]:
-    """What was noted when a function was scheduled; {} where no rule had anything to do with it."""
-    return json.loads(script.attribute(kernel, CONSIDERED) or "{}")
+def read_choice(script: ModuleScript, kernel: str) -> dict[str, Any]:
+    """Return the record of the scheduling of a function; {} where no rule considered it."""
+    return json.loads(script.read_attribute(kernel, CONSIDERED) or "{}")
 
 
-def tiles_table(chosen: Mapping[str, Any] | None) -> Iterator[Node]:
-    """The tiles of a choice, one table for each size at which another is taken."""
+def render_tiles(chosen: Mapping[str, Any] | None) -> Iterator[Node]:
+    """Yield the tiles of a choice, one table for each range of sizes with tiles of its own."""
     match chosen:
         case {"variant": name, "tiles": tiles}:
             rows = [
-                (part, ", ".join(f"{k} {v}" for k, v in fields.items() if v is not None))
-                for part, fields in tiles.items()
+                (option, ", ".join(f"{k} {v}" for k, v in fields.items() if v is not None))
+                for option, fields in tiles.items()
             ]
-            yield table((f"kernels of variant '{name}'", "tiles"), rows)
-        case {"most": most, "small": small, "large": large}:
-            yield E("p", f"For sizes of up to {most}:")
-            yield from tiles_table(small)
-            yield E("p", f"For sizes above {most}:")
-            yield from tiles_table(large)
+            yield make_table((f"kernels of variant '{name}'", "tiles"), rows)
+        case {"most": max_rows, "small": small, "large": large}:
+            yield E("p", f"For sizes of up to {max_rows}:")
+            yield from render_tiles(small)
+            yield E("p", f"For sizes above {max_rows}:")
+            yield from render_tiles(large)
         case {"otherwise": otherwise}:
             yield E("p", "At the tuned sizes by a schedule of MetaSchedule's; elsewhere:")
-            yield from tiles_table(otherwise)
+            yield from render_tiles(otherwise)
 
 
-def _kernel(name: str, manifest: Manifest, dump: Dump, script: Script, sizes: ChosenSizes) -> Iterator[Node]:
-    problem = AttentionProblem.from_json(script.attribute(name, ATTRIBUTE) or "")
+def _render_kernel(
+    name: str, manifest: Manifest, dump: CompilationDump, script: ModuleScript, sizes: ChosenSizes
+) -> Iterator[Node]:
+    problem = AttentionProblem.from_json(script.read_attribute(name, ATTRIBUTE) or "")
     calls = [call for call in manifest.calls if call.kernel == name]
     nodes = list(dict.fromkeys(node for call in calls for node in call.nodes))
     yield E("h3", E("code", name))
@@ -68,13 +70,13 @@ def _kernel(name: str, manifest: Manifest, dump: Dump, script: Script, sizes: Ch
         "p",
         f"{count} call{'s' if count > 1 else ''}: {first}{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''}.",
     )
-    yield facts(_record(problem))
-    yield folded("The record as it is", E("pre", json.dumps(json.loads(problem.to_json()), indent=1)))
-    yield from _chosen(problem, choice_of(script, name))
-    yield from _maps(name, problem, choice_of(script, name).get("chosen"), manifest, dump, sizes)
+    yield make_facts(_describe_problem(problem))
+    yield make_details("The record as it is", E("pre", json.dumps(json.loads(problem.to_json()), indent=1)))
+    yield from _render_choice(problem, read_choice(script, name))
+    yield from _render_block_maps(name, problem, read_choice(script, name).get("chosen"), manifest, dump, sizes)
 
 
-def _record(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
+def _describe_problem(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
     groups = f", {p.group} share a key/value head" if p.group > 1 else ""
     yield "Heads", f"{p.q_heads} of queries, {p.kv_heads} of keys and values{groups}"
     value = f", of values {p.v_head_dim}" if p.v_head_dim != p.head_dim else ""
@@ -84,8 +86,8 @@ def _record(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
     values = f", V {p.v_dtype}" if p.v_dtype != p.dtype else ""
     yield "Types", f"{p.dtype}{values}; softmax and sums {p.acc_dtype}"
     yield "Query rows", "packed, one batch behind the other" if p.packed else f"axes {p.row_axes}"
-    yield "Keys and values", "; ".join(_layout(p.layout))
-    yield "Visible keys", "; ".join(_visible(p)) or "all"
+    yield "Keys and values", "; ".join(_describe_layout(p.layout))
+    yield "Visible keys", "; ".join(_describe_visible_keys(p)) or "all"
     if isinstance(p.mask, Mask):
         dims = ", ".join("?" if dim is None else str(dim) for dim in p.mask.dims)
         yield (
@@ -94,49 +96,49 @@ def _record(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
         )
     elif isinstance(p.mask, Formula):
         how = "visible where" if p.mask.dtype == "bool" else "added to scores:"
-        yield "Mask", E("span", f"no tensor, {how} ", E("code", formula_text(p.mask.value)))
+        yield "Mask", E("span", f"no tensor, {how} ", E("code", format_formula(p.mask.value)))
     else:
         yield "Mask", "none"
     scale = "a run-time value" if p.scale is None else f"{p.scale:g}"
     cap = f", soft cap {p.softcap:g}" if p.softcap else ""
-    change = None if p.score is None else E("span", ", then ", E("code", formula_text(p.score.value)))
+    change = None if p.score is None else E("span", ", then ", E("code", format_formula(p.score.value)))
     yield "Score", E("span", f"scale {scale}{cap}", change)
-    also = {
+    extra_outputs = {
         "a sink": p.sink,
         f"scores (mode {p.qk_mode})": p.qk_mode is not None,
         "log-sum-exp": p.lse,
         "maxima": p.max,
     }
-    if any(also.values()):
-        yield "Also", ", ".join(name for name, there in also.items() if there)
+    if any(extra_outputs.values()):
+        yield "Also", ", ".join(name for name, is_present in extra_outputs.items() if is_present)
 
 
-def _layout(layout: CacheLayout) -> Iterator[str]:
+def _describe_layout(layout: CacheLayout) -> Iterator[str]:
     yield f"axes {layout.axes}"
     if layout.joint:
         yield "one buffer for both"
-    for name, part in (
+    for name, option in (
         ("slots", layout.slots),
         ("ring", layout.ring),
         ("beams", layout.beams),
         ("codes", layout.codec),
     ):
-        if part is not None and part != Whole():
-            fields = (f"{field} {value}" for field, value in dataclasses.asdict(part).items() if value is not None)
-            yield f"{name}: {' '.join([type(part).__name__.lower(), ', '.join(fields)]).strip()}"
+        if option is not None and option != Whole():
+            fields = (f"{field} {value}" for field, value in dataclasses.asdict(option).items() if value is not None)
+            yield f"{name}: {' '.join([type(option).__name__.lower(), ', '.join(fields)]).strip()}"
 
 
-def _visible(p: AttentionProblem) -> Iterator[str]:
+def _describe_visible_keys(p: AttentionProblem) -> Iterator[str]:
     if p.lengths:
         yield "of each batch the first lengths[b]"
     window: Window | None = p.window
     if window is None:
         return
-    at = {"zero": "i", "past": "i + past", "lengths": "i + lengths[b] - rows", "behind": "i + lengths[b]"}[
+    row_position = {"zero": "i", "past": "i + past", "lengths": "i + lengths[b] - rows", "behind": "i + lengths[b]"}[
         window.offset
     ]
-    ends = "j" if window.left is None else f"{at} - {window.left} <= j"
-    ends += "" if window.right is None else f" <= {at}{f' + {window.right}' if window.right else ''}"
+    ends = "j" if window.left is None else f"{row_position} - {window.left} <= j"
+    ends += "" if window.right is None else f" <= {row_position}{f' + {window.right}' if window.right else ''}"
     yield f"row i sees key j where {ends}"
     if window.sinks:
         yield f"and the first {window.sinks} keys"
@@ -144,74 +146,78 @@ def _visible(p: AttentionProblem) -> Iterator[str]:
         yield "the rows of the first free_batches batches see all"
 
 
-def _chosen(problem: AttentionProblem, choice: Mapping[str, Any]) -> Iterator[Node]:
-    found = choice.get("variants", [])
-    if not found:
+def _render_choice(problem: AttentionProblem, choice: Mapping[str, Any]) -> Iterator[Node]:
+    variants = choice.get("variants", [])
+    if not variants:
         yield E("p", "No kernel of ours takes it: it runs as plain loops, which are right for every record.")
-    elif len(found) == 1:
-        yield E("p", f"Variant '{found[0]}' is the only one.")
+    elif len(variants) == 1:
+        yield E("p", f"Variant '{variants[0]}' is the only one.")
     else:
-        yield E("p", f"Variants, the best first: {', '.join(found)}. Without tuning the first is taken.")
-    yield from tiles_table(choice.get("chosen"))
-    most = most_decoded(problem, choice.get("chosen"))
-    if most:
-        yield E("p", f"Up to {most} query row{'s' if most > 1 else ''} go by 'decode', more by 'prefill'.")
+        yield E("p", f"Variants, the best first: {', '.join(variants)}. Without tuning the first is taken.")
+    yield from render_tiles(choice.get("chosen"))
+    max_rows = read_max_decode_rows(problem, choice.get("chosen"))
+    if max_rows:
+        yield E("p", f"Up to {max_rows} query row{'s' if max_rows > 1 else ''} go by 'decode', more by 'prefill'.")
     rejected = choice.get("rejected", {})
     if rejected:
         yield E("p", "Rejection:")
         rows = ((kernel, "; ".join(needs)) for kernel, needs in rejected.items())
-        yield table(("kernel", "needs that do not hold"), rows)
+        yield make_table(("kernel", "needs that do not hold"), rows)
     else:
         yield E("p", "No kernel rejected.")
 
 
-def _maps(
-    name: str, problem: AttentionProblem, chosen: Any, manifest: Manifest, dump: Dump, sizes: ChosenSizes
+def _render_block_maps(
+    name: str, problem: AttentionProblem, chosen: Any, manifest: Manifest, dump: CompilationDump, sizes: ChosenSizes
 ) -> Iterator[Node]:
     try:
-        main = dump.script("lower_call_tir").main
+        main = dump.read_script("lower_call_tir").main
         calls = [call for call in main.calls() if call.kernel == name]
-    except Unknown:
-        yield note("There is no block map, as the dump's main function cannot be read.")
+    except UnknownSizeError:
+        yield make_note("There is no block map, as the dump's main function cannot be read.")
         return
     settings: dict[tuple[Any, ...], tuple[int, int, dict[str, int]]] = {}
     for call in calls:
-        rows, keys, scalars = _sizes(problem, call, main, sizes.of(manifest, main))
+        rows, keys, scalars = _read_call_sizes(problem, call, main, sizes.map_names(manifest, main))
         settings.setdefault((rows, keys, *scalars.items()), (rows, keys, scalars))
-    for rows, keys, scalars in list(settings.values())[:_MOST_MAPS]:
-        tiles = geometry(problem, chosen, rows)
+    for rows, keys, scalars in list(settings.values())[:_MAX_MAPS]:
+        tiles = read_geometry(problem, chosen, rows)
         if tiles is None:
-            yield note("The kernel that runs has no tiles of rows and keys, so that there is no block map.")
+            yield make_note("The kernel that runs has no tiles of rows and keys, so that there is no block map.")
             return
-        yield from block_map(problem, tiles, rows, keys, scalars)
+        yield from render_block_map(problem, tiles, rows, keys, scalars)
         if problem.lengths or problem.packed or problem.layout.mapped:
-            yield note("Drawn for one batch whose keys fill their cache; a run visits those that lengths count.")
+            yield make_note("Drawn for one batch whose keys fill their cache; a run visits those that lengths count.")
 
 
-def _sizes(
-    problem: AttentionProblem, call: Call, main: Main, sizes: Mapping[str, int]
+def _read_call_sizes(
+    problem: AttentionProblem, call: KernelCall, main: MainFunction, sizes: Mapping[str, int]
 ) -> tuple[int, int, dict[str, int]]:
-    """Query rows and keys of a call, and its integers; where they do not follow from sizes, usual ones."""
+    """Return query rows, keys and integers of a call; defaults where they do not follow from the sizes."""
     arguments = dict(zip(problem.parameters(), call.arguments))
     scalars: dict[str, int] = {}
     for scalar in problem.scalars():
         try:
-            scalars[scalar] = number(arguments[scalar], sizes)
-        except (Unknown, KeyError):
+            scalars[scalar] = evaluate_size(arguments[scalar], sizes)
+        except (UnknownSizeError, KeyError):
             continue
 
-    def along(buffer: str, axes: str) -> int:
+    def read_axis_size(buffer: str, axes: str) -> int:
         argument = arguments.get(buffer)
-        dims = main.shape(argument.id) if isinstance(argument, ast.Name) else None
+        dims = main.read_shape(argument.id) if isinstance(argument, ast.Name) else None
         try:
-            return number(dims[axes.index("t")], sizes) if dims else _TAKEN
-        except (Unknown, IndexError):
-            return _TAKEN
+            return evaluate_size(dims[axes.index("t")], sizes) if dims else _DEFAULT_SIZE
+        except (UnknownSizeError, IndexError):
+            return _DEFAULT_SIZE
 
     rows = problem.q_len if problem.q_len is not None else scalars.get("most_rows")
     keys = problem.kv_len if problem.kv_len is not None else scalars.get("most_keys")
     if rows is None:
-        rows = _TAKEN if problem.packed else along("q", problem.row_axes)
+        rows = _DEFAULT_SIZE if problem.packed else read_axis_size("q", problem.row_axes)
     if keys is None:
-        keys = _TAKEN if problem.layout.mapped else along("kv" if problem.layout.joint else "k", problem.layout.axes)
+        keys = (
+            _DEFAULT_SIZE
+            if problem.layout.mapped
+            else read_axis_size("kv" if problem.layout.joint else "k", problem.layout.axes)
+        )
     return rows, keys, scalars

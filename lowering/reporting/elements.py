@@ -1,5 +1,8 @@
-"""Elements of HTML and SVG. The standard library writes them out, which escapes every text and attribute: names come
-from models, and may be anything."""
+"""Elements of HTML and SVG.
+
+The standard library serializes them and escapes every text and attribute: names come from models, and may be
+anything.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,34 @@ from xml.etree import ElementTree
 Node: TypeAlias = ElementTree.Element
 Child: TypeAlias = Node | str | None
 
-# What HTML forbids even when it is escaped: control characters, halves of surrogate pairs.
+# Characters that HTML forbids even when escaped: control characters, halves of surrogate pairs.
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
 def E(tag: str, *children: Child | Iterable[Child], **attributes: str | float) -> Node:
-    """An element. A trailing _ of an attribute's name is left out, other _ are hyphens (class_, stroke_width)."""
-    named = {name.rstrip("_").replace("_", "-"): _legal(str(value)) for name, value in attributes.items()}
-    node = ElementTree.Element(tag, named)
+    """Return an element; in attribute names a trailing _ is dropped, other _ become hyphens (class_, stroke_width)."""
+    escaped = {name.rstrip("_").replace("_", "-"): _replace_illegal(str(value)) for name, value in attributes.items()}
+    node = ElementTree.Element(tag, escaped)
     for child in children:
-        for each in [child] if isinstance(child, Node | str | None) else child:
-            _append(node, each)
+        for item in [child] if isinstance(child, Node | str | None) else child:
+            _append(node, item)
     return node
 
 
 def to_html(node: Node) -> str:
-    """As HTML."""
+    """Return a node as HTML."""
     return ElementTree.tostring(node, encoding="unicode", method="html")
 
 
-def svg(width: float, height: float, *children: Child | Iterable[Child], label: str) -> Node:
-    """A picture as wide as its place, at most `width` pixels; label is for who does not see it."""
+def make_svg(width: float, height: float, *children: Child | Iterable[Child], label: str) -> Node:
+    """Return a picture as wide as its container, at most `width` pixels; label is the text alternative."""
     box = {"viewBox": f"0 0 {width:g} {height:g}", "style": f"max-width: {width:g}px"}
     picture = E("svg", E("title", label), *children, role="img", **box)
     return E("div", picture, class_="picture")
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[Child]], numbers: Sequence[int] = ()) -> Node:
-    """A table that scrolls inside itself where it is too wide; the columns `numbers` are set flush right."""
+def make_table(headings: Sequence[str], rows: Iterable[Sequence[Child]], numbers: Sequence[int] = ()) -> Node:
+    """Return a table that scrolls horizontally where it is too wide; the columns `numbers` are right-aligned."""
 
     def cells(tag: str, row: Sequence[Child]) -> Node:
         return E("tr", (E(tag, cell, **({"class_": "number"} if k in numbers else {})) for k, cell in enumerate(row)))
@@ -47,24 +50,24 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Child]], numbers: Seq
     return E("div", E("table", E("thead", cells("th", headings)), E("tbody", body)), class_="wide")
 
 
-def facts(pairs: Iterable[tuple[str, Child]]) -> Node:
-    """Names and what is to be said of them."""
+def make_facts(pairs: Iterable[tuple[str, Child]]) -> Node:
+    """Return a list of names and their descriptions."""
     return E("dl", (node for name, value in pairs for node in (E("dt", name), E("dd", value))))
 
 
-def folded(summary: Child, *children: Child | Iterable[Child], open_: bool = False) -> Node:
+def make_details(summary: Child, *children: Child | Iterable[Child], open_: bool = False) -> Node:
     return E("details", E("summary", summary), *children, **({"open": "open"} if open_ else {}))
 
 
-def code(text: str) -> Node:
+def make_code(text: str) -> Node:
     return E("pre", E("code", text))
 
 
-def note(*children: Child) -> Node:
+def make_note(*children: Child) -> Node:
     return E("p", *children, class_="note")
 
 
-def _legal(text: str) -> str:
+def _replace_illegal(text: str) -> str:
     return _ILLEGAL.sub("\ufffd", text)
 
 
@@ -74,6 +77,6 @@ def _append(node: Node, child: Child) -> None:
     if isinstance(child, Node):
         node.append(child)
     elif len(node):
-        node[-1].tail = (node[-1].tail or "") + _legal(child)
+        node[-1].tail = (node[-1].tail or "") + _replace_illegal(child)
     else:
-        node.text = (node.text or "") + _legal(child)
+        node.text = (node.text or "") + _replace_illegal(child)

@@ -1,4 +1,4 @@
-"""What `bench` measured: each kernel below the roofline of the machine, and a run as a timeline."""
+"""Measurements of `bench`: a roofline of the kernels, and a run as a timeline."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from ..errors import InputError
 from ..manifest import Manifest
 from ..profiling.benchmark import Cost, Profile
 from ..records import decode
-from .elements import Child, E, Node, svg, table
-from .ticks import decades, ticks
+from .elements import Child, E, Node, make_svg, make_table
+from .ticks import list_decades, list_ticks
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720.0, 380.0, 86.0, 44.0
 _LONG, _ROW = 1000.0, 64.0
 _NUMBERS = ("calls", "time", "share", "arithmetic", "memory", "bytes", "expected", "of limit")
-_NAMED = 8  # kernels with a number in the plot
+_MAX_NUMBERED = 8  # kernels with a number in the plot
 
 
 def read_profiles(path: Path, manifest: Manifest) -> list[Profile]:
-    """The JSON of `bench --json`, of one run or of several. Raises InputError, also for another artifact's."""
+    """Return the profiles in the JSON of `bench --json`, of one run or of several.
+
+    Raises:
+        InputError: The file cannot be read, or is of another artifact.
+    """
     try:
         data = json.loads(path.read_text())
         profiles = []
-        for each in data if isinstance(data, list) else [data]:
-            fields = {name: value for name, value in each.items() if name not in ("by_kind", "by_kernel")}
+        for item in data if isinstance(data, list) else [data]:
+            fields = {name: value for name, value in item.items() if name not in ("by_kind", "by_kernel")}
             profiles.append(decode(Profile, fields, "profile"))
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -38,112 +42,121 @@ def read_profiles(path: Path, manifest: Manifest) -> list[Profile]:
     return profiles
 
 
-def measurements(profiles: Sequence[Profile]) -> Iterator[Node]:
+def render_measurements(profiles: Sequence[Profile]) -> Iterator[Node]:
     for profile in profiles:
         sizes = ", ".join(f"{name} = {size}" for name, size in profile.sizes.items())
         yield E("h3", sizes or "A run")
         slow = profile.percentiles
-        others = f"p90 {units.time(slow.p90)}, p99 {units.time(slow.p99)}, threads: {profile.threads}"
-        peer = "" if profile.peer is None else f" onnxruntime, in turns with it: {units.time(profile.peer)}."
+        spread = f"p90 {units.format_time(slow.p90)}, p99 {units.format_time(slow.p99)}, threads: {profile.threads}"
+        peer = "" if profile.peer is None else f" onnxruntime, in turns with it: {units.format_time(profile.peer)}."
         share = f"{profile.total().of_limit:.0%} of the limit"
-        middle = f"{units.time(profile.seconds)} a run, the median of {profile.runs}"
-        yield E("p", f"{middle} ({others}); {share}.{peer} Limit: {profile.limits}.")
-        yield from roofline(profile)
-        yield from timeline(profile)
+        middle = f"{units.format_time(profile.seconds)} a run, the median of {profile.runs}"
+        yield E("p", f"{middle} ({spread}); {share}.{peer} Limit: {profile.limits}.")
+        yield from render_roofline(profile)
+        yield from render_timeline(profile)
 
 
-def roofline(profile: Profile) -> Iterator[Node]:
-    """Operations per second over operations per byte, both logarithmic, and the same as a table."""
+def render_roofline(profile: Profile) -> Iterator[Node]:
+    """Yield a plot of operations per second over operations per byte, both logarithmic, and a table."""
     costs = profile.by_kernel()
     kinds = {call.kernel.name: call.kernel.kind for call in profile.calls}
     drawn = {name: cost for name, cost in costs.items() if cost.flops and cost.bytes and cost.seconds > 0}
     if drawn:
-        yield _plot(profile, drawn, kinds)
+        yield _draw_roofline(profile, drawn, kinds)
     numbers = {name: k for k, name in enumerate(drawn, 1)}
     rows: list[tuple[Child, ...]] = []
     for name, cost in costs.items():
-        rows.append((str(numbers.get(name, "-")), E("code", name), kinds[name], *_cells(cost, profile)))
-    yield table(("", "kernel", "computes", *_NUMBERS), rows, numbers=range(3, 3 + len(_NUMBERS)))
+        rows.append((str(numbers.get(name, "-")), E("code", name), kinds[name], *_format_cells(cost, profile)))
+    yield make_table(("", "kernel", "computes", *_NUMBERS), rows, numbers=range(3, 3 + len(_NUMBERS)))
 
 
-def _cells(cost: Cost, profile: Profile) -> tuple[str, ...]:
-    """Of a kernel, what _NUMBERS say."""
+def _format_cells(cost: Cost, profile: Profile) -> tuple[str, ...]:
+    """Return the cells of a kernel for the columns _NUMBERS."""
     return (
         str(cost.calls),
-        units.time(cost.seconds),
+        units.format_time(cost.seconds),
         f"{cost.seconds / profile.seconds:.1%}",
-        units.rate(cost.flops / cost.seconds, "FLOP") if cost.flops and cost.seconds else "-",
-        units.rate(cost.bytes / cost.seconds, "B") if cost.seconds else "-",
-        units.size(cost.bytes),
-        units.time(cost.expected),
+        units.format_rate(cost.flops / cost.seconds, "FLOP") if cost.flops and cost.seconds else "-",
+        units.format_rate(cost.bytes / cost.seconds, "B") if cost.seconds else "-",
+        units.format_size(cost.bytes),
+        units.format_time(cost.expected),
         f"{cost.of_limit:.0%}",
     )
 
 
-def timeline(profile: Profile) -> Iterator[Node]:
-    """The kernels of one run, one behind the other."""
+def render_timeline(profile: Profile) -> Iterator[Node]:
+    """Yield the kernels of one run in the order of their calls."""
     end = max((begin + seconds for begin, seconds in profile.timeline), default=0.0)
     if end <= 0:
         return
     across = _LONG / end
-    parts = []
+    shapes = []
     for call, (begin, seconds) in zip(profile.calls, profile.timeline):
-        title = f"{call.kernel.name}: {units.time(seconds)}; {', '.join(call.nodes) or '-'}"
-        place = {"x": f"{begin * across:.2f}", "width": f"{max(seconds * across, 0.3):.2f}"}
-        parts.append(E("rect", E("title", title), y=4, height=34, class_=f"span {call.kernel.kind}", **place))
-    for value in ticks(end * 1e6, 8):
+        title = f"{call.kernel.name}: {units.format_time(seconds)}; {', '.join(call.nodes) or '-'}"
+        box = {"x": f"{begin * across:.2f}", "width": f"{max(seconds * across, 0.3):.2f}"}
+        shapes.append(E("rect", E("title", title), y=4, height=34, class_=f"span {call.kernel.kind}", **box))
+    for value in list_ticks(end * 1e6, 8):
         x = value * 1e-6 * across
         anchor = "start" if not value else "middle"
-        parts.append(E("text", units.time(value * 1e-6) if value else "0", x=f"{x:.1f}", y=56, text_anchor=anchor))
+        shapes.append(
+            E("text", units.format_time(value * 1e-6) if value else "0", x=f"{x:.1f}", y=56, text_anchor=anchor)
+        )
     caption = "One run, the middle one by its length"
     kinds = ((kind, name) for kind, name in (("matmul", "matmuls"), ("attention", "attention"), ("other", "others")))
     legend = E("ul", (E("li", E("span", class_=f"swatch {kind}"), name) for kind, name in kinds), class_="legend")
-    yield E("figure", svg(_LONG + 30, _ROW, parts, label=caption), E("figcaption", caption, legend))
+    yield E("figure", make_svg(_LONG + 30, _ROW, shapes, label=caption), E("figcaption", caption, legend))
 
 
-def _plot(profile: Profile, costs: dict[str, Cost], kinds: dict[str, str]) -> Node:
+def _draw_roofline(profile: Profile, costs: dict[str, Cost], kinds: dict[str, str]) -> Node:
     limits = profile.limits
     points = {name: (cost.flops / cost.bytes, cost.flops / cost.seconds) for name, cost in costs.items()}
     ridge = limits.flops / limits.bandwidth if limits.flops else None
     xs = [x for x, _ in points.values()] + ([ridge] if ridge else [])
-    x_axis = list(decades(min(xs) / 2, max(xs) * 2))
+    x_axis = list(list_decades(min(xs) / 2, max(xs) * 2))
 
     def roof(x: float) -> float:
         return min(x * limits.bandwidth, limits.flops or math.inf)
 
     ys = [y for _, y in points.values()] + [roof(x_axis[-1])]
-    y_axis = list(decades(min(ys) / 1.5, max(ys) * 1.2))
+    y_axis = list(list_decades(min(ys) / 1.5, max(ys) * 1.2))
     ground = _HEIGHT - _BOTTOM
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_point(x: float, y: float) -> tuple[float, float]:
         right = (math.log10(x) - math.log10(x_axis[0])) / (len(x_axis) - 1)
         up = (math.log10(y) - math.log10(y_axis[0])) / (len(y_axis) - 1)
         return _LEFT + right * (_WIDTH - _LEFT - 16), ground - up * (ground - 12)
 
-    parts: list[Node] = []
+    shapes: list[Node] = []
     for y in y_axis:
-        _, at = place(x_axis[0], y)
-        parts.append(E("line", x1=_LEFT, x2=_WIDTH - 16, y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
-        parts.append(E("text", units.rate(y, "FLOP"), x=_LEFT - 6, y=f"{at + 4:.1f}", text_anchor="end"))
+        _, coordinate = to_point(x_axis[0], y)
+        shapes.append(
+            E("line", x1=_LEFT, x2=_WIDTH - 16, y1=f"{coordinate:.1f}", y2=f"{coordinate:.1f}", class_="grid")
+        )
+        shapes.append(
+            E("text", units.format_rate(y, "FLOP"), x=_LEFT - 6, y=f"{coordinate + 4:.1f}", text_anchor="end")
+        )
     for x in x_axis:
-        at, _ = place(x, y_axis[0])
-        parts.append(E("line", x1=f"{at:.1f}", x2=f"{at:.1f}", y1=12, y2=ground, class_="grid"))
-        parts.append(E("text", f"{x:g}", x=f"{at:.1f}", y=ground + 16, text_anchor="middle"))
+        coordinate, _ = to_point(x, y_axis[0])
+        shapes.append(E("line", x1=f"{coordinate:.1f}", x2=f"{coordinate:.1f}", y1=12, y2=ground, class_="grid"))
+        shapes.append(E("text", f"{x:g}", x=f"{coordinate:.1f}", y=ground + 16, text_anchor="middle"))
     first = max(x_axis[0], y_axis[0] / limits.bandwidth)
     corners = [first, *([ridge] if ridge and ridge > first else []), x_axis[-1]]
-    line = " ".join("{:.1f},{:.1f}".format(*place(x, roof(x))) for x in corners)
-    parts.append(E("polyline", points=line, class_="roof"))
+    line = " ".join("{:.1f},{:.1f}".format(*to_point(x, roof(x))) for x in corners)
+    shapes.append(E("polyline", points=line, class_="roof"))
     for position, (name, (x, y)) in enumerate(points.items(), 1):
-        cost, (cx, cy) = costs[name], place(x, y)
-        title = f"{name}: {units.time(cost.seconds)}, {units.rate(y, 'FLOP')}, {cost.of_limit:.0%} of the limit"
+        cost, (cx, cy) = costs[name], to_point(x, y)
+        title = (
+            f"{name}: {units.format_time(cost.seconds)}, {units.format_rate(y, 'FLOP')}, "
+            f"{cost.of_limit:.0%} of the limit"
+        )
         radius = 4 + 12 * math.sqrt(cost.seconds / profile.seconds)
         circle = {"cx": f"{cx:.1f}", "cy": f"{cy:.1f}", "r": f"{radius:.1f}"}
-        parts.append(E("circle", E("title", title), class_=f"point {kinds[name]}", **circle))
-        if position <= _NAMED:
-            parts.append(E("text", str(position), x=f"{cx + radius + 2:.1f}", y=f"{cy + 4:.1f}", class_="label"))
-    parts.append(E("text", "FLOP per byte", x=_WIDTH - 16, y=ground + 34, text_anchor="end"))
+        shapes.append(E("circle", E("title", title), class_=f"point {kinds[name]}", **circle))
+        if position <= _MAX_NUMBERED:
+            shapes.append(E("text", str(position), x=f"{cx + radius + 2:.1f}", y=f"{cy + 4:.1f}", class_="label"))
+    shapes.append(E("text", "FLOP per byte", x=_WIDTH - 16, y=ground + 34, text_anchor="end"))
     caption = (
         "Roofline: the line is what this machine can do at most; the area of a point grows with its share of the run; "
         "numbers are those of the table"
     )
-    return E("figure", svg(_WIDTH, _HEIGHT, parts, label="Roofline"), E("figcaption", caption))
+    return E("figure", make_svg(_WIDTH, _HEIGHT, shapes, label="Roofline"), E("figcaption", caption))

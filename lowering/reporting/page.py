@@ -1,4 +1,4 @@
-"""The page: its sections, a table of contents, and a style; one file that needs nothing else."""
+"""The page: its sections, a table of contents, and a style, in one self-contained file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from ..manifest import Manifest
 from ..runtime.files import ArtifactFiles
-from .attention import attentions
-from .code import kernel_code
-from .dump import Dump
-from .elements import E, Node, note, to_html
-from .measured import measurements, read_profiles
-from .memory import memory
-from .overview import kernels, overview
-from .phases import phases
-from .sizes import chosen
+from .attention import render_attentions
+from .code import render_kernel_code
+from .dump import CompilationDump
+from .elements import E, Node, make_note, to_html
+from .measured import read_profiles, render_measurements
+from .memory import render_memory
+from .overview import render_kernels, render_overview
+from .phases import render_phases
+from .sizes import choose_sizes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser may load: nothing, nor run any script."""
+"""The resources that a browser may load: none, and no script may run."""
 
 _NO_DUMP = (
     "Not shown, as an artifact does not hold it: `compile ... --dump-dir DIR` writes it, and `inspect --html --dump "
@@ -30,30 +30,41 @@ _NO_BENCH = (
 )
 
 
-def page(
+def render_page(
     files: ArtifactFiles,
     manifest: Manifest,
     dump: Path | None = None,
     bench: Path | None = None,
-    said: Mapping[str, int] | None = None,
+    user_sizes: Mapping[str, int] | None = None,
 ) -> str:
-    """The page about an artifact.
+    """Return the page about an artifact.
 
-    dump is the folder that `compile --dump-dir` wrote beside it, bench what `bench --json` printed, said the sizes of
-    symbolic dimensions for what depends on them. Raises InputError where one of them is not the artifact's.
+    dump is the folder that `compile --dump-dir` wrote, bench the output of `bench --json`, and user_sizes the sizes of
+    symbolic dimensions.
+
+    Raises:
+        InputError: One of them is not the artifact's.
     """
     profiles = [] if bench is None else read_profiles(bench, manifest)
-    sizes = chosen(manifest, said or {}, profiles[0].sizes if profiles else {})
-    found = None if dump is None else Dump(dump, manifest)
-    missing = [note(_NO_DUMP)]
+    sizes = choose_sizes(manifest, user_sizes or {}, profiles[0].sizes if profiles else {})
+    compilation_dump = None if dump is None else CompilationDump(dump, manifest)
+    placeholder = [make_note(_NO_DUMP)]
     sections: list[tuple[str, str, Iterable[Node]]] = [
-        ("overview", "Overview", overview(files, manifest, sizes)),
-        ("kernels", "Kernels", kernels(manifest)),
-        ("phases", "Phases", missing if found is None else phases(found)),
-        ("attention", "Attention", missing if found is None else attentions(manifest, found, sizes)),
-        ("measurements", "Measurements", measurements(profiles) if profiles else [note(_NO_BENCH)]),
-        ("memory", "Memory", missing if found is None else memory(manifest, found, sizes)),
-        ("code", "Code", kernel_code(files, manifest, found)),
+        ("overview", "Overview", render_overview(files, manifest, sizes)),
+        ("kernels", "Kernels", render_kernels(manifest)),
+        ("phases", "Phases", placeholder if compilation_dump is None else render_phases(compilation_dump)),
+        (
+            "attention",
+            "Attention",
+            placeholder if compilation_dump is None else render_attentions(manifest, compilation_dump, sizes),
+        ),
+        ("measurements", "Measurements", render_measurements(profiles) if profiles else [make_note(_NO_BENCH)]),
+        (
+            "memory",
+            "Memory",
+            placeholder if compilation_dump is None else render_memory(manifest, compilation_dump, sizes),
+        ),
+        ("code", "Code", render_kernel_code(files, manifest, compilation_dump)),
     ]
     title = f"{files.folder.resolve().name}: a compiled model"
     head = E(
@@ -65,9 +76,11 @@ def page(
         E("title", title),
         E("style", Path(__file__).with_name("page.css").read_text()),
     )
-    contents = E(
-        "nav", E("ul", (E("li", E("a", name, href=f"#{at}")) for at, name, _ in sections)), aria_label="Contents"
+    navigation = E(
+        "nav",
+        E("ul", (E("li", E("a", name, href=f"#{anchor}")) for anchor, name, _ in sections)),
+        aria_label="Contents",
     )
-    body = (E("section", E("h2", name), nodes, id=at) for at, name, nodes in sections)
-    header = E("header", E("h1", files.folder.resolve().name), contents)
+    body = (E("section", E("h2", name), nodes, id=anchor) for anchor, name, nodes in sections)
+    header = E("header", E("h1", files.folder.resolve().name), navigation)
     return "<!DOCTYPE html>\n" + to_html(E("html", head, E("body", header, E("main", body)), lang="en")) + "\n"

@@ -1,4 +1,4 @@
-"""Scripts of modules, as a dump has them: Python's grammar, read by Python's parser."""
+"""Scripts of modules in a dump, parsed by Python's parser, whose grammar they have."""
 
 from __future__ import annotations
 
@@ -16,82 +16,90 @@ from .. import arithmetic
 Sizes = Mapping[str, int]
 
 
-class Unknown(Exception):
-    """A number that does not follow from the sizes that are known."""
+class UnknownSizeError(Exception):
+    """A number that does not follow from the bound sizes."""
 
 
 @dataclass(frozen=True)
-class Script:
+class ModuleScript:
     """The text of each function by its name, and the line of the file at which it begins."""
 
     path: Path
     functions: dict[str, str]
     lines: dict[str, int]
 
-    def attribute(self, function: str, name: str) -> str | None:
-        """A string that a function has as attribute."""
-        for node in _calls(self.functions.get(function, ""), "func_attr"):
+    def read_attribute(self, function: str, name: str) -> str | None:
+        """Return a string attribute of a function, or None."""
+        for node in _find_calls(self.functions.get(function, ""), "func_attr"):
             for key, value in zip(node.args[0].keys, node.args[0].values):
                 if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Constant):
                     return str(value.value)
         return None
 
     @functools.cached_property
-    def main(self) -> Main:
-        """Raises Unknown where there is none that can be read."""
+    def main(self) -> MainFunction:
+        """Return the main function.
+
+        Raises:
+            UnknownSizeError: There is none, or it cannot be parsed.
+        """
         if "main" not in self.functions:
-            raise Unknown
-        return Main(_parsed(self.functions["main"]))
+            raise UnknownSizeError
+        return MainFunction(_parse_function(self.functions["main"]))
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A call of a kernel."""
 
     kernel: str
     arguments: tuple[ast.expr, ...]
 
 
-class Main:
+class MainFunction:
     """The main function: the types of its variables, and its statements in the order of execution."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.parameters = [argument.arg for argument in function.args.args]
         self.types = {a.arg: a.annotation for a in function.args.args if a.annotation is not None}
-        self.statements = list(_flat(function.body))
+        self.statements = list(_flatten(function.body))
         for statement in self.statements:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 self.types[statement.target.id] = statement.annotation
 
-    def calls(self) -> list[Call]:
-        return [call for statement in self.statements if (call := called(statement)) is not None]
+    def calls(self) -> list[KernelCall]:
+        return [call for statement in self.statements if (call := read_kernel_call(statement)) is not None]
 
-    def shape(self, variable: str) -> list[ast.expr] | None:
-        """Of a tensor; None where it is not written down."""
+    def read_shape(self, variable: str) -> list[ast.expr] | None:
+        """Return the shape of a tensor, or None where the script does not state it."""
         match self.types.get(variable):
             case ast.Call(func=ast.Attribute(attr="Tensor"), args=[ast.Tuple(elts=dims), *_]):
                 return dims
         return None
 
 
-def called(statement: ast.stmt) -> Call | None:
-    """The call of a kernel that a statement is."""
+def read_kernel_call(statement: ast.stmt) -> KernelCall | None:
+    """Return the kernel call that a statement is, or None."""
     match statement:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="cls"), attr=kernel), args=arguments)):
-            return Call(kernel, tuple(arguments))
+            return KernelCall(kernel, tuple(arguments))
     return None
 
 
-def number(expr: ast.expr, sizes: Sizes) -> int:
-    """Arithmetic of sizes, as a script has it. Raises Unknown."""
+def evaluate_size(expr: ast.expr, sizes: Sizes) -> int:
+    """Return the value of an expression of sizes, as a script has it.
+
+    Raises:
+        UnknownSizeError: A size is unbound.
+    """
     try:
-        return arithmetic.value(_Plain().visit(copy.deepcopy(expr)), sizes)
+        return arithmetic.evaluate_node(_PlainArithmetic().visit(copy.deepcopy(expr)), sizes)
     except (ValueError, ZeroDivisionError) as error:
-        raise Unknown from error
+        raise UnknownSizeError from error
 
 
-class _Plain(ast.NodeTransformer):
-    """Makes T.int64(n) n, T.min min, and -n 0 - n."""
+class _PlainArithmetic(ast.NodeTransformer):
+    """Rewrite T.int64(n) as n, T.min as min, and -n as 0 - n."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -107,18 +115,18 @@ class _Plain(ast.NodeTransformer):
         return ast.BinOp(ast.Constant(0), ast.Sub(), node.operand) if isinstance(node.op, ast.USub) else node
 
 
-def _parsed(text: str) -> ast.FunctionDef:
+def _parse_function(text: str) -> ast.FunctionDef:
     try:
         (function,) = ast.parse(textwrap.dedent(text)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Unknown from error
+        raise UnknownSizeError from error
     if not isinstance(function, ast.FunctionDef):
-        raise Unknown
+        raise UnknownSizeError
     return function
 
 
-def _calls(text: str, name: str) -> Iterator[Any]:
-    """The calls of a method that stand on lines of their own."""
+def _find_calls(text: str, name: str) -> Iterator[Any]:
+    """Yield the calls of a method that have lines of their own."""
     for line in text.splitlines():
         if f".{name}(" in line:
             try:
@@ -129,11 +137,11 @@ def _calls(text: str, name: str) -> Iterator[Any]:
                 yield value.value
 
 
-def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Both branches of an if one after the other."""
+def _flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements, with both branches of an if in order."""
     for statement in body:
         if isinstance(statement, ast.If | ast.With):
-            yield from _flat(statement.body)
-            yield from _flat(getattr(statement, "orelse", []))
+            yield from _flatten(statement.body)
+            yield from _flatten(getattr(statement, "orelse", []))
         else:
             yield statement

@@ -1,4 +1,4 @@
-"""The sizes at which the page shows what depends on them."""
+"""The sizes at which the page shows everything that depends on sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 from ..manifest import Manifest
 from ..runtime.checks import check_dimensions, check_fixed_dimensions
-from .script import Main
+from .script import MainFunction
 
-_TYPICAL = 256
+_DEFAULT_SIZE = 256
 
 
 @dataclass(frozen=True)
 class ChosenSizes:
-    """A size for each symbolic dimension of the inputs; `picked` are those that nobody gave."""
+    """A size for each symbolic dimension of the inputs; `picked` are the dimensions with default sizes."""
 
     values: dict[str, int]
     picked: frozenset[str]
@@ -24,31 +24,34 @@ class ChosenSizes:
     def __str__(self) -> str:
         return ", ".join(f"{name} = {size}" for name, size in self.values.items())
 
-    def of(self, manifest: Manifest, main: Main) -> dict[str, int]:
-        """By the names that the dimensions have in a script, whose inputs stand in the manifest's order."""
-        found = {}
+    def map_names(self, manifest: Manifest, main: MainFunction) -> dict[str, int]:
+        """Return the sizes by their names in a script, whose inputs have the manifest's order."""
+        sizes_by_name = {}
         for spec, parameter in zip(manifest.inputs, main.parameters):
-            for dim, expr in zip(spec.dims, main.shape(parameter) or ()):
+            for dim, expr in zip(spec.dims, main.read_shape(parameter) or ()):
                 name = getattr(expr, "id", None)
                 if isinstance(dim, str) and name is not None:
-                    found[name] = self.values[dim]
-        return found
+                    sizes_by_name[name] = self.values[dim]
+        return sizes_by_name
 
 
-def chosen(manifest: Manifest, said: Mapping[str, int], measured: Mapping[str, int]) -> ChosenSizes:
-    """What is said, else what was measured, else what is usual: 1 for batches, 256 for everything else, within the
-    legal sizes. Raises InputError for a name that no input has, and for an illegal size."""
-    known = {dim: axis for spec in manifest.inputs for axis, dim in enumerate(spec.dims) if isinstance(dim, str)}
-    check_dimensions(said, known.keys() | manifest.ranges.keys())
-    check_fixed_dimensions(said, manifest.ranges)
+def choose_sizes(manifest: Manifest, user_sizes: Mapping[str, int], measured: Mapping[str, int]) -> ChosenSizes:
+    """Return the user's sizes, else measured ones, else defaults: 1 for batches, 256 otherwise, within the legal sizes.
+
+    Raises:
+        InputError: No input has a name, or a size is illegal.
+    """
+    axes_by_name = {dim: axis for spec in manifest.inputs for axis, dim in enumerate(spec.dims) if isinstance(dim, str)}
+    check_dimensions(user_sizes, axes_by_name.keys() | manifest.ranges.keys())
+    check_fixed_dimensions(user_sizes, manifest.ranges)
     values, picked = {}, set()
-    for name, axis in known.items():
+    for name, axis in axes_by_name.items():
         low, high = manifest.ranges.get(name, (0, LARGEST_SIZE))
-        if name in said and not low <= said[name] <= high:
-            raise InputError(f"--dim {name}={said[name]}: the artifact was compiled for {low} to {high}.")
-        value = said.get(name, measured.get(name))
+        if name in user_sizes and not low <= user_sizes[name] <= high:
+            raise InputError(f"--dim {name}={user_sizes[name]}: the artifact was compiled for {low} to {high}.")
+        value = user_sizes.get(name, measured.get(name))
         if value is None:
-            value = min(max(1 if axis == 0 else _TYPICAL, low), high)
+            value = min(max(1 if axis == 0 else _DEFAULT_SIZE, low), high)
             picked.add(name)
         values[name] = value
     return ChosenSizes(values, frozenset(picked))

@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterator
 
 
-def ticks(end: float, count: int) -> Iterator[int]:
-    """Whole numbers from 0 on, about `count` of them, with 1, 2 or 5 times a power of 10 between."""
+def list_ticks(end: float, count: int) -> Iterator[int]:
+    """Yield about `count` integers from 0 on, in steps of 1, 2 or 5 times a power of 10."""
     step = 10 ** math.floor(math.log10(max(end / count, 1)))
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step * count >= end)
     yield from range(0, math.floor(end) + 1, step)
 
 
-def byte_ticks(end: float, count: int) -> Iterator[int]:
-    """Bytes from 0 on, about `count` of them, with a power of 2 between."""
+def list_byte_ticks(end: float, count: int) -> Iterator[int]:
+    """Yield about `count` numbers of bytes from 0 on, in steps of a power of 2."""
     step = 1 << max(math.ceil(math.log2(max(end / count, 1))), 0)
     yield from range(0, math.floor(end) + 1, step)
 
 
-def decades(low: float, high: float) -> Iterator[float]:
-    """The powers of 10 from one at or below low to one at or above high."""
+def list_decades(low: float, high: float) -> Iterator[float]:
+    """Yield the powers of 10 from one at or below low to one at or above high."""
     yield from (10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1))

@@ -17,12 +17,12 @@ from ..manifest import (
     BLOCK,
     FILE,
     FORMAT,
-    MOST_THREADS,
+    MAX_THREADS,
     SIGNATURE,
     WEIGHTS,
     Manifest,
     SlotCaches,
-    block_digests,
+    compute_block_digests,
     digest,
 )
 from .files import ArtifactFiles
@@ -74,7 +74,7 @@ def check_fixed_dimensions(sizes: Mapping[str, int], ranges: Mapping[str, tuple[
 
 def check_threads(threads: Any) -> int | None:
     """Return the number of threads of a call; None means all CPUs available to its thread. Raises InputError."""
-    return None if threads is None else check_integer(threads, "threads", 1, MOST_THREADS)
+    return None if threads is None else check_integer(threads, "threads", 1, MAX_THREADS)
 
 
 def read_manifest(files: ArtifactFiles, key: VerifyingKey | None = None) -> Manifest:
@@ -165,7 +165,7 @@ def check_weights(
         raise _create_changed_error(files, WEIGHTS, f"it has {size} bytes")
     step = 1 if is_full_check or size <= SMALL else -(-count // _SAMPLED)
     blocks = sorted({*range(0, count, step), *range(count)[-1:]})
-    for block, digest_of_block in zip(blocks, block_digests(size, read, blocks)):
+    for block, digest_of_block in zip(blocks, compute_block_digests(size, read, blocks)):
         if digest_of_block != manifest.weights_blocks[block]:
             raise _create_changed_error(files, WEIGHTS, f"something from byte {block * BLOCK} on differs")
 

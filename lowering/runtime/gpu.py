@@ -10,7 +10,7 @@ from typing import Any
 import tvm_ffi
 
 from ..errors import ArtifactError
-from ..machine import CUDART, DRIVER, find_cudart, first_file, install_command, runtime_folders
+from ..machine import CUDART, DRIVER, find_cudart, find_first_file, install_command, list_runtime_folders
 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 
@@ -29,7 +29,7 @@ def load_device_runtime(folder: Path | None = None) -> None:
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
     folders = [] if folder is None else [folder.absolute()]
-    runtime = first_file([*folders, *runtime_folders()], _RUNTIME)
+    runtime = find_first_file([*folders, *list_runtime_folders()], _RUNTIME)
     if runtime is None:
         raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
     try:
@@ -37,7 +37,7 @@ def load_device_runtime(folder: Path | None = None) -> None:
     except OSError as error:
         raise ArtifactError(f"this machine has no NVIDIA driver ({DRIVER}).") from error
     try:
-        ctypes.CDLL(str(first_file(folders, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(find_first_file(folders, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(runtime))
     except OSError as error:
         raise ArtifactError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import tvm_ffi
 
 from ..errors import ArtifactError
-from ..machine import first_file, runtime_folders
+from ..machine import find_first_file, list_runtime_folders
 from .gpu import CPU, CUDA
 
 _RUNTIME = "libtvm_runtime.so"
@@ -34,8 +34,8 @@ def load_runtime(folder: Path | None = None) -> None:
     """
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
-    folders = [*([] if folder is None else [folder]), *runtime_folders()]
-    path = first_file(folders, _RUNTIME)
+    folders = [*([] if folder is None else [folder]), *list_runtime_folders()]
+    path = find_first_file(folders, _RUNTIME)
     if path is None:
         raise ArtifactError(
             f"the TVM runtime library {_RUNTIME} is in no installed apache-tvm. Install apache-tvm, or put the library "

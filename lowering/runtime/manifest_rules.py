@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..manifest import (
     BLOCK_TABLE,
     MODEL,
-    MOST_THREADS,
+    MAX_THREADS,
     PAST_LENGTHS,
     ROW_STARTS,
     SETUP,
@@ -51,7 +51,7 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, (low, high) in manifest.ranges.items():
         if not 0 <= low <= high:
             yield f"dimension '{name}' goes from {low} to {high}"
-    if manifest.threads is not None and not 1 <= manifest.threads <= MOST_THREADS:
+    if manifest.threads is not None and not 1 <= manifest.threads <= MAX_THREADS:
         yield f"calls take {manifest.threads} threads"
     yield from (f"'{a}' is an architecture" for a in manifest.architectures if not re.fullmatch(r"sm_\d{2,3}a?", a))
     for model in manifest.parts():

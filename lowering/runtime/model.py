@@ -103,9 +103,9 @@ class Model:
         return f"Model({', '.join(map(str, input_arguments))} -> {', '.join(map(str, output_arguments))})"
 
     def _repr_html_(self) -> str:
-        from ..notebook import of_model  # not needed to run models
+        from ..notebook import format_model  # not needed to run models
 
-        return of_model(self.manifest)
+        return format_model(self.manifest)
 
     def run(self, inputs: Arrays, threads: int | None = None) -> dict[str, Any]:
         """Run the model on arrays by input name, and return the outputs by name.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ..errors import ArtifactError, InputError
-from ..machine import not_installed
+from ..machine import describe_missing_package
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -60,7 +60,7 @@ def _import_cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise InputError(f"signatures need a package: {not_installed('cryptography')}") from error
+        raise InputError(f"signatures need a package: {describe_missing_package('cryptography')}") from error
     return ed25519, serialization
 
 

@@ -1,4 +1,7 @@
-"""Targets: what code is made for. One file per kind of machine; the only place that looks at the machine here."""
+"""Targets: the machines that code is generated for, one file per kind.
+
+This is the only place that reads the features of the machine at hand.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,29 @@ import difflib
 
 from ..errors import TargetError
 from ..machine import host_features
-from .cpu import CPUS, cpu
-from .cuda import ARCHITECTURES, cuda
+from .cpu import CPUS, make_cpu_target
+from .cuda import ARCHITECTURES, make_cuda_targets
 from .record import Target
 
 __all__ = ["Target", "host_features", "resolve"]
 
 
 def resolve(name: str, cc: str | None = None) -> tuple[Target, ...]:
-    """The targets called `name`: one, but for a list of CUDA architectures.
+    """Return the targets called `name`: one, or several for a list of CUDA architectures.
 
-    cc names the C compiler that links (a cross compiler for a foreign architecture). Raises TargetError for an
-    unknown name, or when this machine cannot be read.
+    cc names the C compiler that links (a cross compiler for a foreign architecture).
+
+    Raises:
+        TargetError: The name is unknown, or this machine cannot be read.
     """
     kind, _, arch = name.partition(":")
     base, *more = arch.split("+")
     if kind == "cpu" and base in ("", *CPUS):
-        return (cpu(name, base, tuple(more), cc),)
+        return (make_cpu_target(name, base, tuple(more), cc),)
     if kind == "cuda" and set(arch.split(",")) <= {*ARCHITECTURES, *([""] if not arch else [])}:
-        return cuda(name, arch, cc)
+        return make_cuda_targets(name, arch, cc)
     names = ["cpu", *(f"cpu:{a}" for a in CPUS), "cuda", *(f"cuda:{a}" for a in ARCHITECTURES)]
-    meant = _meant(name.lower(), names)
+    meant = _guess_target(name.lower(), names)
     raise TargetError(
         f"There is no target '{name}'.{f' Did you mean {meant}?' if meant else ''} Use one of: {', '.join(names)}. "
         "Architectures of CUDA may be a list, with commas between; CPUs may have more features than the name promises, "
@@ -40,14 +45,14 @@ _ELSEWHERE = {
     "avx2": "cpu:x86-64-v3", "avx512": "cpu:x86-64-v4", "ampere": "cuda:sm_80", "ada": "cuda:sm_89",
     "hopper": "cuda:sm_90a", "blackwell": "cuda:sm_100",
 }  # fmt: skip
-"""What others call them, with or without what kind they are."""
+"""Names of other projects, with or without the prefix of their kind."""
 
 
-def _meant(name: str, names: list[str]) -> str | None:
-    """The target that is called nearly so, or so elsewhere."""
-    short = name.removeprefix("cpu:").removeprefix("cuda:").removeprefix("gpu:")
-    if short in _ELSEWHERE:
-        return _ELSEWHERE[short]
-    number = short.removeprefix("sm").removeprefix("_").replace(".", "")
-    begun = [known for known in names if number and known.startswith(f"cuda:sm_{number}")]
-    return next(iter(begun or difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.8)), None)
+def _guess_target(name: str, names: list[str]) -> str | None:
+    """Return the target with nearly this name, or with this name in another project."""
+    suffix = name.removeprefix("cpu:").removeprefix("cuda:").removeprefix("gpu:")
+    if suffix in _ELSEWHERE:
+        return _ELSEWHERE[suffix]
+    number = suffix.removeprefix("sm").removeprefix("_").replace(".", "")
+    prefixed = [target for target in names if number and target.startswith(f"cuda:sm_{number}")]
+    return next(iter(prefixed or difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.8)), None)

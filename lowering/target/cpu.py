@@ -1,8 +1,7 @@
-"""CPUs: `cpu` (this machine), and `cpu:x86-64-v3`, `cpu:x86-64-v4` or `cpu:aarch64`, with `+feature` for what those do
-not promise.
+"""CPUs: `cpu` (this machine), and `cpu:x86-64-v3`, `cpu:x86-64-v4` or `cpu:aarch64`, with `+feature` for additions.
 
-`cpu` takes the features from the machine itself and never from the CPU's name:
-a virtual machine may hide AMX, bf16 or fp16 units, and a name alone would give illegal instructions.
+`cpu` takes the features from the machine itself and never from the CPU's name: a virtual machine may hide AMX, bf16 or
+fp16 units, and a name alone would give illegal instructions.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from ..machine import FEATURES, V3, V4, host_features
 from .record import Target
 
 CPUS: dict[str, tuple[str, ...]] = {"x86-64-v3": V3, "x86-64-v4": V4, "aarch64": ()}
-"""Names behind `cpu:`, and the features that they promise, as Linux names them."""
+"""Names after `cpu:`, and the features that they promise, as Linux names them."""
 
 
-def cpu(name: str, base: str, more: tuple[str, ...], cc: str | None) -> Target:
-    """The target `name`; base is what stands behind `cpu:`, and more are features, as LLVM names them."""
+def make_cpu_target(name: str, base: str, more: tuple[str, ...], cc: str | None) -> Target:
+    """Return the target `name`; base is the name after `cpu:`, and more are additional features, as LLVM names them."""
     machine = platform.machine() if base == "" else "aarch64" if base == "aarch64" else "x86_64"
     if machine not in FEATURES:
         raise TargetError(f"Target 'cpu' knows no {machine} machines. Name a target, such as cpu:x86-64-v3.")

@@ -1,6 +1,6 @@
-"""CUDA C++ becomes machine code: by nvcc or, where no toolkit is installed, by NVRTC out of the `cuda` extra.
+"""Compilation of CUDA C++ to machine code: by nvcc or, without a toolkit, by NVRTC from the `cuda` extra.
 
-Not with --use_fast_math: it makes exp, log and division of ordinary operators inaccurate. Kernels that want
+--use_fast_math is not set: it makes exp, log and division of ordinary operators inaccurate. Kernels that profit from
 approximate instructions name them.
 """
 
@@ -22,8 +22,8 @@ from ..errors import TargetError
 from ..machine import find_nvcc as find_nvcc
 from ..machine import install_command
 
-# TVM's code uses the operators of the types of 16 bits. ptxas keeps its --register-usage-level of 5: with 10, which TVM
-# asks for, it spills in the kernels for Hopper.
+# TVM's code uses the operators of 16-bit types. ptxas stays at its --register-usage-level of 5: at 10, which TVM sets,
+# it spills in the kernels for Hopper.
 _FLAGS = (
     *(f"-U__CUDA_NO_{name}__" for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_OPERATORS")),
     *(f"-U__CUDA_NO_{name}__" for name in ("BFLOAT16_CONVERSIONS", "BFLOAT162_OPERATORS", "BFLOAT162_CONVERSIONS")),
@@ -31,9 +31,10 @@ _FLAGS = (
 
 _LOG = logging.getLogger(__name__)
 
-_IS_WANTED = ContextVar("machine code is wanted", default=True)
+_IS_ENABLED = ContextVar("machine code is wanted", default=True)
 
-# What NVRTC lacks of what nvcc includes unasked; the complete type of TMA descriptors is in the driver's header.
+# Headers that nvcc includes by default and NVRTC does not; the complete type of TMA descriptors is in the driver's
+# header.
 _NVRTC_PRELUDE = """\
 #include <cuda/std/cstdint>
 #include <cuda/std/limits>
@@ -46,65 +47,65 @@ typedef struct CUtensorMap_st CUtensorMap;
 
 
 @tvm_ffi.register_global_func("tvm_callback_cuda_compile", override=True)
-def cubin(source: str) -> bytes:
-    """Machine code for the architecture of the current target: what TVM calls with the CUDA C++ of a module's kernels.
+def compile_cubin(source: str) -> bytes:
+    """Compile the CUDA C++ of a module's kernels for the architecture of the current target; TVM calls this.
 
-    What ptxas has to say of it is logged. Raises TargetError when there is no compiler, or it refuses.
+    Messages of ptxas are logged. Raises TargetError when there is no compiler, or it fails.
     """
-    if not _IS_WANTED.get():
+    if not _IS_ENABLED.get():
         return b"\x7fELF"
     arch = str(tvm.target.Target.current().attrs["arch"])
-    code, said = machine_code(source, arch)
-    for line in filter(None, map(str.strip, said.splitlines())):
-        # Spills cost some speed; that matmuls wait for each other (C7508 and its like) is a fault of ours.
+    code, messages = machine_code(source, arch)
+    for line in filter(None, map(str.strip, messages.splitlines())):
+        # Spills cost some speed; serialized matmuls (C7508 and the like) are a bug of the kernel.
         _LOG.log(logging.INFO if "spilled" in line else logging.WARNING, "%s: %s", arch, line)
     return code
 
 
 @contextmanager
-def without_machine_code() -> Iterator[None]:
-    """Generate CUDA C++ without compiling it: what TVM cannot lower fails all the same, and in less time."""
-    token = _IS_WANTED.set(False)
+def skip_machine_code() -> Iterator[None]:
+    """Generate CUDA C++ without compiling it: code that TVM cannot lower still fails, and sooner."""
+    token = _IS_ENABLED.set(False)
     try:
         yield
     finally:
-        _IS_WANTED.reset(token)
+        _IS_ENABLED.reset(token)
 
 
 def machine_code(source: str, arch: str) -> tuple[bytes, str]:
-    """The code for an architecture, and what ptxas said. Raises TargetError."""
+    """Return the code for an architecture, and the messages of ptxas. Raises TargetError."""
     nvcc = find_nvcc()
     if nvcc is not None:
-        return _by_nvcc(nvcc, source, arch)
+        return _compile_by_nvcc(nvcc, source, arch)
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
-        return _by_nvrtc(source, arch)
+        return _compile_by_nvrtc(source, arch)
     raise TargetError(
         f"Code for '{arch}' is compiled by nvcc, which is not installed, or by NVRTC: {install_command('cuda')}."
     )
 
 
-def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
+def _compile_by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels.cu"
         path.write_text(source)
         code = f"arch=compute_{arch.removeprefix('sm_')},code={arch}"
-        # TVM's code has variables that nobody reads: of the front end's warnings nothing is to be learned.
-        said = ["-Xcudafe", "-w", "-Xptxas", "-warn-spills"]
-        command = [nvcc, "--cubin", "-O3", *said, "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
-        done = subprocess.run([*command, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise TargetError(f"nvcc cannot compile kernels for '{arch}':\n{done.stderr}")
-        return path.with_suffix(".cubin").read_bytes(), done.stderr
+        # TVM's code has unused variables, so warnings of the front end carry no information.
+        flags = ["-Xcudafe", "-w", "-Xptxas", "-warn-spills"]
+        command = [nvcc, "--cubin", "-O3", *flags, "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
+        process = subprocess.run([*command, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True)
+        if process.returncode != 0:
+            raise TargetError(f"nvcc cannot compile kernels for '{arch}':\n{process.stderr}")
+        return path.with_suffix(".cubin").read_bytes(), process.stderr
 
 
-def _by_nvrtc(source: str, arch: str) -> tuple[bytes, str]:
+def _compile_by_nvrtc(source: str, arch: str) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     wheel = importlib.util.find_spec("nvidia.cu13")
     folders = [Path(p) / "include" for p in (wheel.submodule_search_locations or [] if wheel else [])]
     includes = [f"-I{path}" for folder in folders for path in (folder, folder / "cccl")]
-    said = ("-w", "--ptxas-options=-warn-spills")
-    options = [o.encode() for o in (f"--gpu-architecture={arch}", "-default-device", *said, *_FLAGS, *includes)]
+    flags = ("-w", "--ptxas-options=-warn-spills")
+    options = [o.encode() for o in (f"--gpu-architecture={arch}", "-default-device", *flags, *_FLAGS, *includes)]
     text = _NVRTC_PRELUDE + source.replace("#include <cuda.h>", "")
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, None, None)
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)

@@ -1,4 +1,4 @@
-"""GPUs of NVIDIA: `cuda:sm_90a` and the like, lists of them, and `cuda` for the GPU that is here.
+"""NVIDIA GPUs: `cuda:sm_90a` and the like, lists of them, and `cuda` for the GPU of this machine.
 
 Machines that build need neither a GPU nor a driver.
 """
@@ -10,23 +10,23 @@ import tvm
 from schedules.cuda.device import DEVICES
 
 from ..errors import ArtifactError, TargetError
-from ..runtime.gpu import choose_architecture, load_device_runtime, read_gpu_architecture, runs_on
+from ..runtime.gpu import read_gpu_architecture, choose_architecture, load_device_runtime, runs_on
 from .record import Target
 
 ARCHITECTURES = tuple(DEVICES)
-"""Names behind `cuda:`."""
+"""Names after `cuda:`."""
 
 
-def cuda(name: str, arch: str, cc: str | None) -> tuple[Target, ...]:
-    """The target `name` for each architecture; arch is what stands behind `cuda:`.
+def make_cuda_targets(name: str, arch: str, cc: str | None) -> tuple[Target, ...]:
+    """Return the target `name` for each architecture; arch is the text after `cuda:`.
 
-    Raises TargetError when it is empty and no GPU can be used here.
+    Raises TargetError when it is empty and this machine has no usable GPU.
     """
-    architectures = arch.split(",") if arch else [_here()]
+    architectures = arch.split(",") if arch else [_detect_architecture()]
     return tuple(Target(name, _target(a), (), cc or "gcc", a) for a in dict.fromkeys(architectures))
 
 
-def _here() -> str:
+def _detect_architecture() -> str:
     try:
         load_device_runtime(None)
         here = read_gpu_architecture(0)
@@ -48,5 +48,5 @@ def _target(arch: str) -> tvm.target.Target:
         "max_shared_memory_per_block": DEVICES[arch].shared_memory,
         "thread_warp_size": 32,
     }
-    # The host part only launches kernels: any x86-64 will do.
+    # The host code only launches kernels: any x86-64 will do.
     return tvm.target.Target(device, host={"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64"})

@@ -23,7 +23,7 @@ class Target:
 
     @property
     def slower_than_bfloat16(self) -> tuple[str, ...]:
-        """Element types of which it multiplies fewer numbers in the time than of bfloat16."""
+        """Element types that it multiplies at a lower rate than bfloat16."""
         if self.architecture:
             return ("float32",)
         return ("float32", "float16") if target_has_features("avx512bf16", self.tvm) else ()

@@ -1,5 +1,6 @@
-/* What libtvm_runtime_cuda.so imports from the driver (-DDRIVER) and from CUDA's runtime, refused: on a machine that
- * only builds, the library must load, and no more. Both take 100 for "no device". */
+/* Stubs of the functions that libtvm_runtime_cuda.so imports from the driver (-DDRIVER) and from CUDA's runtime. They
+ * always fail: a machine that only builds must be able to load the library, and nothing more. In both, 100 means "no
+ * device". */
 #define REFUSED(name) \
   int name(void) { return 100; }
 

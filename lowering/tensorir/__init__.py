@@ -1,1 +1,1 @@
-"""What several parts share about TensorIR."""
+"""Utilities for TensorIR that several packages share."""

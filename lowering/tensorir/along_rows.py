@@ -1,7 +1,6 @@
-"""What is computed along the axis n of a tensor [outer, n, inner] and is no reduction: running sums, and the order of
-elements.
+"""Computations along axis n of a tensor [outer, n, inner] that are not reductions: running sums and sorting.
 
-A function that does that without a schedule has a record as its attribute, by which kernels of ours know it.
+A function that does one of these without a schedule has a record as its attribute, by which kernel rules recognize it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from tvm.ir import Expr
 
 @dataclass(frozen=True)
 class RunningSum:
-    """(x [outer, n, inner], y of the same shape): y[i] is the sum of all x[j] with j <= i; with `exclusive` j < i, with
-    `reverse` j >= i or j > i."""
+    """A function (x [outer, n, inner], y of the same shape): y[i] is the sum of all x[j] with j <= i.
+
+    With `exclusive` the condition is j < i, with `reverse` j >= i or j > i.
+    """
 
     exclusive: bool = False
     reverse: bool = False
@@ -26,16 +27,22 @@ class RunningSum:
 
 @dataclass(frozen=True)
 class Top:
-    """(x [outer, n, inner], ..., values [outer, k, inner], indices int64 of that shape): the k largest elements, or the
-    smallest, in that order, equal ones as they stand in x; and where they are along n."""
+    """A function (x [outer, n, inner], ..., values [outer, k, inner], indices int64 of that shape).
+
+    The values are the k largest or smallest elements, in that order, and the indices are their positions along n. Equal
+    elements stay in the order of x.
+    """
 
     largest: bool = True
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """(x [n], sorted, order, positions, int64 [n]): x in ascending order, its numbers taken as the nearest one below
-    `groups`; which element is at each place, equal ones as they stand in x; and where each element has gone."""
+    """A function (x [n], sorted, order, positions, int64 [n]) that sorts x in ascending order.
+
+    Numbers of x are clamped below `groups`. `order` is the index of the element at each position, equal elements in the
+    order of x; `positions` is the new position of each element.
+    """
 
     groups: int
 
@@ -47,21 +54,21 @@ ATTRIBUTE = "lowering.along_rows"
 _KINDS = {kind.__name__: kind for kind in (RunningSum, Top, Grouped)}
 
 
-def to_json(what: AlongRows) -> str:
-    """The value of the attribute."""
-    return json.dumps([type(what).__name__, dataclasses.asdict(what)])
+def to_json(record: AlongRows) -> str:
+    """Return the value of the attribute."""
+    return json.dumps([type(record).__name__, dataclasses.asdict(record)])
 
 
 def read_along_rows(func: tirx.PrimFunc) -> AlongRows | None:
-    """What the function computes; None where it is anything else."""
+    """Return the record of the function's computation, None if it has none."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     kind, fields = json.loads(str(func.attrs[ATTRIBUTE]))
     return _KINDS[kind](**fields)
 
 
-def less(a: Expr, b: Expr) -> Expr:
-    """a < b, where NaN is larger than all numbers, as NumPy and PyTorch sort."""
+def is_less(a: Expr, b: Expr) -> Expr:
+    """Return a < b, where NaN is larger than all numbers, as NumPy and PyTorch sort."""
     if "float" not in str(a.ty):
         return a < b
     return tirx.Or(a < b, tirx.And(_is_nan(b), tirx.Not(_is_nan(a))))

@@ -1,4 +1,4 @@
-"""TensorIR's scalar expressions: walking and rewriting them."""
+"""TensorIR's scalar expressions: traversal and rewriting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Expr: TypeAlias = ir.Expr
 _CHEAP = ("prim.if_then_else", "tirx.fabs", "tirx.reinterpret")
 
 
-def is_int(value: Expr, wanted: int) -> bool:
-    return isinstance(value, prim.IntImm) and value.value == wanted
+def is_int(value: Expr, expected: int) -> bool:
+    return isinstance(value, prim.IntImm) and value.value == expected
 
 
 def is_float(value: Expr) -> bool:
@@ -23,16 +23,18 @@ def is_float(value: Expr) -> bool:
 
 
 def children(expr: Expr) -> list[Expr]:
-    """Operands of a scalar expression; a load's are its indices."""
+    """Return the operands of a scalar expression; those of a load are its indices."""
     kind: object = type(expr)
-    fields, several = _operands(kind)
-    return list(getattr(expr, several)) if several else [getattr(expr, field) for field in fields]
+    fields, list_field = _get_operand_fields(kind)
+    return list(getattr(expr, list_field)) if list_field else [getattr(expr, field) for field in fields]
 
 
 @functools.cache
-def _operands(kind: type) -> tuple[tuple[str, ...], str]:
-    """In which fields expressions of a type have their operands; or in which one all of them. TVM's types are abstract,
-    and asking each expression what it is takes long."""
+def _get_operand_fields(kind: type) -> tuple[tuple[str, ...], str]:
+    """Return the fields of the operands of an expression type, or the one field that lists all of them.
+
+    TVM's types are abstract, and isinstance checks of each expression are slow.
+    """
     if issubclass(kind, ir.Call | ir.TensorLoad):
         return (), "args" if issubclass(kind, ir.Call) else "indices"
     fields: dict[tuple[type, ...], tuple[str, ...]] = {
@@ -46,7 +48,7 @@ def _operands(kind: type) -> tuple[tuple[str, ...], str]:
 
 
 def rebuild(expr: Expr, operands: list[Expr]) -> Expr:
-    """`expr` with other operands of the same types, in the order of `children`."""
+    """Return `expr` with other operands of the same types, in the order of `children`."""
     if isinstance(expr, ir.Call):
         return ir.Call(expr.op, operands, expr.attrs, expr.ty_args, ret_ty=expr.ty)
     if isinstance(expr, ir.TensorLoad):
@@ -59,12 +61,12 @@ def rebuild(expr: Expr, operands: list[Expr]) -> Expr:
 
 
 def rewrite(expr: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
-    """`expr` with every node for which `replace` gives an expression replaced by it, outermost nodes first.
+    """Return `expr` with every node for which `replace` returns an expression replaced by it, outermost nodes first.
 
-    As deep as memory allows: no recursion.
+    It does not recurse, so that the depth is limited by memory only.
     """
-    # Operands' results, each behind its left neighbors'. A node comes up twice: at first its operands are put on top
-    # of it, and when they are done it takes their results.
+    # Results of operands, in order from left to right. A node is visited twice: first its operands are pushed on top
+    # of it, and after them it takes their results.
     results: list[Expr] = []
     todo: list[tuple[Expr, list[Expr] | None]] = [(expr, None)]
     while todo:
@@ -85,12 +87,12 @@ def rewrite(expr: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
 
 
 def substitute(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
-    """`expr` with variables replaced."""
+    """Return `expr` with variables replaced."""
     return rewrite(expr, lambda e: values.get(e) if isinstance(e, tirx.Var) else None) if values else expr
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """Every node of `expr`, each before its operands."""
+    """Yield every node of `expr`, each before its operands."""
     todo = [expr]
     while todo:
         node = todo.pop()
@@ -99,22 +101,22 @@ def walk(expr: Expr) -> Iterator[Expr]:
 
 
 def is_function(expr: Expr) -> bool:
-    """Whether `expr` calls a function that takes more than an instruction or two."""
+    """Return whether `expr` calls a function that takes more than an instruction or two."""
     return isinstance(expr, ir.Call) and expr.op.name not in _CHEAP
 
 
 def loads(expr: Expr) -> list[ir.TensorLoad]:
-    """Every load in `expr`, those inside indices included."""
+    """Return every load in `expr`, including those inside indices."""
     return [node for node in walk(expr) if isinstance(node, ir.TensorLoad)]
 
 
 def uses(expr: Expr, variables: set[tirx.Var]) -> bool:
-    """Whether any of the variables occurs in `expr`."""
+    """Return whether any of the variables occurs in `expr`."""
     return any(isinstance(node, tirx.Var) and node in variables for node in walk(expr))
 
 
-def offset(shape: Sequence[Expr], indices: Sequence[Expr]) -> Expr:
-    """Position of an element from the start of a row-major tensor, in elements."""
+def flatten_index(shape: Sequence[Expr], indices: Sequence[Expr]) -> Expr:
+    """Return the offset of an element from the start of a row-major tensor, in elements."""
     position: Expr = tirx.const(0, "int64")
     for index, extent in zip(indices, shape):
         position = position * extent + index

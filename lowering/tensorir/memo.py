@@ -1,4 +1,4 @@
-"""Answers that are found again for equal functions, or for equal expressions over the same variables."""
+"""Results cached for equal functions, or for equal expressions over the same variables."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 class Memo(Generic[T]):
-    """Answers by what was asked about, for as long as who holds it lives."""
+    """Results by the expression or function they were computed from, as long as the memo lives."""
 
     def __init__(self) -> None:
         self._answers: dict[int, list[tuple[Any, T]]] = {}
 
     def __call__(self, node: Any, answer: Callable[[Any], T]) -> T:
-        """Return the answer for a node, an expression or a function; the one for an equal node where there is one."""
-        known = self._answers.setdefault(tvm_ffi.structural_hash(node), [])
-        for other, found in known:
+        """Return the result for an expression or function, cached from an equal one if there is one."""
+        candidates = self._answers.setdefault(tvm_ffi.structural_hash(node), [])
+        for other, result in candidates:
             if tvm_ffi.structural_equal(other, node):
-                return found
-        known.append((node, answer(node)))
-        return known[-1][1]
+                return result
+        candidates.append((node, answer(node)))
+        return candidates[-1][1]

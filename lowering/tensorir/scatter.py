@@ -1,9 +1,8 @@
 """The cache update: ONNX TensorScatter, and every other write of new rows into a key/value cache.
 
-Whatever its rank, a cache is [prefix, max_len, suffix] in memory, prefix being the axes before the scatter
-axis and suffix those behind it; the first prefix axis is the batch. Row s of an update of length L goes to
-position w + s, w being the batch's write index: (w + s) mod max_len if circular; otherwise rows outside [0,
-max_len) are dropped.
+A cache of any rank is [prefix, max_len, suffix] in memory: prefix are the axes before the scatter axis and suffix those
+after it. The first prefix axis is the batch. Row s of an update of length L goes to position w + s, where w is the
+batch's write index: (w + s) mod max_len if circular. Otherwise rows outside [0, max_len) are dropped.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from .regions import whole
+from .regions import full_region
 
 ATTRIBUTE = "lowering.scatter"
 
-# Bytes that one thread copies before another is awake.
+# Bytes that one thread copies in the time it takes to wake another.
 _PARALLEL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class CacheUpdate:
-    """What one cache update does. dims are the cache's, length is L; None is symbolic. Bits are copied, dtype
-    is storage.
+    """The record of a cache update.
+
+    dims are the cache's, length is L; None is symbolic. Bits are copied, dtype is the storage type.
 
     indices: an int64 [batch] parameter of write indices; without it they are 0. rows_first: the rows of the update come
     before the other axes of the prefix, [batch, length, heads, suffix].
@@ -52,7 +52,7 @@ class CacheUpdate:
 
     @property
     def row_axis(self) -> int:
-        """Along which the update has its rows."""
+        """The axis of the update's rows."""
         return 1 if self.rows_first else self.axis
 
     def to_json(self) -> str:
@@ -64,23 +64,23 @@ class CacheUpdate:
         return CacheUpdate(**{**data, "dims": tuple(data["dims"])})
 
 
-def copy_and_update(update: CacheUpdate) -> tirx.PrimFunc:
-    """PrimFunc (cache, update[, write_indices], present): present := cache with the new rows."""
-    return _prim_func(update, copy=True)
+def make_copying_update(update: CacheUpdate) -> tirx.PrimFunc:
+    """Return a PrimFunc (cache, update[, write_indices], present): present := cache with the new rows."""
+    return _make_prim_func(update, copy=True)
 
 
-def update_in_place(update: CacheUpdate) -> tirx.PrimFunc:
-    """PrimFunc (cache, update[, write_indices]): writes the new rows into cache, and nothing else."""
-    return _prim_func(update, copy=False)
+def make_in_place_update(update: CacheUpdate) -> tirx.PrimFunc:
+    """Return a PrimFunc (cache, update[, write_indices]) that writes the new rows into cache."""
+    return _make_prim_func(update, copy=False)
 
 
 def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The in-place form of a copying cache update, recognized by its attribute `lowering.scatter`."""
-    return update_in_place(CacheUpdate.from_json(str(function.attrs[ATTRIBUTE])))
+    """Return the in-place form of a copying cache update, recognized by its attribute `lowering.scatter`."""
+    return make_in_place_update(CacheUpdate.from_json(str(function.attrs[ATTRIBUTE])))
 
 
 class BoundUpdate:
-    """`update` with buffers for its parameters, by name; `target` names the one that is written.
+    """A cache update with buffers for its parameters, by name; `target` names the written one.
 
     In memory the cache is [prefixes, max_len, suffix] and the update [prefixes, length, suffix], or with rows_first
     [batch, length, rest, suffix]; `rest` prefixes share a batch.
@@ -91,19 +91,21 @@ class BoundUpdate:
     ) -> None:
         self.update, self.buffers, self.length, self.target = update, buffers, length, target
         dims = list(buffers["cache"].shape)
-        self.rest, self.max_len = _prod(dims[1 : update.axis]), dims[update.axis]
-        self.prefixes, self.suffix = dims[0] * self.rest, _prod(dims[update.axis + 1 :])
+        self.rest, self.max_len = _multiply(dims[1 : update.axis]), dims[update.axis]
+        self.prefixes, self.suffix = dims[0] * self.rest, _multiply(dims[update.axis + 1 :])
 
     @staticmethod
-    def declared(update: CacheUpdate, copy: bool) -> BoundUpdate:
-        """With the parameters of the PrimFunc frame that is open in the IRBuilder, declared here; with copy a new array
-        is written, "present", and not the cache."""
+    def declare(update: CacheUpdate, copy: bool) -> BoundUpdate:
+        """Declare the parameters in the PrimFunc frame that is open in the IRBuilder.
+
+        With copy a new array, "present", is written instead of the cache.
+        """
         T.func_name("update_cache")
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: update.to_json()})
         names = ("cache", "update") + ("write_indices",) * update.indices + ("present",) * copy
         arguments = {name: T.arg(name, T.handle()) for name in names}
-        dims = [_size(f"d{axis}", d) for axis, d in enumerate(update.dims)]
-        length = _size("length", update.length)
+        dims = [_size_or_symbol(f"d{axis}", d) for axis, d in enumerate(update.dims)]
+        length = _size_or_symbol("length", update.length)
         shapes = {
             "cache": dims,
             "update": _update_shape(dims, update, length),
@@ -113,37 +115,39 @@ class BoundUpdate:
         buffers = {}
         for name, argument in arguments.items():
             dtype = "int64" if name == "write_indices" else update.dtype
-            matched = T.match_buffer(argument, shapes[name], dtype, align=_bytes(dtype))
+            matched = T.match_buffer(argument, shapes[name], dtype, align=_element_bytes(dtype))
             buffers[name] = IRBuilder.name(name, matched)
         return BoundUpdate(update, buffers, length, "present" if copy else "cache")
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return _bytes(self.update.dtype)
+        return _element_bytes(self.update.dtype)
 
     def flat(self, name: str, dtype: str | None = None) -> tirx.Buffer:
-        """The memory of a parameter as a vector, of elements of another type if asked for."""
+        """Return the memory of a parameter as a vector, optionally of another element type."""
         buffer = self.buffers[name]
         dtype = dtype or str(buffer.dtype)
         return T.decl_buffer(
-            [_prod(buffer.shape) * _bytes(str(buffer.dtype)) // _bytes(dtype)], dtype, data=buffer.data
+            [_multiply(buffer.shape) * _element_bytes(str(buffer.dtype)) // _element_bytes(dtype)],
+            dtype,
+            data=buffer.data,
         )
 
     def first_position(self, prefix: Expr) -> Expr:
-        """Where row 0 of the update goes, before it is wrapped or dropped."""
+        """Return the position of the update's row 0, before it is wrapped or dropped."""
         b = prefix // tirx.max(self.rest, 1)
         return self.flat("write_indices")[b] if self.update.indices else T.int64(0)
 
     def source_row(self, prefix: Expr, s: Expr) -> Expr:
-        """The number of the update's row s of a prefix, in memory."""
+        """Return the index of the update's row s of a prefix, in memory."""
         if not self.update.rows_first:
             return prefix * self.length + s
         b = prefix // tirx.max(self.rest, 1)
         return (b * self.length + s) * self.rest + (prefix - b * self.rest)
 
-    def of_source_row(self, row: Expr) -> tuple[Expr, Expr]:
-        """The prefix and s of row number `row` of the update in memory: the inverse of source_row."""
+    def split_source_row(self, row: Expr) -> tuple[Expr, Expr]:
+        """Return the prefix and s of row `row` of the update in memory: the inverse of source_row."""
         end = tirx.max(self.length, 1)
         if not self.update.rows_first:
             return row // end, row % end
@@ -152,7 +156,7 @@ class BoundUpdate:
 
     @contextmanager
     def position(self, w: Expr, s: Expr) -> Iterator[Expr]:
-        """Where row s goes when row 0 goes to w; the body is skipped for a row that goes nowhere."""
+        """Yield the position of row s if row 0 is at w; the body is skipped for a dropped row."""
         if self.update.circular:
             end = tirx.max(self.max_len, 1)
             yield T.bind(tirx.floormod(tirx.floormod(w, end) + s, end))
@@ -167,20 +171,20 @@ def _update_shape(dims: Sequence[Expr], update: CacheUpdate, length: Expr) -> li
     return [dims[0], length, *inner, *suffix] if update.rows_first else [dims[0], *inner, length, *suffix]
 
 
-def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
-    # Private: a module gives each function a name of its own.
+def _make_prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
+    # Private: a module gives each function a unique name.
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
-        write(BoundUpdate.declared(update, copy))
+        emit_update(BoundUpdate.declare(update, copy))
     return builder.get()
 
 
-def write(bound: BoundUpdate) -> None:
-    """A block that does the update, where the IRBuilder stands."""
+def emit_update(bound: BoundUpdate) -> None:
+    """Emit a block that does the update at the current position of the IRBuilder."""
     length, max_len, suffix, target = bound.length, bound.max_len, bound.suffix, bound.target
     copy = target != "cache"
     with T.sblock("update_cache"):
-        T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name != target])
-        T.writes([whole(bound.buffers[target])])
+        T.reads([full_region(buffer) for name, buffer in bound.buffers.items() if name != target])
+        T.writes([full_region(bound.buffers[target])])
         flat = {name: bound.flat(name) for name in bound.buffers}
 
         def write_rows(prefix: Expr) -> None:
@@ -201,18 +205,18 @@ def write(bound: BoundUpdate) -> None:
 
 
 def _copy(to: tirx.Buffer, to_start: Expr, source: tirx.Buffer, start: Expr, size: Expr) -> None:
-    """A loop that LLVM turns into a memcpy."""
+    """Emit a loop that LLVM turns into a memcpy."""
     with T.serial(size) as element:
         T.buffer_store(to, source[start + element], [to_start + element])
 
 
-def _size(name: str, size: int | None) -> Expr:
+def _size_or_symbol(name: str, size: int | None) -> Expr:
     return T.int64(size) if size is not None else IRBuilder.name(name, T.int64())
 
 
-def _bytes(dtype: str) -> int:
+def _element_bytes(dtype: str) -> int:
     return max(1, DataType(dtype).bits * DataType(dtype).lanes // 8)
 
 
-def _prod(sizes: Sequence[Expr]) -> Expr:
+def _multiply(sizes: Sequence[Expr]) -> Expr:
     return functools.reduce(operator.mul, sizes, tirx.const(1, "int64"))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import tvm
 
-from ..measuring.machine import Machine, caches
+from ..measuring.machine import TuningMachine, caches
 from ..target import Target
 
 _OWN_CACHES = 2  # cache levels that are private to a core
@@ -54,13 +54,13 @@ class Architecture:
         return json.dumps(asdict(self))
 
 
-def detect_architecture(target: Target, measured_on: Machine | None = None) -> Architecture:
+def detect_architecture(target: Target, measured_on: TuningMachine | None = None) -> Architecture:
     """Return the architecture of a target on the measuring machine.
 
     Without `measured_on`, it is this machine, if a CPU's code is compiled for it.
     """
     if target.architecture:
-        machine_info = measured_on or Machine(())
+        machine_info = measured_on or TuningMachine(())
         return Architecture(target.architecture, (), machine_info.caches, machine_info.gpu)
     features = tuple(str(f) for f in target.tvm.attrs.get("mattr", ()))
     local_caches = caches() if target.name == "cpu" else ()

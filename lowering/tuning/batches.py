@@ -22,9 +22,9 @@ from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 
 from ..errors import InputError
-from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, read, results
-from ..measuring.isolated import Cause, Failed
-from ..measuring.trial import wins
+from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, read_batch, read_results
+from ..measuring.isolated import Cause, CandidateFailure
+from ..measuring.trial import is_win
 from ..target import Target, resolve
 from .choices import read_choice, read_trace_choice
 from .context import TuningContext, create_candidate, create_search_strategy
@@ -76,7 +76,7 @@ def export_batch(
         for choice, trace in _propose_candidates(module, target.tvm, threads, database, count, seed):
             try:
                 library_builder.build_trace(module, trace, f"{len(choices)}.so")
-            except Failed as failed:
+            except CandidateFailure as failed:
                 database.record_failure(module, choice, failed)
                 continue
             info = ms.arg_info.ArgInfo.from_prim_func(module[MAIN])
@@ -124,7 +124,7 @@ def file_results(folder: Path, database: Path, target: str) -> FilingResult:
     Raises:
         InputError: The batch lacks measurements.
     """
-    batch, measured = read(folder), results(folder)
+    batch, measured = read_batch(folder), read_results(folder)
     if measured is None:
         raise InputError(f"Nothing in '{folder}' was measured yet: run `onnx-lowering measure` there.")
     (resolved,) = resolve(target)
@@ -144,29 +144,29 @@ def file_results(folder: Path, database: Path, target: str) -> FilingResult:
 
 
 def _file_task(
-    records: TuningDatabase, module: tvm.IRModule, traces: list[Trace], results: list[Result], target: tvm.target.Target
+    records: TuningDatabase, module: tvm.IRModule, traces: list[Trace], read_results: list[Result], target: tvm.target.Target
 ) -> tuple[int, bool]:
     """File the results of a task. Return the number of trials, and whether a candidate has won."""
     space = create_space(module, target)
     timings, failures = records.measured_seconds(module), records.failures(module)
     reference = timings.get(space.default)
     if reference is None:
-        reference = median([r.default for r in results if r.cause is None] or [1.0])
+        reference = median([r.default for r in read_results if r.cause is None] or [1.0])
         records.commit(module, space.default_trace(module), reference, target)
     if records.best_record(module) is None:
         records.record_best(module, space.default_trace(module), reference, target)
     model, filed = create_cost_model(space, 0), 0
     context = TuningContext(module, space.target, space.generator(), create_search_strategy(), "import", 1)
     best: tuple[float, Trace] | None = None
-    for result in results:
+    for result in read_results:
         trace = traces[result.candidate]
         choice = read_trace_choice(trace) or ""
         if result.cause is not None:
             if choice not in failures:
-                records.record_failure(module, choice, Failed(cast(Cause, result.cause), result.text))
+                records.record_failure(module, choice, CandidateFailure(cast(Cause, result.cause), result.text))
                 filed += 1
         elif result.last:
-            if wins(result.ratio, result.spread) and (best is None or result.ratio < best[0]):
+            if is_win(result.ratio, result.spread) and (best is None or result.ratio < best[0]):
                 best = result.ratio, trace
         elif choice not in timings:
             expected = predicted(model, context, create_candidate(module, trace))

@@ -10,7 +10,7 @@ from tvm import tirx
 import schedules
 
 from ..compiling.build import build
-from ..compiling.objects import Kernels
+from ..compiling.objects import KernelCompiler
 from ..passes.alignment import assume_alignment
 from ..passes.guard_divisions import guard_divisions
 from ..target import Target
@@ -52,4 +52,4 @@ def compile_library(func: tirx.PrimFunc, target: Target) -> bytes:
     module = tvm.IRModule({MAIN: func.with_attr("global_symbol", MAIN)})
     with target.tvm:
         module = assume_alignment(guard_divisions(module), 16 if target.architecture else 1)
-    return build(module, target, Kernels(target, kept=False))  # few candidates recur
+    return build(module, target, KernelCompiler(target, use_cache=False))  # few candidates recur

@@ -95,7 +95,7 @@ def save_arguments(
         if not before or name not in kernels:
             return 0
         for folder in pending.pop((name, tuple(map(_describe_argument, call_arguments))), ()):
-            arguments.write(
+            arguments.write_arguments(
                 folder,
                 [
                     a if isinstance(a, int) else (*_describe_tensor(a), _read_bytes(a), model.holds(a), is_output)

@@ -28,9 +28,9 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_hash
 
 from ..errors import ArtifactError
-from ..measuring.isolated import Failed
+from ..measuring.isolated import CandidateFailure
 from ..measuring.lines import append_line, repair_lines, whole_lines
-from ..measuring.machine import Machine, machine
+from ..measuring.machine import TuningMachine, read_tuning_machine
 from ..records import decode
 from ..target import Target
 from .architecture import Architecture, detect_architecture
@@ -63,7 +63,7 @@ class TrialRecord:
 class TuningDatabase:
     """The records of a database for one architecture. Its folder is created if it is missing."""
 
-    def __init__(self, folder: Path, target: Target, measured_on: Machine | None = None) -> None:
+    def __init__(self, folder: Path, target: Target, measured_on: TuningMachine | None = None) -> None:
         """Open the records for a target. measured_on is the measuring machine, if it is not this one."""
         self.architecture = detect_architecture(target, measured_on)
         self.folder = folder / self.architecture.name
@@ -100,7 +100,7 @@ class TuningDatabase:
         with lock_folder(self.folder):
             self._trials.commit(task, trace, seconds, target)
 
-    def record_failure(self, task: tvm.IRModule, candidate: str, failed: Failed, predicted: float = 0.0) -> TrialRecord:
+    def record_failure(self, task: tvm.IRModule, candidate: str, failed: CandidateFailure, predicted: float = 0.0) -> TrialRecord:
         """Append a failed trial."""
         trial = TrialRecord(hash_task(task), candidate, None, predicted, time.time(), failed.cause, failed.text)
         self._failures.append(trial)
@@ -172,7 +172,7 @@ def find_matching_folders(folder: Path, target: Target) -> list[Path]:
     if wanted_architecture.caches:
         return [folder / wanted_architecture.name]
     try:
-        local_architecture = detect_architecture(target, machine(gpu=bool(target.architecture)))
+        local_architecture = detect_architecture(target, read_tuning_machine(gpu=bool(target.architecture)))
     except ArtifactError:  # this machine has no GPU
         local_architecture = wanted_architecture
     folders = [
@@ -188,11 +188,11 @@ def find_similar_folders(folder: Path, reference: Architecture) -> list[Path]:
     return [path for path, folder_architecture in _list_folders(folder) if reference.is_similar_to(folder_architecture)]
 
 
-def find_last_machine(folder: Path, target: Target) -> Machine | None:
+def find_last_machine(folder: Path, target: Target) -> TuningMachine | None:
     """Return the machine with the latest measurements of such code, or None without measurements."""
     wanted_architecture = detect_architecture(target)
     machines = [
-        ((path / _JOURNAL).stat().st_mtime, Machine(folder_architecture.caches, folder_architecture.card))
+        ((path / _JOURNAL).stat().st_mtime, TuningMachine(folder_architecture.caches, folder_architecture.card))
         for path, folder_architecture in _list_folders(folder)
         if folder_architecture.runs_same_code_as(wanted_architecture) and (path / _JOURNAL).exists()
     ]

@@ -75,9 +75,9 @@ def _format_cells(s: upkeep.TaskSummary) -> tuple[str, ...]:
     return (
         " ".join("x".join(map(str, a)) if isinstance(a, tuple) else str(a) for a in s.shapes),
         str(s.trials),
-        units.time(s.default),
-        units.time(s.fastest),
-        "-" if s.best is None else units.time(s.best),
+        units.format_time(s.default),
+        units.format_time(s.fastest),
+        "-" if s.best is None else units.format_time(s.best),
         "-" if s.best is None else f"{s.default / s.best:.2f}x",
         "-" if s.estimate is None else f"{s.estimate:.2f}",
         format_failures(s.failures),

@@ -13,9 +13,9 @@ from pathlib import Path
 import tvm
 
 from ..measuring.batch import DEFAULT
-from ..measuring.isolated import Failed
-from ..measuring.machine import Machine
-from ..measuring.trial import CLEAR_WIN, LAST_PAIRS, wins
+from ..measuring.isolated import CandidateFailure
+from ..measuring.machine import TuningMachine
+from ..measuring.trial import CLEAR_WIN, LAST_PAIRS, is_win
 from ..target import Target
 from .database import TuningDatabase
 from .local import LibraryBuilder, MeasurementSite
@@ -72,10 +72,10 @@ class FinalComparison:
             try:
                 library = self.library_builder.build_trace(search.module, traces[choice])
                 measured = search.site.bench.submit(library, search.folder / DEFAULT, LAST_PAIRS, trial=False).result()
-            except Failed as failed:
+            except CandidateFailure as failed:
                 search.failures[choice] = search.site.database.record_failure(search.module, choice, failed)
                 continue
-            if wins(measured.ratio, measured.spread) and search.reference * measured.ratio < search.won_seconds:
+            if is_win(measured.ratio, measured.spread) and search.reference * measured.ratio < search.won_seconds:
                 search.won, search.won_seconds = choice, search.reference * measured.ratio
 
     def _drop_losers(self, site: MeasurementSite, winners: Sequence[TaskSearch], seconds: float) -> None:
@@ -88,9 +88,9 @@ class FinalComparison:
         while remaining:
             try:
                 runs = self._compare_models(site, remaining, seconds)
-            except Failed as failed:
+            except CandidateFailure as failed:
                 for search in remaining:  # it is unknown which one failed
-                    failure = Failed(failed.cause, f"in whole runs: {failed.text}")
+                    failure = CandidateFailure(failed.cause, f"in whole runs: {failed.text}")
                     search.failures[search.won] = search.site.database.record_failure(
                         search.module, search.won, failure
                     )
@@ -117,7 +117,7 @@ class FinalComparison:
         assert site.whole_runs is not None
         run_folder = self.folder / str(self._count)
         self._count += 1
-        database = TuningDatabase(run_folder / "records", self.target, Machine(site.database.architecture.caches))
+        database = TuningDatabase(run_folder / "records", self.target, TuningMachine(site.database.architecture.caches))
         for search in winners:
             _file_search(search, database, self.target.tvm)
         self.subject.compile_into(run_folder / "model", run_folder / "records")

@@ -22,10 +22,10 @@ from tvm.s_tir import meta_schedule as ms
 from ..compiling.build import warm_up
 from ..errors import InputError
 from ..measuring.batch import DEFAULT
-from ..measuring.isolated import Cause, Failed, Helper
-from ..measuring.machine import machine
-from ..measuring.measure import Job, Measured, expect
-from ..measuring.trial import RUN_MEMORY, compared, runner, tried
+from ..measuring.isolated import Cause, CandidateFailure, Helper
+from ..measuring.machine import read_tuning_machine
+from ..measuring.measure import Job, Measurement, expect
+from ..measuring.trial import RUN_MEMORY, compare_candidate, runner, try_candidate
 from ..target import resolve
 from . import build
 from .database import TuningDatabase
@@ -45,12 +45,12 @@ def encode_failure(cause: str, text: str) -> str:
     return f"{cause}: {text}"
 
 
-def decode_failure(message: str) -> Failed:
+def decode_failure(message: str) -> CandidateFailure:
     """Return the Failed of such a message. Raises InputError if no device measured the candidate."""
     cause, _, text = message.partition(": ")
     if cause == _NO_DEVICE:
         raise InputError(text)
-    return Failed(cast(Cause, cause), text)
+    return CandidateFailure(cast(Cause, cause), text)
 
 
 def _build_in_child(module: tvm.IRModule, target: str, cc: str | None, number: int, path: str, plain: bool) -> None:
@@ -73,7 +73,7 @@ class Bench(Protocol):
     def width(self) -> int:
         """The number of candidates that are measured at once."""
 
-    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
+    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measurement]:
         """Measure a library against another one, in the folder of their arguments.
 
         It is a trial, or a single comparison. The future may raise Failed.
@@ -104,15 +104,15 @@ class LocalBench:
         """Start the measuring process. Raises ArtifactError without a working GPU if one is needed."""
         self._threads, self._runner = threads, runner()
         self._models = Helper([compare_whole_runs.__module__])
-        self.machine = machine(gpu)
+        self.machine = read_tuning_machine(gpu)
 
-    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
+    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measurement]:
         on_gpu = bool(self.machine.gpu)
         job = Job(str(library), str(baseline), str(library.parent), self._threads, pairs, self.machine.largest, on_gpu)
-        future: Future[Measured] = Future()
+        future: Future[Measurement] = Future()
         try:
-            future.set_result((tried if trial else compared)(self._runner, job))
-        except Failed as failed:
+            future.set_result((try_candidate if trial else compare_candidate)(self._runner, job))
+        except CandidateFailure as failed:
             future.set_exception(failed)
         return future
 
@@ -147,8 +147,8 @@ class LibraryBuilder:
             self._builder.call(
                 _build_in_child, module, *self._target, str(path), plain, seconds=_BUILD_SECONDS, memory=_BUILD_MEMORY
             )
-        except Failed as error:
-            raise Failed("build", f"{error.cause}: {error.text}") from error
+        except CandidateFailure as error:
+            raise CandidateFailure("build", f"{error.cause}: {error.text}") from error
         return path
 
     def build_trace(self, module: tvm.IRModule, trace: Trace, name: str = "") -> Path:
@@ -182,7 +182,7 @@ class CandidateBuilder(ms.builder.PyBuilder):
     def _build_candidate(self, build_input: ms.builder.BuilderInput) -> ms.builder.BuilderResult:
         try:
             return ms.builder.BuilderResult(str(self.library_builder.build(build_input.mod)), None)
-        except Failed as error:
+        except CandidateFailure as error:
             return ms.builder.BuilderResult(None, encode_failure(error.cause, error.text))
 
 
@@ -190,7 +190,7 @@ class CandidateBuilder(ms.builder.PyBuilder):
 class TrialFuture(ms.runner.PyRunnerFuture):
     """MetaSchedule's future of a trial. Its seconds are the default's reference times the measured ratio."""
 
-    def __init__(self, path: Path, measured: Future[Measured], reference: float) -> None:
+    def __init__(self, path: Path, measured: Future[Measurement], reference: float) -> None:
         super().__init__()
         self._path, self._measured, self._reference = path, measured, reference
 
@@ -200,7 +200,7 @@ class TrialFuture(ms.runner.PyRunnerFuture):
     def result(self) -> ms.runner.RunnerResult:
         try:
             return ms.runner.RunnerResult([self._reference * self._measured.result().ratio], None)
-        except Failed as error:
+        except CandidateFailure as error:
             return ms.runner.RunnerResult(None, encode_failure(error.cause, error.text))
         except InputError as error:
             return ms.runner.RunnerResult(None, encode_failure(_NO_DEVICE, str(error)))

@@ -17,8 +17,8 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from ..errors import InputError
-from ..measuring.isolated import Failed
-from ..measuring.measure import Measured
+from ..measuring.isolated import CandidateFailure
+from ..measuring.measure import Measurement
 from .capture import CallSignature
 from .choices import read_choice
 from .context import TuningContext
@@ -58,7 +58,7 @@ class TaskSearch:
     stale: int = 0
     won: str = ""  # the final choice
     won_seconds: float = 0.0
-    in_model: Measured | None = None
+    in_model: Measurement | None = None
     history: list[float] = field(default_factory=list)  # the best seconds after each batch
 
     @property
@@ -230,7 +230,7 @@ class _CandidateBatch:
             search.context, [candidates[k] for k in self._new_indices], [results[k] for k in self._new_indices]
         )
 
-    def _fail(self, candidate: Any, text: str, error: Failed) -> None:
+    def _fail(self, candidate: Any, text: str, error: CandidateFailure) -> None:
         search = self.search
         expected = predicted(search.model, search.context, candidate)
         search.failures[text] = search.site.database.record_failure(search.module, text, error, expected)

@@ -17,7 +17,7 @@ from schedules.cuda.device import device
 
 from ..compiling.progress import LOG
 from ..measuring.batch import DEFAULT
-from ..measuring.isolated import Failed
+from ..measuring.isolated import CandidateFailure
 from ..runtime import load
 from ..target import Target, resolve
 from . import batches, lookup
@@ -256,7 +256,7 @@ class TuningSession:
                 search = self._create_search(name, site, module, use, measured.result().baseline)
                 self.searches.append(search)
                 self._try_presets(search)
-        except Failed as failed:
+        except CandidateFailure as failed:
             self._untuned.append(_create_untuned_outcome(use, f"its default failed: {failed}"))
 
     def _try_presets(self, search: TaskSearch) -> None:
@@ -276,7 +276,7 @@ class TuningSession:
                 library = self.library_builder.build_trace(search.module, record.trace)
                 default_library = search.folder / DEFAULT
                 measured = site.bench.submit(library, default_library, _PAIRS[self.effort], trial=True).result()
-            except Failed as failed:
+            except CandidateFailure as failed:
                 search.failures[choice] = site.database.record_failure(search.module, choice, failed, expected)
                 continue
             seconds = search.timings[choice] = search.reference * measured.ratio

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..compiling import artifact
-from ..compiling.compilation import Compiled, compiled
+from ..compiling.compilation import CompiledModel, compiled
 from ..compiling.options import Options
 from ..graph.model import ModelLike
 from ..target import Target
@@ -26,11 +26,11 @@ class TunedModel:
         """The number of threads that kernels are tuned for."""
         return self.options.threads or 1
 
-    def compile_into(self, folder: Path, database: Path | None = None, stand_in: Target | None = None) -> Compiled:
+    def compile_into(self, folder: Path, database: Path | None = None, stand_in: Target | None = None) -> CompiledModel:
         """Compile the model into an artifact folder, with the records of that database.
 
         stand_in is as for `compiled`. Raises its exceptions.
         """
         result = compiled(self.model, replace(self.options, database=database), stand_in)
-        artifact.write(folder, result.parts)
+        artifact.write_artifact(folder, result.artifacts)
         return result

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from .. import notebook, units
-from ..shortened import cut_middle, first_and_more
+from ..shortened import shorten_middle, shorten_names
 from .session import TuningOutcome, TuningState
 from .tune import Tuning
 
@@ -70,11 +70,11 @@ def _format_states(state: TuningState, console_width: int) -> Table:
     width = max(console_width - _COLUMNS_WIDTH, _MIN_NAME_WIDTH)
     for search in state.searches:
         table.add_row(
-            cut_middle(search.name, width),
+            shorten_middle(search.name, width),
             search.space.kind,
             str(search.trials),
-            units.time(search.reference),
-            units.time(search.best),
+            units.format_time(search.reference),
+            units.format_time(search.best),
             f"{search.gain:.2f}x",
             format_failures(search.count_causes()),
             style="bold" if search is state.at_work else None,
@@ -146,7 +146,7 @@ def _format_table(outcomes: Sequence[TuningOutcome], width: int) -> list[str]:
     nodes_width = max(name_width - kernel_width, len("nodes"))
     labels = [
         ("kernel", "nodes"),
-        *((cut_middle(o.name, kernel_width), first_and_more(o.nodes, nodes_width)) for o in outcomes),
+        *((shorten_middle(o.name, kernel_width), shorten_names(o.nodes, nodes_width)) for o in outcomes),
     ]
     widths = [max(map(len, column)) for column in zip(*labels)]
     lines = []
@@ -166,7 +166,7 @@ def render_html(tuning: Tuning) -> str:
         for outcome in tuning.outcomes
         if not outcome.why
     ]
-    return notebook.table("\n".join(lines), ("kernel", "nodes", *headings), rows)
+    return notebook.format_table("\n".join(lines), ("kernel", "nodes", *headings), rows)
 
 
 _NUMBER_COLUMNS = ("share", "trials", "default", "tuned", "gain")
@@ -178,7 +178,7 @@ def _format_untuned(tuning: Tuning) -> list[str]:
     by_reason: dict[str, dict[str, None]] = {}
     for outcome in tuning.outcomes:
         if outcome.why:
-            by_reason.setdefault(outcome.why, {})[cut_middle(outcome.name, 40)] = None
+            by_reason.setdefault(outcome.why, {})[shorten_middle(outcome.name, 40)] = None
     lines = []
     for why, names in by_reason.items():
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
@@ -190,8 +190,8 @@ def _format_cells(outcome: TuningOutcome) -> dict[str, str]:
     return {
         "share": f"{outcome.share:.1%}",
         "trials": str(outcome.trials),
-        "default": units.time(outcome.default),
-        "tuned": units.time(outcome.seconds),
+        "default": units.format_time(outcome.default),
+        "tuned": units.format_time(outcome.seconds),
         "gain": f"{outcome.gain:.2f}x",
         "in the model": "" if outcome.in_model is None else f"{1 / outcome.in_model:.2f}x",
         "searched": outcome.searched,

@@ -20,7 +20,7 @@ from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
-from ..manifest import MOST_THREADS
+from ..manifest import MAX_THREADS
 from ..runtime.checks import check_integer
 from ..runtime.gpu import read_gpu_architecture, runs_on
 from ..target import Target, resolve
@@ -131,7 +131,7 @@ def tune(
         raise InputError(f"budget={budget}: a number of seconds above 0 is needed.")
     if effort not in EFFORTS:
         raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
-    threads = check_integer(threads, "threads", 1, MOST_THREADS)
+    threads = check_integer(threads, "threads", 1, MAX_THREADS)
     # Inputs for tuning are synthetic: checks would reject the tables of serving operators.
     options = Options(target, donate, threads, None, dims, static_cache, weights, checks=False, precision=precision)
     max_trials = None if trials is None else check_integer(trials, "trials", 0, 2**31)

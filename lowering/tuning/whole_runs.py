@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..measuring.measure import Measured
+from ..measuring.measure import Measurement
 from ..profiling.inputs import synthetic_inputs
 from ..runtime import load
 from ..runtime.profiler import Profiler
@@ -29,8 +29,8 @@ class WholeRunTimes:
     runs are those of whole runs, and calls those of each kernel's calls with arguments of the same shapes.
     """
 
-    runs: Measured
-    calls: dict[CallSignature, Measured]
+    runs: Measurement
+    calls: dict[CallSignature, Measurement]
 
 
 def compare_whole_runs(was: str, became: str, sizes: Mapping[str, int], threads: int, seconds: float) -> WholeRunTimes:
@@ -79,5 +79,5 @@ class _ModelRunner:
         return times_by_call
 
 
-def _compare_times(was: np.ndarray, became: np.ndarray) -> Measured:
-    return Measured(float(np.median(was)), tuple((became / was).tolist()), 0.0)
+def _compare_times(was: np.ndarray, became: np.ndarray) -> Measurement:
+    return Measurement(float(np.median(was)), tuple((became / was).tolist()), 0.0)

@@ -1,4 +1,4 @@
-"""The attention rule: which kernel serves a problem on a CPU, chosen at run time where sizes are symbolic."""
+"""The attention rule: chooses the kernel for a problem on a CPU, at run time where sizes are symbolic."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from ..variant import Variant
 from .attention_tiles import DecodeTiles, PrefillTiles
 from .decode import decode
 from .prefill import prefill
-from .vector import Machine, machine, of_vectors
+from .vector import CpuFeatures, of_vectors, read_cpu_features
 
 _LARGEST_HEAD = 1024
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function that holds an AttentionProblem; None for one with a qk output, or with heads of no size or a size
-    that nobody has: code is written out along them."""
+    """Schedule a function that has an AttentionProblem attribute.
+
+    Return None if it has a qk output, or heads that are empty or unreasonably large, because code is unrolled along
+    them.
+    """
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
@@ -34,16 +37,17 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] |
     }
     if not fits("tiled", needs):
         return None
-    cpu = machine(target)
+    cpu = read_cpu_features(target)
     tiles = {"prefill": PrefillTiles.default(problem, cpu), "decode": DecodeTiles.default(problem, cpu)}
     return [Variant("tiled", problem, cpu, tiles, lambda t: attention_kernel(problem, cpu, t["prefill"], t["decode"]))]
 
 
 def attention_kernel(
-    problem: AttentionProblem, cpu: Machine, prefill_tiles: PrefillTiles, decode_tiles: DecodeTiles
+    problem: AttentionProblem, cpu: CpuFeatures, prefill_tiles: PrefillTiles, decode_tiles: DecodeTiles
 ) -> tirx.PrimFunc:
-    """The PrimFunc with the parameters of `plain(problem)`: `decode` for up to decode_tiles.q_len query rows, `prefill`
-    for more, batch by batch where rows are packed.
+    """Return the PrimFunc with the parameters of `plain(problem)`.
+
+    It runs `decode` for up to decode_tiles.q_len query rows and `prefill` for more, batch by batch if rows are ragged.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")

@@ -10,8 +10,8 @@ from tvm import DataType
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .cycles import L1, L2, L2_LINE, LATENCY, TYPICAL, overflow, register_tile, waste
-from .vector import Machine, cover
+from .cycles import L1, L2, L2_LINE, LATENCY, TYPICAL, miss_ratio, padding_ratio, register_tile_cycles
+from .vector import CpuFeatures, cover_row
 
 _SOFTMAX = 20  # vector operations for a pair: exp, maximum, sum
 _STREAM = 4  # cycles for a vector from memory
@@ -36,12 +36,12 @@ class PrefillTiles(Tiles):
     pv_rows: int
     """O += P V in registers: query rows of the register tile ..."""
     pv_vectors: int
-    """... times at most so many vectors of v_head_dim."""
+    """... times at most this number of vectors of v_head_dim."""
     chains: int = 4
-    """Maxima and sums of a row that do not wait for one another. Even, and a divisor of qk_keys."""
+    """Independent chains of row maxima and row sums. Even, and a divisor of qk_keys."""
 
     @classmethod
-    def space(cls, problem: AttentionProblem, cpu: Machine) -> Space:
+    def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
         lanes = cpu.lanes(problem.acc_dtype)
         heights = (1, 2, 3, 4, 6, 8, 12, 16)
         return {
@@ -54,7 +54,7 @@ class PrefillTiles(Tiles):
             "chains": (2, 4, 8),
         }
 
-    def rules(self, problem: AttentionProblem, cpu: Machine) -> dict[str, bool]:
+    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
         lanes = cpu.lanes(problem.acc_dtype)
         panel = self.qk_vectors * lanes
         rules = {
@@ -75,32 +75,37 @@ class PrefillTiles(Tiles):
             rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
         return rules
 
-    def estimate(self, problem: AttentionProblem, cpu: Machine) -> float:
-        """Of a pair of a query row and a key: both matmuls in their register tiles, the softmax, the share of what a
-        tile of keys costs each row; and what tiles at the edges, and under a causal diagonal, compute for nothing."""
+    def estimate(self, problem: AttentionProblem, cpu: CpuFeatures) -> float:
+        """Estimate the log of the cycles of a pair of a query row and a key.
+
+        It counts both matmuls in their register tiles, the softmax, and each row's share of the cost of a tile of keys.
+        It adds the wasted work of tiles at the edges and under a causal diagonal.
+        """
         lanes = cpu.lanes(problem.acc_dtype)
         vectors = -(-problem.v_head_dim // lanes)
         width = min(self.pv_vectors, vectors)
-        scores = problem.head_dim * register_tile(self.qk_keys, self.qk_vectors) / (self.qk_keys * self.qk_vectors)
-        sums = vectors * lanes * register_tile(self.pv_rows, width) / (self.pv_rows * width)
+        scores = (
+            problem.head_dim * register_tile_cycles(self.qk_keys, self.qk_vectors) / (self.qk_keys * self.qk_vectors)
+        )
+        accumulation = vectors * lanes * register_tile_cycles(self.pv_rows, width) / (self.pv_rows * width)
         rescaled = 2 * vectors * lanes / self.kv
         softmax = _SOFTMAX * max(LATENCY / 2 / self.chains, 1.0)
         unpacked = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q
         tiles = 4 * (self.q * self.kv + self.kv * (problem.head_dim + problem.v_head_dim) + self.q * problem.v_head_dim)
-        spilled = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q * lanes / 4 * overflow(tiles, L2)
+        spilled = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q * lanes / 4 * miss_ratio(tiles, L2)
         rows, keys = problem.q_len or TYPICAL * 8, problem.kv_len or TYPICAL * 8
-        edges = waste(rows * problem.group, self.q) * waste(keys, self.kv)
+        edges = padding_ratio(rows * problem.group, self.q) * padding_ratio(keys, self.kv)
         diagonal = 1 + (self.q / problem.group + self.kv) / keys if problem.causal else 1.0
-        return math.log((scores + sums + rescaled + softmax + unpacked + spilled) * edges * diagonal)
+        return math.log((scores + accumulation + rescaled + softmax + unpacked + spilled) * edges * diagonal)
 
     @classmethod
-    def default(cls, problem: AttentionProblem, cpu: Machine) -> PrefillTiles:
-        """Untuned but good: register tiles that keep the FMA units busy, and S, Q, K and V tiles that share the caches.
+    def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> PrefillTiles:
+        """Return the untuned default: register tiles that keep the FMA units busy, and tiles that share the caches.
 
-        The figures are flat around these: 32 to 96 query rows and 64 to 256 keys are within 3 %. Fewer rows waste less
-        under a causal mask, more rows unpack K and V less often.
+        Tiles of S, Q, K and V fit the caches. Times are flat around these: 32 to 96 query rows and 64 to 256 keys are
+        within 3 %. Fewer rows waste less under a causal mask, more rows unpack K and V less often.
         """
-        vectors = len(cover(problem.v_head_dim, cpu.lanes(problem.acc_dtype))[1])
+        vectors = len(cover_row(problem.v_head_dim, cpu.lanes(problem.acc_dtype))[1])
         if cpu.registers == 32:
             pv_rows, pv_vectors = {1: (16, 1), 2: (8, 2), 3: (8, 3)}.get(vectors, (4, 4))
             return PrefillTiles(64, 64, qk_keys=8, qk_vectors=2, pv_rows=pv_rows, pv_vectors=pv_vectors)
@@ -113,26 +118,26 @@ class DecodeTiles(Tiles):
     """Tiles of `decode`."""
 
     q_len: int
-    """The largest S that the kernel takes; it sets the size of its scratch memory."""
+    """The largest S that the kernel supports; it determines the size of its scratch memory."""
     kv: int
     """Keys per tile: B_c. Multiple of W."""
     split: int
-    """Keys that are worth a split: a sequence is cut so that the longest parts have about this many ..."""
+    """Keys that are worth a split: a sequence is split so that the longest splits have about this many ..."""
     max_splits: int
-    """... but not into more parts than this."""
+    """... but not into more splits than this."""
     pv_rows: int
-    """O += P V in registers: query rows of the register tile (left-over rows go one by one) ..."""
+    """O += P V in registers: query rows of the register tile (the remaining rows one by one) ..."""
     pv_vectors: int
-    """... times at most so many vectors of v_head_dim."""
+    """... times at most this number of vectors of v_head_dim."""
     ahead: int = 1
-    """How many tiles before a tile is read its rows are asked for."""
+    """The prefetch distance of K and V rows, in tiles."""
     parallel_work: int = 1 << 16
-    """Operations from which on threads share the work of putting splits together."""
+    """Operations from which on threads share the merging of splits."""
 
     @classmethod
-    def space(cls, problem: AttentionProblem, cpu: Machine) -> Space:
+    def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
         lanes = cpu.lanes(problem.acc_dtype)
-        heights = {max(1, rows // problem.group) for rows in (1, 2, 4, 8, MOST_DECODE_ROWS, 32)}
+        heights = {max(1, rows // problem.group) for rows in (1, 2, 4, 8, MAX_DECODE_ROWS, 32)}
         return {
             "q_len": tuple(sorted(heights)),
             "kv": tuple(n * lanes for n in (1, 2, 3, 4, 8, 16)),
@@ -144,7 +149,7 @@ class DecodeTiles(Tiles):
             "parallel_work": (1 << 12, 1 << 14, 1 << 16, 1 << 18),
         }
 
-    def rules(self, problem: AttentionProblem, cpu: Machine) -> dict[str, bool]:
+    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
         lanes = cpu.lanes(problem.acc_dtype)
         tile = f"{self.pv_rows} x {self.pv_vectors}"
         return {
@@ -157,26 +162,32 @@ class DecodeTiles(Tiles):
             ),
         }
 
-    def estimate(self, problem: AttentionProblem, cpu: Machine) -> float:
-        """Of a key: reading it, the register tile of P V for its rows, its share of what a tile and a split cost."""
+    def estimate(self, problem: AttentionProblem, cpu: CpuFeatures) -> float:
+        """Estimate the log of the cycles of a key.
+
+        It counts reading the key, the register tile of P V for its rows, and its share of the cost of a tile and of a
+        split.
+        """
         lanes = cpu.lanes(problem.acc_dtype)
         vectors, rows = -(-problem.v_head_dim // lanes), problem.group * (problem.q_len or 1)
         width, height = min(self.pv_vectors, vectors), min(self.pv_rows, rows)
         read = _STREAM * (problem.head_dim + problem.v_head_dim) / lanes
-        sums = vectors * rows * register_tile(height, width) / (height * width)
+        accumulation = vectors * rows * register_tile_cycles(height, width) / (height * width)
         scores = rows * problem.head_dim / lanes
         row = 4 * (problem.head_dim + problem.v_head_dim)
-        reread = L2_LINE * problem.v_head_dim * 4 / 64 * overflow(self.kv * row, L1)
+        reread = L2_LINE * problem.v_head_dim * 4 / 64 * miss_ratio(self.kv * row, L1)
         tile = (_TILE + rows * vectors) / self.kv
         keys = problem.kv_len or TYPICAL * 16
-        parts = max(min(-(-keys // self.split), self.max_splits), 1)
-        merged = parts * (_TILE + rows * vectors * 2) / keys if parts > 1 else 0.0
-        return math.log(max(read, scores + sums) + reread + tile + merged)
+        splits = max(min(-(-keys // self.split), self.max_splits), 1)
+        merge = splits * (_TILE + rows * vectors * 2) / keys if splits > 1 else 0.0
+        return math.log(max(read, scores + accumulation) + reread + tile + merge)
 
     @classmethod
-    def default(cls, problem: AttentionProblem, cpu: Machine) -> DecodeTiles:
-        """Untuned but good: half the first-level cache keeps a tile of V, whose rows are read whole, so that hardware
-        follows the stream; half precision, which is widened at each use, meets more query rows at once instead.
+    def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> DecodeTiles:
+        """Return the untuned default: half the first-level cache holds a tile of V.
+
+        Its rows are read whole, so that the hardware prefetcher follows the stream. Half precision, which is widened at
+        each use, instead meets more query rows at once.
         """
         lanes = cpu.lanes(problem.acc_dtype)
         _, v_dtype = problem.stored_types
@@ -184,13 +195,13 @@ class DecodeTiles(Tiles):
         kv = min(max(16384 // row // lanes, 1), 4) * lanes
         widened = v_dtype != problem.acc_dtype
         pv_rows, pv_vectors = (4, cpu.registers // 8) if widened else (2, cpu.registers // 4)
-        q_len = max(1, MOST_DECODE_ROWS // problem.group)
+        q_len = max(1, MAX_DECODE_ROWS // problem.group)
         return DecodeTiles(q_len, kv, split=256, max_splits=64, pv_rows=pv_rows, pv_vectors=pv_vectors)
 
 
-MOST_DECODE_ROWS = 16  # packed query rows up to which reading K and V takes longer than the arithmetic
+MAX_DECODE_ROWS = 16  # packed query rows up to which reading K and V takes longer than the arithmetic
 
 
-def _fits(rows: int, vectors: int, cpu: Machine) -> bool:
-    """Whether an outer-product register tile leaves room for its operands."""
+def _fits(rows: int, vectors: int, cpu: CpuFeatures) -> bool:
+    """Return whether an outer-product register tile leaves registers for its operands."""
     return rows * vectors + vectors + 1 <= cpu.registers

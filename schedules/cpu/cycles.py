@@ -1,7 +1,7 @@
-"""Rough models of one core, in cycles: what tiles should cost before anything is measured.
+"""Rough cycle models of one core: the estimated cost of tiles before anything is measured.
 
-They order a tuner's first candidates, and only differences between tiles of one problem count: what all of them take is
-left out. A core does one vector multiplication with addition and one vector load in a cycle.
+They order a tuner's first candidates. Only differences between tiles of one problem count, so costs common to all tiles
+are left out. A core does one vector FMA and one vector load per cycle.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ L1, L2 = 32 << 10, 512 << 10
 """Bytes of the nearest caches, of the smaller cores of today."""
 
 LATENCY = 8
-"""Cycles from a sum to the next one in the same register, times the units that add."""
+"""Cycles from one accumulation to the next in the same register, times the number of FMA units."""
 
 L2_LINE = 2.0
 """Cycles for a cache line from the second-level cache."""
 
 TYPICAL = 64
-"""What a size that is not known is taken for."""
+"""The size assumed for a symbolic one."""
 
 
-def register_tile(rows: float, vectors: float) -> float:
-    """A step of an outer product with so many rows of sums, of so many vectors each."""
+def register_tile_cycles(rows: float, vectors: float) -> float:
+    """Return the cycles of an outer-product step with `rows` rows of accumulators, `vectors` vectors each."""
     return max(rows * vectors, rows + vectors, LATENCY)
 
 
-def waste(size: int, tile: int) -> float:
-    """By how much the tiles that cover a size are larger."""
+def padding_ratio(size: int, tile: int) -> float:
+    """Return by which factor the tiles that cover a size exceed it."""
     return -(-size // tile) * tile / size if size else 1.0
 
 
-def overflow(used: float, cache: float) -> float:
-    """The share of what is used that a cache does not hold."""
+def miss_ratio(used: float, cache: float) -> float:
+    """Return the share of the used bytes that do not fit a cache."""
     return max(1.0 - cache / used, 0.0) if used else 0.0

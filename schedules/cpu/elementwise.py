@@ -1,7 +1,7 @@
 """Element-wise functions, with broadcasting, transposition, slicing, gathering and concatenation.
 
-Each output is one loop nest, whatever the number of stages: what they compute on the way stays in registers. Only an
-expensive stage whose values are needed several times over is stored.
+Each output is one loop nest, whatever the number of stages: intermediate values stay in registers. Only an expensive
+stage whose values are needed several times is materialized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_function, is_int, loads, offset, uses, walk
+from lowering.tensorir.expressions import Expr, is_function, is_int, loads, flatten_index, uses, walk
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, volume
@@ -24,21 +24,21 @@ from .fast_math import expand
 from .loops import split_among_threads, split_rows
 from .sweep import Sweep, plan_sweep
 from .transposition import SweepTiles, read_transposition
-from .vector import Machine, let, machine
+from .vector import CpuFeatures, let, read_cpu_features
 
 
 def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Vector loops among threads for a function without reductions; None for anything else."""
+    """Schedule a function without reductions as vector loops among threads; return None for anything else."""
     stages = read_stages(func)
     if not stages or any(stage.reduce for stage in stages):
         return None
-    cpu = machine(target)
+    cpu = read_cpu_features(target)
     tiles = {"sweep": SweepTiles.default(stages, cpu)}
     return [Variant("sweeps", stages, cpu, tiles, lambda tiles: _emit(func, stages, cpu, tiles["sweep"]))]
 
 
-def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: SweepTiles) -> tirx.PrimFunc:
-    stored = set(func.params) | recomputed(stages)
+def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: CpuFeatures, tiles: SweepTiles) -> tirx.PrimFunc:
+    stored = set(func.params) | find_recomputed(stages)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
         evaluator = Evaluator.of(stages, memory, expand)
@@ -54,21 +54,21 @@ def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: SweepTi
     return func.with_body(builder.get().body)
 
 
-def recomputed(stages: list[Stage]) -> set[tirx.Buffer]:
-    """Outputs of expensive stages that some other stage reads at fewer points than it has itself."""
-    expensive = expensive_outputs(stages)
-    found = set()
+def find_recomputed(stages: list[Stage]) -> set[tirx.Buffer]:
+    """Return the outputs of expensive stages that another stage reads at fewer points than it has itself."""
+    expensive = find_expensive_outputs(stages)
+    outputs = set()
     for stage in stages:
         several = {axis.var for axis in (*stage.axes, *stage.reduce) if not is_int(axis.extent, 1)}
         for node in loads(stage.value):
             used = {var for var in several if any(uses(index, {var}) for index in node.indices)}
             if node.source in expensive and not node.source.same_as(stage.output) and used != several:
-                found.add(node.source)
-    return found
+                outputs.add(node.source)
+    return outputs
 
 
-def expensive_outputs(stages: list[Stage]) -> set[tirx.Buffer]:
-    """Outputs of stages that call functions or divide, themselves or through the element-wise stages that they read."""
+def find_expensive_outputs(stages: list[Stage]) -> set[tirx.Buffer]:
+    """Return the outputs of stages that call functions or divide, directly or through element-wise stages they read."""
     expensive: set[tirx.Buffer] = set()
     for stage in stages:
         for node in walk(stage.value):
@@ -79,19 +79,19 @@ def expensive_outputs(stages: list[Stage]) -> set[tirx.Buffer]:
     return expensive
 
 
-def _plan(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, known: Facts) -> Sweep:
-    """A sweep over the output of a stage; its programs give the value to be stored in `memory`, and its position."""
+def _plan(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, base_facts: Facts) -> Sweep:
+    """Plan a sweep over the output of a stage, whose programs give the value to store in `memory` and its index."""
 
     def write(point: list[Expr], facts: Facts) -> Program:
-        position = facts.simplify(offset(stage.output.shape, point))
+        position = facts.simplify(flatten_index(stage.output.shape, point))
         value = tirx.BufferLoad(stage.output, point)
         return evaluator.program([value, position], facts, stored=[memory.dtype])
 
-    return plan_sweep(stage.axes, write, known)
+    return plan_sweep(stage.axes, write, base_facts)
 
 
 def _write(
-    stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, cpu: Machine, tiles: SweepTiles
+    stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, cpu: CpuFeatures, tiles: SweepTiles
 ) -> None:
     sweep = _plan(stage, evaluator, memory, facts)
     transposition, lanes = read_transposition(sweep, facts, cpu, tiles), cpu.lanes("float32")
@@ -112,13 +112,16 @@ def _write(
 
 
 def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None], tiles: SweepTiles) -> None:
-    """The sweep at each point of its outer axes. Long ones are cut: there may be one point (a batch of 1)."""
-    one, extent = isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk, let(sweep.extent)
+    """Emit the sweep at each point of its outer axes. Long sweeps are split: there may be one point (a batch of 1)."""
+    is_single_chunk, extent = (
+        isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk,
+        let(sweep.extent),
+    )
     chunks = Axis(tirx.Var("chunk", "int64"), let((extent + (tiles.chunk - 1)) // tiles.chunk))
 
     def emit(point: Mapping[tirx.Var, Expr]) -> None:
-        low = tirx.const(0, "int64") if one else let(point[chunks.var] * tiles.chunk)
-        window = None if one else (low, tirx.min(low + tiles.chunk, extent))
+        low = tirx.const(0, "int64") if is_single_chunk else let(point[chunks.var] * tiles.chunk)
+        window = None if is_single_chunk else (low, tirx.min(low + tiles.chunk, extent))
         sweep.emit(point, lanes, store, window)
 
     if not sweep.outer:
@@ -126,10 +129,10 @@ def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None
         split_among_threads(chunks.extent, work, tiles.parallel_work, lambda task: emit({chunks.var: task}))
         return
     *before, last = sweep.outer
-    axes = [*before, last] if one else [*before, chunks, last]
+    axes = [*before, last] if is_single_chunk else [*before, chunks, last]
 
-    def rows(point: list[Expr], part: Axis) -> None:
-        with T.serial(part.extent) as i:
-            emit({**dict(zip((axis.var for axis in axes), point)), last.var: let(part.var + i)})
+    def rows(point: list[Expr], rows_of_task: Axis) -> None:
+        with T.serial(rows_of_task.extent) as i:
+            emit({**dict(zip((axis.var for axis in axes), point)), last.var: let(rows_of_task.var + i)})
 
     split_rows(axes, let(tirx.min(extent, tiles.chunk) * sweep.work), tiles, rows)

@@ -1,8 +1,8 @@
-"""Elementary functions of float32 as polynomials, so that loops over them become vectors; or of vectors themselves.
+"""Elementary functions of float32 as polynomials, so that loops over them can be vectorized; also of vectors.
 
-LLVM turns exp, tanh or erf of a vector into one libm call per lane, some 3 ns each. The functions below are code
-without branches, right to 4 units in the last place, and right for infinities, NaN and arguments of any size. Results
-of exp below 2^-125 become 0; so do subnormal ones of the others.
+LLVM turns exp, tanh or erf of a vector into one libm call per lane, some 3 ns each. The functions below are branch-free
+code, correct to 4 units in the last place, also for infinities, NaN and arguments of any size. Results of exp below
+2^-125 become 0; so do subnormal results of the others.
 
 The coefficients are minimax fits (Lawson's iteratively reweighted least squares) in the error that the comments name.
 """
@@ -61,15 +61,15 @@ _ERF = (
 )
 _ERF_LIMIT = 4.0  # erf rounds to 1 from here on
 
-# ln(2) in two parts; the first has 15 trailing zeros, so that its matmul with a small integer is exact.
+# ln(2) as high + low; the high term has 15 trailing zeros, so that multiplying it by a small integer is exact.
 _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.428606765330187e-06
 
-_MAGIC = 1.5 * 2.0**23  # adding it leaves the nearest integer in the low bits of the sum
+_MAGIC = 1.5 * 2.0**23  # adding it leaves the nearest integer in the low bits of the result
 _SIGN = 0x80000000
 
 
 def exp(x: Expr, bind: Bind) -> Expr:
-    """e^x = 2^n e^r, with n the integer nearest to x / ln(2)."""
+    """Return e^x = 2^n e^r, with n the integer nearest to x / ln(2)."""
     x = _clamp(x, -87.6, 89.0, bind)
     n, n_bits = _nearest(x * _f32(math.log2(math.e), x), bind)
     r = bind((x - n * _f32(_LN2_HIGH, x)) - n * _f32(_LN2_LOW, x))
@@ -87,14 +87,14 @@ def sigmoid(x: Expr, bind: Bind) -> Expr:
 
 
 def tanh(x: Expr, bind: Bind) -> Expr:
-    """With e = e^(-2 |x|) - 1, which keeps its precision near 0: tanh |x| = -e / (e + 2)."""
+    """Return tanh x by tanh |x| = -e / (e + 2), with e = e^(-2 |x|) - 1, which is precise near 0."""
     x = bind(x)
     e = bind(_expm1(_magnitude(x, 10.0, bind) * _f32(-2.0, x), bind))
     return _with_sign(bind((_f32(0.0, x) - e) / (e + _f32(2.0, x))), x)
 
 
 def erf(x: Expr, bind: Bind) -> Expr:
-    """erf |x| = 1 - e^g, where g = ln(erfc |x|) is smooth."""
+    """Return erf x by erf |x| = 1 - e^g, where g = ln(erfc |x|) is smooth."""
     x = bind(x)
     a = _magnitude(x, _ERF_LIMIT, bind)
     g = bind((_f32(0.0, x) - a) * _polynomial(a, _ERF))
@@ -102,33 +102,33 @@ def erf(x: Expr, bind: Bind) -> Expr:
 
 
 def log(x: Expr, bind: Bind) -> Expr:
-    """ln x = e ln(2) + ln(1 + f), x = 2^e (1 + f)."""
+    """Return ln x = e ln(2) + ln(1 + f), where x = 2^e (1 + f)."""
     x = bind(x)
     subnormal = bind(x < _f32(2.0**-126, x))
     bits = bind(_bits(tirx.Select(subnormal, x * _f32(2.0**23, x), x)))
-    exponent = bind((bits - _i32(0x3F3504F3, x)) >> _i32(23, x))  # less the bits of sqrt(1/2)
+    exponent = bind((bits - _i32(0x3F3504F3, x)) >> _i32(23, x))  # minus the bits of sqrt(1/2)
     f = bind(_float(bits - (exponent << _i32(23, x))) - _f32(1.0, x))
     e = bind(exponent.astype(_as(x, "float32")) - tirx.Select(subnormal, _f32(23.0, x), _f32(0.0, x)))
     square = bind(f * f)
-    tail = bind(f * square * _polynomial(f, _LOG) - _f32(0.5, x) * square + e * _f32(_LN2_LOW, x))
-    result = bind(f + tail + e * _f32(_LN2_HIGH, x))
+    correction = bind(f * square * _polynomial(f, _LOG) - _f32(0.5, x) * square + e * _f32(_LN2_LOW, x))
+    result = bind(f + correction + e * _f32(_LN2_HIGH, x))
     outside = tirx.Select(x < _f32(0.0, x), _f32(math.nan, x), _f32(-math.inf, x))
     result = tirx.Select(x > _f32(0.0, x), result, outside)
     return bind(tirx.Select(x < _f32(math.inf, x), result, x))  # infinity and NaN are their own logarithms
 
 
 def rsqrt(x: Expr, bind: Bind) -> Expr:
-    """TVM has no vector form of rsqrt; the square root and the quotient are machine instructions."""
+    """Return 1 / sqrt(x), of which TVM has no vector form; square root and division are machine instructions."""
     return _f32(1.0, x) / tirx.sqrt(x)
 
 
 def isnan(x: Expr, bind: Bind) -> Expr:
-    """TVM simplifies x != x to false."""
+    """Return whether x is NaN, by its bits: TVM simplifies x != x to false."""
     return (_bits(x) & _i32(0x7FFFFFFF, x)) > _i32(0x7F800000, x)
 
 
 def nearbyint(x: Expr, bind: Bind) -> Expr:
-    """A machine instruction, which TVM has a vector form of under its LLVM name alone."""
+    """Return the nearest integer by a machine instruction; TVM vectorizes it only under its LLVM name."""
     return T.call_llvm_pure_intrin(x.ty, "llvm.nearbyint", x)
 
 
@@ -138,19 +138,21 @@ _FUNCTIONS: dict[str, Callable[[Expr, Bind], Expr]] = {
 
 
 _MACHINE = ("tirx.sqrt", "tirx.fabs", "tirx.floor", "tirx.trunc", "tirx.nearbyint", "prim.ceil")
-"""Instructions of vectors."""
+"""Functions with a vector instruction."""
 
 
 def expand(op: ir.Op, operands: list[Expr], bind: Bind) -> Expr | None:
-    """op(*operands) written out, or None if this file does not know the function or the type is not float32."""
+    """Expand op(*operands), or return None if the function is not in this file or the type is not float32."""
     if op.name not in _FUNCTIONS or str(operands[0].ty.dtype.with_lanes(1)) != "float32":
         return None
     return _FUNCTIONS[op.name](operands[0], bind)
 
 
-def function_of_vectors(name: str, operands: list[Expr], bind: Bind) -> Expr | None:
-    """The function of that name for all lanes at once, or None where it goes lane by lane. bind gets no truth values,
-    which TVM binds to no variable."""
+def expand_vector_function(name: str, operands: list[Expr], bind: Bind) -> Expr | None:
+    """Return the function of that name for all lanes at once, or None if it is evaluated lane by lane.
+
+    bind receives no booleans, which TVM cannot bind to a variable.
+    """
 
     def named(x: Expr) -> Expr:
         return x if x.ty.dtype.is_bool else bind(x)
@@ -161,7 +163,7 @@ def function_of_vectors(name: str, operands: list[Expr], bind: Bind) -> Expr | N
 
 
 def _const(value: float, dtype: str, like: Expr) -> Expr:
-    """The number in as many lanes as another value has."""
+    """Return a constant with as many lanes as another value."""
     lanes = like.ty.dtype.lanes
     number = tirx.const(value, dtype)
     return number if lanes == 1 else T.broadcast(number, lanes)
@@ -176,7 +178,7 @@ def _i32(value: int, like: Expr) -> Expr:
 
 
 def _as(x: Expr, dtype: str) -> str:
-    """The type with so many lanes as x has."""
+    """Return the type with as many lanes as x."""
     return dtype if x.ty.dtype.lanes == 1 else f"{dtype}x{x.ty.dtype.lanes}"
 
 
@@ -189,7 +191,7 @@ def _float(bits: Expr) -> Expr:
 
 
 def _clamp(x: Expr, low: float, high: float, bind: Bind) -> Expr:
-    """x within [low, high]; NaN stays NaN, which TVM's min and max do not promise."""
+    """Clamp x to [low, high]; NaN stays NaN, which TVM's min and max do not promise."""
     x = bind(x)
     x = bind(tirx.Select(x < _f32(low, x), _f32(low, x), x))
     return bind(tirx.Select(x > _f32(high, x), _f32(high, x), x))
@@ -205,22 +207,25 @@ def _with_sign(magnitude: Expr, x: Expr) -> Expr:
 
 
 def _nearest(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
-    """The nearest integer to x as a float, and an int32 whose low bits are that integer.
+    """Return the nearest integer to x as a float, and an int32 whose low bits are that integer.
 
-    TVM simplifies (x + magic) - magic to x: the sum passes through an integer in between.
+    TVM simplifies (x + magic) - magic to x, so the sum passes through an integer in between.
     """
     bits = bind(_bits(x + _f32(_MAGIC, x)))
     return bind(_float(bits) - _f32(_MAGIC, x)), bits
 
 
 def _scale(p: Expr, n_bits: Expr, bind: Bind) -> Expr:
-    """p 2^n for -126 <= n <= 129, as 2 p 2^(n - 1) since 2^128 is no float32; 0 for n = -126."""
+    """Return p 2^n for -126 <= n <= 129, as 2 p 2^(n - 1), because 2^128 exceeds float32; 0 for n = -126."""
     power = _float((n_bits << _i32(23, p)) + _i32(126 << 23, p))
     return bind((p + p) * power)
 
 
 def _expm1(x: Expr, bind: Bind) -> Expr:
-    """e^x - 1 for -100 < x <= 0, with a small relative error near 0. e^x - 1 = 2^n (e^r - 1) + (2^n - 1)."""
+    """Return e^x - 1 for -100 < x <= 0, with a small relative error near 0.
+
+    e^x - 1 = 2^n (e^r - 1) + (2^n - 1).
+    """
     n, n_bits = _nearest(x * _f32(math.log2(math.e), x), bind)
     r = bind((x - n * _f32(_LN2_HIGH, x)) - n * _f32(_LN2_LOW, x))
     power = bind(_float((n_bits << _i32(23, x)) + _i32(127 << 23, x)))
@@ -228,7 +233,7 @@ def _expm1(x: Expr, bind: Bind) -> Expr:
 
 
 def _polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
-    """Horner's scheme; lowest power first. x occurs several times."""
+    """Evaluate a polynomial by Horner's scheme, lowest power first; x occurs several times."""
     p = _f32(coefficients[-1], x)
     for c in reversed(coefficients[:-1]):
         p = p * x + _f32(c, x)

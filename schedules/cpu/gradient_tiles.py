@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .vector import Machine
+from .vector import CpuFeatures
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class GradientTiles(Tiles):
     pv_rows: int
     """dV, dK and dQ in registers: rows of the register tile ..."""
     pv_vectors: int
-    """... times at most so many vectors of a row."""
+    """... times at most this number of vectors of a row."""
 
     @classmethod
-    def space(cls, problem: AttentionProblem, cpu: Machine) -> Space:
+    def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
         lanes = cpu.lanes(problem.acc_dtype)
         return {
             "q": tuple(n * lanes for n in (2, 3, 4, 6, 8, 12, 16)),
@@ -39,7 +39,7 @@ class GradientTiles(Tiles):
             "pv_vectors": (1, 2, 3, 4, 6),
         }
 
-    def rules(self, problem: AttentionProblem, cpu: Machine) -> dict[str, bool]:
+    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
         panel = self.qk_vectors * cpu.lanes(problem.acc_dtype)
         rules = {
             f"q = {self.q} must be a multiple of qk_vectors * W = {panel}": self.q % panel == 0,
@@ -51,8 +51,9 @@ class GradientTiles(Tiles):
         return rules
 
     @classmethod
-    def default(cls, problem: AttentionProblem, cpu: Machine) -> GradientTiles:
-        """Untuned but good: what prefill has, and more rows, as each tile of them goes through all of dK and dV."""
+    def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> GradientTiles:
+        """Return the untuned default: prefill's tiles with more rows, as each tile of rows passes over all of dK and
+        dV."""
         lanes = cpu.lanes(problem.acc_dtype)
         vectors = -(-min(problem.head_dim, problem.v_head_dim) // lanes)
         if cpu.registers == 32:

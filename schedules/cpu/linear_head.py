@@ -1,4 +1,4 @@
-"""What a head of linear attention has in memory while tokens go by: their rows in tiles, and the state."""
+"""Memory of a head of linear attention while tokens are processed: their rows in tiles, and the state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ from lowering.attention.expr.emit import widened
 from lowering.attention.linear import ACC, BoundLinear, Sequence
 
 from .linear_tiles import LinearTiles
-from .vector import LOG2_E, Buffer, Machine, Register, convert, exp2, let, like, load, splat, store, workspace
+from .vector import (
+    LOG2_E,
+    Buffer,
+    CpuFeatures,
+    Register,
+    allocate_workspace,
+    convert,
+    exp2,
+    let,
+    load,
+    splat,
+    splat_like,
+    store,
+)
 
 
-class Head:
+class LinearHead:
     """The code for head h of the state of a sequence."""
 
-    def __init__(self, bound: BoundLinear, tiles: LinearTiles, cpu: Machine, sequence: Sequence, h: Expr) -> None:
+    def __init__(self, bound: BoundLinear, tiles: LinearTiles, cpu: CpuFeatures, sequence: Sequence, h: Expr) -> None:
         self.bound, self.tiles, self.cpu, self.sequence, self.h = bound, tiles, cpu, sequence, h
         self.p = p = bound.linear
         self.W, self.C = cpu.lanes(ACC), tiles.chunk
@@ -26,7 +39,7 @@ class Head:
         self.width = -(-self.Dv // self.W) * self.W  # of rows in tiles: whole vectors
         self.direct = p.state_dtype == ACC and self.width == self.Dv
         C, D = self.C, self.D
-        self.memory = workspace(
+        self.memory = allocate_workspace(
             k=(C * D, ACC),  # k_i, then P_i k_i
             q=(self.G * C * D, ACC),
             kt=(D * C, ACC),  # [element][token]: k_j, by rows of i P_ij k_j
@@ -45,7 +58,7 @@ class Head:
             T.buffer_store(buffer, tirx.const(0.0, ACC), [n])
 
     def row(self, size: int, body: Callable[[Expr, int], None]) -> None:
-        """body(first, w) for vectors of w lanes that cover a row exactly."""
+        """Emit body(first, w) for vectors of w lanes that cover a row exactly."""
         first, w = 0, self.W
         while first < size:
             if size - first >= w:
@@ -55,22 +68,22 @@ class Head:
             w //= 2
 
     def read(self, name: str, t: Expr, at: Expr, w: int) -> Expr:
-        """Elements [at, at + w) of row t of a parameter."""
+        """Load elements [at, at + w) of row t of a parameter."""
         return convert(load(self.bound.buffers[name], w, *self.index(t), at), ACC, self.cpu)
 
     def index(self, t: Expr) -> tuple[Expr, Expr]:
-        """Where row t of a parameter is."""
+        """Return the indices of row t of a parameter."""
         return self.sequence.batch, let(self.sequence.first + t)
 
-    def read_state(self) -> None:
-        """The state before the first token comes to where tokens find it."""
+    def load_state(self) -> None:
+        """Load the state before the first token to where the tokens read it."""
         if not self.direct:
             self.copy_state(out=False)
         if self.sequence.is_new is not None:
             with T.If(self.sequence.is_new), T.Then():
                 zeros = splat(0.0, self.W, ACC)
                 with T.serial(T.int64(self.D)) as d, T.serial(T.int64(self.width // self.W)) as n:
-                    self.put_state(zeros, d, let(n * self.W))
+                    self.store_state(zeros, d, let(n * self.W))
 
     def copy_state(self, out: bool) -> None:
         S, state = self.memory["S"], self.bound.state
@@ -87,32 +100,32 @@ class Head:
             self.row(self.Dv, vector)
 
     def state(self, d: Expr, c: Expr) -> Expr:
-        """A vector of row d of the state."""
+        """Load a vector of row d of the state."""
         if self.direct:
             return load(self.bound.state, self.W, self.sequence.state, self.h, d, c)
         return load(self.memory["S"], self.W, d * self.width + c)
 
-    def put_state(self, value: Expr, d: Expr, c: Expr) -> None:
+    def store_state(self, value: Expr, d: Expr, c: Expr) -> None:
         if self.direct:
             store(self.bound.state, value, self.sequence.state, self.h, d, c)
         else:
             store(self.memory["S"], value, d * self.width + c)
 
-    def number(self, name: str, at: Expr) -> Expr:
-        """An element of a tile in every lane."""
+    def splat_number(self, name: str, at: Expr) -> Expr:
+        """Return an element of a tile in every lane."""
         return splat(self.memory[name][at], self.W, ACC)
 
     def decay(self, i: Expr, d: Expr, w: int) -> Expr:
-        """Of elements [d, d + w) of token i; of one, in every lane."""
+        """Return the decays of elements [d, d + w) of token i; of one, in every lane."""
         if self.p.decay == 1:
             return splat(self.memory["a"][i], w, ACC)
         return load(self.memory["a"], w, i * self.D + d)
 
-    def one_decay(self, i: Expr, d: Expr) -> Expr:
+    def splat_decay(self, i: Expr, d: Expr) -> Expr:
         return splat(self.memory["a"][i if self.p.decay == 1 else i * self.D + d], self.W, ACC)
 
-    def open(self, first: Expr, count: Expr) -> None:
-        """The rows of so many tokens come into tiles."""
+    def load_tokens(self, first: Expr, count: Expr) -> None:
+        """Load the rows of `count` tokens into tiles."""
         p, bound, memory = self.p, self.bound, self.memory
         with T.serial(count) as i:
             t = let(first + i)
@@ -135,8 +148,8 @@ class Head:
                 value = widened(bound.buffers["beta"][(*self.index(t), bound.beta_at(self.h))], ACC)
                 T.buffer_store(memory["beta"], value, [i])
 
-    def close(self, first: Expr, count: Expr) -> None:
-        """The outputs of so many tokens go to y."""
+    def store_outputs(self, first: Expr, count: Expr) -> None:
+        """Store the outputs of `count` tokens to y."""
         with T.serial(T.int64(self.G)) as g, T.serial(count) as i:
 
             def vector(c: Expr, w: int) -> None:
@@ -146,8 +159,8 @@ class Head:
 
             self.row(self.Dv, vector)
 
-    def column_blocks(self, vectors: int, body: Callable[[Expr, int], None]) -> None:
-        """body(first column, count of vectors)."""
+    def emit_column_blocks(self, vectors: int, body: Callable[[Expr, int], None]) -> None:
+        """Emit body(first column, count of vectors)."""
         whole, rest = divmod(self.width // self.W, vectors)
         if whole:
             with T.serial(T.int64(whole)) as n:
@@ -157,13 +170,13 @@ class Head:
 
 
 def _exp(x: Expr) -> Expr:
-    """e^x, infinity where float32 has no such number."""
-    power = let(x * like(LOG2_E, x))
-    return tirx.Select(power >= like(128.0, power), like(float("inf"), power), exp2(power))
+    """Return e^x, or infinity where it exceeds float32."""
+    power = let(x * splat_like(LOG2_E, x))
+    return tirx.Select(power >= splat_like(128.0, power), splat_like(float("inf"), power), exp2(power))
 
 
-def total_of(parts: list[Register]) -> Expr:
-    total = parts[0].value
-    for other in parts[1:]:
-        total = total + other.value
+def sum_registers(registers: list[Register]) -> Expr:
+    total = registers[0].value
+    for register in registers[1:]:
+        total = total + register.value
     return T.bind(total)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowering.attention.linear import ACC, LinearAttention
 
 from ..tiles import Space, Tiles
-from .vector import Machine
+from .vector import CpuFeatures
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,16 @@ class LinearTiles(Tiles):
     """Tiles of `linear`. Vectors are registers of the machine, W float32 numbers each."""
 
     chunk: int
-    """Tokens that are worked on together: C. Multiple of W and of rows."""
+    """Tokens that are processed together: C. Multiple of W and of rows."""
     rows: int
     """The register tile of a matmul: rows of tokens, or of the state, ..."""
     vectors: int
     """... times vectors of a row of the state."""
     step_vectors: int
-    """Vectors of a row of the state that a token alone works on together."""
+    """Vectors of a row of the state that a single token processes together."""
 
     @classmethod
-    def space(cls, problem: LinearAttention, cpu: Machine) -> Space:
+    def space(cls, problem: LinearAttention, cpu: CpuFeatures) -> Space:
         lanes = cpu.lanes(ACC)
         return {
             "chunk": tuple(n * lanes for n in (1, 2, 4)),
@@ -33,7 +33,7 @@ class LinearTiles(Tiles):
             "step_vectors": (1, 2, 4, 8),
         }
 
-    def rules(self, problem: LinearAttention, cpu: Machine) -> dict[str, bool]:
+    def rules(self, problem: LinearAttention, cpu: CpuFeatures) -> dict[str, bool]:
         step = max(cpu.lanes(ACC), self.rows)
         return {
             f"chunk = {self.chunk} must be a multiple of W and of rows": self.chunk % step == 0,
@@ -44,7 +44,7 @@ class LinearTiles(Tiles):
         }
 
     @classmethod
-    def default(cls, problem: LinearAttention, cpu: Machine) -> LinearTiles:
+    def default(cls, problem: LinearAttention, cpu: CpuFeatures) -> LinearTiles:
         lanes = cpu.lanes(ACC)
         if cpu.registers == 32:
             return LinearTiles(chunk=max(16, lanes), rows=8, vectors=2, step_vectors=4)

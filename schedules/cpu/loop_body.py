@@ -23,11 +23,11 @@ _REINTERPRET = ir.Op.get("tirx.reinterpret")
 
 
 def is_vectorizable(program: Program, index: tirx.Var) -> bool:
-    """Whether a loop over `index` around the program can become vectors.
+    """Return whether a loop over `index` around the program can be vectorized.
 
-    A condition that guards a load and differs between lanes cannot, nor a function without a vector form. Quotients
-    of integers would be taken apart into lanes, and so would loads at places that are rounded: where nothing is
-    computed of them, lanes gain nothing. A bfloat16 that is the same in all of them TVM cannot spread.
+    A condition that guards a load and differs between lanes cannot be vectorized, nor can a function without a vector
+    form. TVM would scalarize integer divisions, and loads at indices rounded from floats: a result that is only such a
+    load gains nothing from vector lanes. TVM cannot broadcast a bfloat16 that is equal in all lanes.
     """
     varying = {index}
     if any(result.ty == "bfloat16" and not _varies(program, result, index) for result in program.results):
@@ -51,18 +51,19 @@ def _varies(program: Program, result: Expr, index: tirx.Var) -> bool:
     return uses(result, varying)
 
 
-def emit(program: Program, values: Mapping[tirx.Var, Expr]) -> list[Expr]:
-    """Writes the bindings where the IRBuilder stands, with free variables replaced; answers with the results."""
-    return before_loop(program, tirx.Var("none", "int64"), values)(1)(_ZERO, _ZERO)
+def emit_program(program: Program, values: Mapping[tirx.Var, Expr]) -> list[Expr]:
+    """Emit the bindings at the IRBuilder's insertion point, with free variables replaced, and return the results."""
+    return hoist_before_loop(program, tirx.Var("none", "int64"), values)(1)(_ZERO, _ZERO)
 
 
-def before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> Body:
-    """Writes what does not depend on `index`, with free variables replaced, before a loop over it.
+def hoist_before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> LoopBody:
+    """Emit the loop-invariant bindings before a loop over `index`, with free variables replaced.
 
-    Answers with the loop's body. Positions in it are a variable plus a multiple of the index.
+    Return the loop's body. Positions in it are a variable plus a multiple of the index.
     """
     uses_of = Counter(node for expr in program.expressions for node in walk(expr) if isinstance(node, tirx.Var))
-    # TVM 0.27 cannot reinterpret a constant 0, nor spread a bfloat16 over lanes, once it finds that bits are constant.
+    # TVM 0.27 cannot reinterpret a constant 0, nor broadcast a bfloat16 over lanes, once it proves that bits are
+    # constant.
     stored_bits = {result.args[0] for result in program.results if is_reinterpreted(result)}
     hoist = _Hoist(index, values)
     bindings = []
@@ -77,15 +78,15 @@ def before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Exp
             hoist.varying.add(var)
         else:
             hoist.values[var] = let(expr)
-    return Body(index, bindings, [hoist.expression(result) for result in program.results])
+    return LoopBody(index, bindings, [hoist.expression(result) for result in program.results])
 
 
 @dataclass(frozen=True, eq=False)
-class Body:
-    """A loop's body: body(lanes) makes room for its variables, and writes itself for (index, lane) inside the loop.
+class LoopBody:
+    """A loop's body: body(lanes) allocates its variables, then emits itself for (index, lane) inside the loop.
 
-    A variable is an element of a small buffer that LLVM turns into a register. TVM's own bindings would do, but its
-    simplifier replaces a bound variable by its definition wherever it is used, for minutes where definitions nest.
+    A variable is an element of a small buffer that LLVM promotes to a register. TVM's own bindings are not used: its
+    simplifier replaces a bound variable by its definition at every use, which takes minutes where definitions nest.
     """
 
     index: tirx.Var
@@ -93,26 +94,26 @@ class Body:
     results: list[Expr]
 
     def __call__(self, lanes: int) -> Callable[[Expr, Expr], list[Expr]]:
-        rooms = [T.alloc_buffer((lanes,), str(expr.ty)) for _, expr in self.bindings]
+        registers = [T.alloc_buffer((lanes,), str(expr.ty)) for _, expr in self.bindings]
 
         def write(index: Expr, lane: Expr) -> list[Expr]:
             values = {self.index: index}
-            for (var, expr), room in zip(self.bindings, rooms):
-                T.buffer_store(room, substitute(expr, values), [lane])
-                values[var] = T.bind(room[lane])
+            for (var, expr), register in zip(self.bindings, registers):
+                T.buffer_store(register, substitute(expr, values), [lane])
+                values[var] = T.bind(register[lane])
             return [substitute(result, values) for result in self.results]
 
         return write
 
 
 class _Hoist:
-    """Moves what is the same for all values of `index` before the loop."""
+    """The hoisting of expressions that are equal for all values of `index` out of the loop."""
 
     def __init__(self, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> None:
         self.index = index
         self.values = dict(values)
         self.varying = {index}
-        self.named: list[tuple[Expr, Expr]] = []
+        self.hoisted: list[tuple[Expr, Expr]] = []
         self.analyzer = Analyzer()
 
     def expression(self, expr: Expr) -> Expr:
@@ -126,7 +127,7 @@ class _Hoist:
         return tirx.BufferLoad(node.source, [self.position(rewrite(position, self.load))])
 
     def position(self, expr: Expr) -> Expr:
-        """start + step * index, with `start` computed outside the loop, if the expression is of that form."""
+        """Return start + step * index, with `start` hoisted out of the loop, if the expression has that form."""
         if not uses(expr, self.varying):
             return self.name(expr)
         following = substitute(expr, {self.index: self.index + 1})
@@ -139,17 +140,17 @@ class _Hoist:
     def name(self, expr: Expr) -> Expr:
         if isinstance(expr, tirx.Var | prim.IntImm):
             return expr
-        for known, var in self.named:
-            if prim.expr_deep_equal(known, expr):
+        for expression, var in self.hoisted:
+            if prim.expr_deep_equal(expression, expr):
                 return var
-        self.named.append((expr, let(expr)))
-        return self.named[-1][1]
+        self.hoisted.append((expr, let(expr)))
+        return self.hoisted[-1][1]
 
 
 def _is_rounded(expr: Expr, varying: set[tirx.Var]) -> bool:
-    """Whether it is a load at places that are made of floating-point numbers."""
-    parts = [part for i in expr.indices for part in walk(i)] if isinstance(expr, ir.TensorLoad) else []
-    casts = [part for part in parts if isinstance(part, prim.Cast) and uses(part, varying)]
+    """Return whether the expression is a load whose index is rounded from floating-point numbers."""
+    nodes = [node for i in expr.indices for node in walk(i)] if isinstance(expr, ir.TensorLoad) else []
+    casts = [node for node in nodes if isinstance(node, prim.Cast) and uses(node, varying)]
     return any(str(cast.value.ty).startswith("float") for cast in casts)
 
 

@@ -1,4 +1,4 @@
-"""Loops: split among threads where that pays, and over vectors with an exact tail."""
+"""Loops: split among threads where that pays off, and vectorized with an exact remainder."""
 
 from __future__ import annotations
 
@@ -14,65 +14,66 @@ from lowering.tensorir.expressions import Expr, is_int
 
 from ..reading.stages import Axis, unravel, volume
 from ..tiles import Space, Tiles
-from .vector import Machine, let
+from .vector import CpuFeatures, let
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11
 
 LAUNCH_ALONE = "lowering_launch_alone"
-"""Of lowering/runtime/parallel.c: whether the parallel loop that follows is for the calling thread alone."""
+"""From lowering/runtime/parallel.c: whether the following parallel loop runs on the calling thread only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopTiles(Tiles):
-    """How loops are split among threads."""
+    """The splitting of loops among threads."""
 
     parallel_work: int = 1 << 16
-    """Simple operations from which on threads are woken, which takes some microseconds: one core needs as long."""
+    """Simple operations from which on threads are woken. Waking them takes some microseconds, as long as one core
+    needs for that work."""
     task_work: int = 1 << 13
     """Simple operations of a task: enough to hide the start of its loops."""
 
     @classmethod
-    def default(cls, problem: Any, machine: Machine) -> Self:
+    def default(cls, problem: Any, cpu: CpuFeatures) -> Self:
         return cls()
 
     @classmethod
-    def space(cls, problem: Any, machine: Machine) -> Space:
+    def space(cls, problem: Any, cpu: CpuFeatures) -> Space:
         return {
             "parallel_work": tuple(1 << n for n in range(12, 22, 2)),
             "task_work": tuple(1 << n for n in range(11, 18, 2)),
         }
 
-    def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
+    def rules(self, problem: Any, cpu: CpuFeatures) -> dict[str, bool]:
         return {"parallel_work and task_work must be positive": min(self.parallel_work, self.task_work) > 0}
 
 
 def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Callable[[Expr], None]) -> None:
-    """body(task) for each task. work: simple operations of all tasks together; tested at run time when symbolic.
+    """Emit body(task) for each task, in parallel if the work is at least `parallel_work`.
 
-    Threads share tasks of `parallel_work` and more.
+    work is the number of simple operations of all tasks together. It is tested at run time if it is symbolic.
     """
     work, tasks = Analyzer().simplify(work), Analyzer().simplify(tasks)
     if is_int(tasks, 1) or (isinstance(work, tirx.IntImm) and work.value < parallel_work):
         with T.serial(tasks) as task:
             body(task)
         return
-    known = isinstance(work, tirx.IntImm)
-    if not known:
+    is_static = isinstance(work, tirx.IntImm)
+    if not is_static:
         T.evaluate(T.call_extern("int32", LAUNCH_ALONE, (work < parallel_work).astype("int32")))
     with T.parallel(tasks) as task:
         body(task)
-    if not known:  # a loop that TVM finds to have one task launches nothing
+    if not is_static:  # a loop that TVM proves to have one task launches nothing
         T.evaluate(T.call_extern("int32", LAUNCH_ALONE, tirx.const(0, "int32")))
 
 
 def split_rows(
     axes: Sequence[Axis], row_work: Expr, tiles: LoopTiles, body: Callable[[list[Expr], Axis], None]
 ) -> None:
-    """Cuts a rectangle of rows into tasks: body(outer, last) is to handle the rows outer x last.
+    """Split a rectangle of rows into tasks: body(outer, last) handles the rows outer x last.
 
-    outer is the point of a task along all axes but the last one, and `last` a range of the last axis: its var is where
-    the range begins. There must be an axis.
+    outer is the point of a task along all axes but the last one. `last` is a range of the last axis; its var is the
+    start of the range. There must be an axis.
     """
     *outer, last = axes
     rows = let(tirx.max(tiles.task_work // tirx.max(row_work, 1), 1))
@@ -86,8 +87,8 @@ def split_rows(
     split_among_threads(volume(outer) * blocks, volume(axes) * row_work, tiles.parallel_work, task)
 
 
-def nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> None:
-    """body(values of the axes' variables) at each point of a rectangle, in serial loops."""
+def emit_nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> None:
+    """Emit body(values of the axes' variables) at each point of a rectangle, in serial loops."""
 
     def loops(remaining: Sequence[Axis], point: dict[tirx.Var, Expr]) -> None:
         if not remaining:
@@ -99,10 +100,11 @@ def nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> 
     loops(axes, {})
 
 
-def vector_loop(extent: Expr, lanes: int, body: Callable[[int], Callable[[Expr, Expr], None]]) -> None:
-    """body(w)(i, lane) for 0 <= i < extent, in vectors of w = `lanes` elements, of which i is number `lane`.
+def emit_vector_loop(extent: Expr, lanes: int, body: Callable[[int], Callable[[Expr, Expr], None]]) -> None:
+    """Emit body(w)(i, lane) for 0 <= i < extent, in vectors of w = `lanes` elements, of which i is number `lane`.
 
-    What remains goes in halved vectors where its length is known, else one by one. body(w) is called before each loop.
+    The remainder uses halved vectors if its length is static, and scalars otherwise. body(w) is called before each
+    loop.
     """
     extent = Analyzer().simplify(extent)
     start: Expr = tirx.const(0, "int64")

@@ -1,4 +1,4 @@
-"""C of a group of matmuls: its rows and columns, and what becomes of the sums."""
+"""C of a group of matmuls: its rows and columns, and the epilogue that is applied to the accumulators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, offset, substitute
+from lowering.tensorir.expressions import Expr, flatten_index, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.matmul import Group
@@ -15,25 +15,31 @@ from ..reading.selection import Selection
 from ..reading.stages import Axis, Stage, unravel, volume
 from ..reading.values import Evaluator
 from .fast_math import expand
-from .loop_body import before_loop, is_vectorizable
-from .loops import vector_loop
-from .vector import LINE, Machine, let, prefetch
+from .loop_body import hoist_before_loop, is_vectorizable
+from .loops import emit_vector_loop
+from .vector import LINE, CpuFeatures, let, prefetch
 
 Memory = Mapping[tirx.Buffer, tirx.Buffer]
-"""A function's tensors as vectors of their elements (`flat_view`)."""
+"""A function's tensors as flat buffers of their elements (`flat_view`)."""
 
 Values = dict[tirx.Var, Expr]
-"""What free variables are where code is written."""
+"""Values of free variables where code is emitted."""
 
 
-class Results:
-    """Conditions and offsets are expressions of the group's batch axes, row m of M and column j.
+class MatmulResults:
+    """The output C of a group of matmuls.
 
-    c is the number of a column among those that a kernel has the sums of, such as those of panel `panel` of B.
+    Conditions and offsets are expressions of the group's batch axes, row m of M and column j. c is the index of a
+    column among those that a kernel accumulates, such as those of panel `panel` of B.
     """
 
     def __init__(
-        self, func: tirx.PrimFunc, stages: list[Stage], group: Group, cpu: Machine, selection: Selection | None = None
+        self,
+        func: tirx.PrimFunc,
+        stages: list[Stage],
+        group: Group,
+        cpu: CpuFeatures,
+        selection: Selection | None = None,
     ) -> None:
         self.stages, self.group, self.cpu, self.selection = stages, group, cpu, selection
         self.lanes = cpu.lanes(group.acc)
@@ -52,19 +58,21 @@ class Results:
     def simplify(self, expr: Expr) -> Expr:
         return self.facts.simplify(expr)
 
-    def in_batch(self, index: Expr) -> Values:
-        """The batch axes at the batch's matmul of this number."""
+    def bind_batch(self, index: Expr) -> Values:
+        """Return the values of the batch axes for the matmul of this index in the batch."""
         return {axis.var: let(value) for axis, value in zip(self.batch_axes, unravel(index, self.batch_axes))}
 
     def _indices(self, column: Expr) -> list[Expr]:
-        """The place in C of row m and this column."""
+        """Return the indices in C of row m and this column."""
         where = {**self.point, self.j: column}
         return [self.simplify(substitute(index, where)) for index in self.group.matmuls[0].stage.indices]
 
-    def ask(self, memory: Memory, values: Values, row: Expr, height: Expr, column: Expr, columns: int) -> None:
-        """Prefetches the lines that so many rows and columns of C will be stored to, while they are summed up."""
+    def prefetch_rows(
+        self, memory: Memory, values: Values, row: Expr, height: Expr, column: Expr, columns: int
+    ) -> None:
+        """Prefetch the lines of `height` rows and `columns` columns of C for writing, while they are accumulated."""
         for output in self.group.outputs:
-            position = self.simplify(offset(output.shape, self._indices(column)))
+            position = self.simplify(flatten_index(output.shape, self._indices(column)))
             with T.serial(height) as i:
                 start = let(substitute(position, {**values, self.m: row + i, self.c: tirx.const(0, "int64")}))
                 for c in range(0, columns, LINE // DataType(output.dtype).itemsize):
@@ -74,36 +82,36 @@ class Results:
         self,
         memory: Memory,
         values: Values,
-        sums: Sequence[tuple[tirx.Buffer, Expr]],
+        accumulators: Sequence[tuple[tirx.Buffer, Expr]],
         row: Expr,
         column: Expr,
         columns: Expr,
     ) -> None:
-        """What the stages make of a row of C, stored.
+        """Emit the epilogue of one row of C, and store its results.
 
-        Its columns `column`, in terms of c, are buffer[start + c] of the (buffer, start) of each matmul.
+        Column `column`, in terms of c, is buffer[start + c] of the (buffer, start) of each matmul.
         """
         point = self._indices(column)
-        known = {
+        bindings = {
             matmul.stage.output: [(point, buffer[start + self.c])]
-            for matmul, (buffer, start) in zip(self.group.matmuls, sums)
+            for matmul, (buffer, start) in zip(self.group.matmuls, accumulators)
         }
         outputs = self.group.outputs
         results = [tirx.BufferLoad(output, point) for output in outputs]
-        positions = [self.simplify(offset(output.shape, point)) for output in outputs]
+        positions = [self.simplify(flatten_index(output.shape, point)) for output in outputs]
         dtypes = [output.dtype for output in outputs]
         evaluator = Evaluator.of(self.stages, memory, expand)
-        program = evaluator.program([*results, *positions], self.facts, known, dtypes)
-        body = before_loop(program, self.c, {**values, self.m: row})
+        program = evaluator.program([*results, *positions], self.facts, bindings, dtypes)
+        body = hoist_before_loop(program, self.c, {**values, self.m: row})
 
         def element(width: int) -> Callable[[Expr, Expr], None]:
             write = body(width)
 
             def store_all(c: Expr, lane: Expr) -> None:
-                found = write(c, lane)
-                for output, value, position in zip(outputs, found, found[len(results) :]):
+                elements = write(c, lane)
+                for output, value, position in zip(outputs, elements, elements[len(results) :]):
                     T.buffer_store(memory[output], value, [position])
 
             return store_all
 
-        vector_loop(columns, self.lanes if is_vectorizable(program, self.c) else 1, element)
+        emit_vector_loop(columns, self.lanes if is_vectorizable(program, self.c) else 1, element)

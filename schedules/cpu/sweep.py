@@ -1,7 +1,7 @@
-"""Sweeps: loops over consecutive elements of a tensor, with a straight-line body that becomes vectors.
+"""Sweeps: loops over consecutive elements of a tensor, with a straight-line body that is vectorized.
 
-Trailing axes are taken together as long as addresses stay linear in their common index. An axis is cut where a
-condition changes, as in a concatenation, so that no condition is left in the pieces.
+Trailing axes are fused as long as addresses stay linear in the fused index. An axis is split where a condition changes,
+as in a concatenation, so that the segments contain no conditions.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, unravel, volume
 from ..reading.values import Program
-from .loop_body import Body, before_loop, is_vectorizable
-from .loops import nest, vector_loop
+from .loop_body import LoopBody, hoist_before_loop, is_vectorizable
+from .loops import emit_nest, emit_vector_loop
 from .vector import let
 
 Write = Callable[[list[Expr], Facts], Program]
-"""The program at a point, with what is known about the free variables in it."""
+"""The program at a point, given the facts about its free variables."""
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Segment:
     """Elements low <= index < high, computed by one program."""
 
     low: Expr
@@ -39,16 +39,16 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """A rectangle of elements: `outer` axes, then `extent` elements that are swept over in pieces."""
+    """A rectangle of elements: `outer` axes, then `extent` elements that are swept over in segments."""
 
     outer: tuple[Axis, ...]
     extent: Expr
-    pieces: list[Piece]
+    segments: list[Segment]
 
     @property
     def work(self) -> int:
-        """Simple operations per element, roughly."""
-        return max(1 + len(piece.program.bindings) // 2 for piece in self.pieces)
+        """The number of simple operations per element, roughly."""
+        return max(1 + len(segment.program.bindings) // 2 for segment in self.segments)
 
     def emit(
         self,
@@ -57,70 +57,70 @@ class Sweep:
         body: Callable[[list[Expr]], None],
         window: tuple[Expr, Expr] | None = None,
     ) -> None:
-        """body(results of the program) for each element swept over at one point of the outer axes.
+        """Emit body(results of the program) for each element swept over at one point of the outer axes.
 
-        window: only the elements low <= index < high.
+        window restricts the sweep to the elements low <= index < high.
         """
-        for piece in self.pieces:
-            low, high = piece.low, piece.high
+        for segment in self.segments:
+            low, high = segment.low, segment.high
             if window is not None:
                 low, high = (let(x) for x in (tirx.max(low, window[0]), tirx.min(high, window[1])))
                 high = low + let(tirx.max(high - low, 0))
 
-            inside = before_loop(piece.program, piece.index, outer)
+            inside = hoist_before_loop(segment.program, segment.index, outer)
 
-            def element(width: int, low: Expr = low, inside: Body = inside) -> Callable[[Expr, Expr], None]:
+            def element(width: int, low: Expr = low, inside: LoopBody = inside) -> Callable[[Expr, Expr], None]:
                 write = inside(width)
                 return lambda i, lane: body(write(low + i, lane))
 
-            vector_loop(
+            emit_vector_loop(
                 high - low,
-                lanes if is_vectorizable(piece.program, piece.index) else 1,
+                lanes if is_vectorizable(segment.program, segment.index) else 1,
                 element,
             )
 
     def emit_all(self, lanes: int, body: Callable[[list[Expr]], None]) -> None:
-        """The sweep at each point of the outer axes, in loops where the IRBuilder stands."""
+        """Emit the sweep at each point of the outer axes, in loops at the IRBuilder's insertion point."""
 
-        nest(self.outer, lambda point: self.emit(point, lanes, body))
+        emit_nest(self.outer, lambda point: self.emit(point, lanes, body))
 
 
 def plan_sweep(axes: Sequence[Axis], write: Write, facts: Facts) -> Sweep:
-    """The best sweep over a rectangle, whose last axes become its range. Axes of one element are left out."""
-    several = tuple(axis for axis in axes if not is_int(axis.extent, 1))
+    """Return the best sweep over a rectangle, whose last axes become its range. Axes of one element are dropped."""
+    long_axes = tuple(axis for axis in axes if not is_int(axis.extent, 1))
     index = tirx.Var("i", "int64")
-    for count in range(len(several), 0, -1) or (0,):
-        outer, together = (
-            several[: len(several) - count],
-            several[len(several) - count :],
+    for count in range(len(long_axes), 0, -1) or (0,):
+        outer, fused = (
+            long_axes[: len(long_axes) - count],
+            long_axes[len(long_axes) - count :],
         )
-        extent = volume(together)
-        values = dict(zip((axis.var for axis in together), unravel(index, together)))
+        extent = volume(fused)
+        values = dict(zip((axis.var for axis in fused), unravel(index, fused)))
         zero = tirx.const(0, "int64")
         point = [values.get(a.var, a.var if a in outer else zero) for a in axes]
 
-        def piece(low: Expr, high: Expr, outer: tuple = outer, point: list = point) -> Piece:
-            more = facts.copy()
+        def plan_segment(low: Expr, high: Expr, outer: tuple = outer, point: list = point) -> Segment:
+            segment_facts = facts.copy()
             for axis in outer:
-                more.bind(axis.var, 0, axis.extent)
-            more.bind(index, low, high)
-            return Piece(low, high, index, write(point, more))
+                segment_facts.bind(axis.var, 0, axis.extent)
+            segment_facts.bind(index, low, high)
+            return Segment(low, high, index, write(point, segment_facts))
 
-        whole = piece(zero, extent)
+        whole = plan_segment(zero, extent)
         if count <= 1 or _is_linear(whole.program, index):
             break
     if is_vectorizable(whole.program, index):
         return Sweep(outer, extent, [whole])
-    cuts = [
+    bounds = [
         zero,
-        *(tirx.min(cut, extent) for cut in _cuts(whole.program, index, extent)),
+        *(tirx.min(bound, extent) for bound in _find_bounds(whole.program, index, extent)),
         extent,
     ]
-    return Sweep(outer, extent, [piece(low, high) for low, high in itertools.pairwise(cuts)])
+    return Sweep(outer, extent, [plan_segment(low, high) for low, high in itertools.pairwise(bounds)])
 
 
 def _is_linear(program: Program, index: tirx.Var) -> bool:
-    """Whether positions and values use the index without quotients and remainders."""
+    """Return whether positions and values use the index without integer division."""
     for expr in program.expressions:
         for node in walk(expr):
             if isinstance(node, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod) and _uses(node, index):
@@ -129,16 +129,16 @@ def _is_linear(program: Program, index: tirx.Var) -> bool:
 
 
 def _uses(expr: Expr, index: tirx.Var) -> bool:
-    """Whether the index occurs in the expression itself; elements that it loads do not count."""
+    """Return whether the index occurs in the expression itself; elements that it loads do not count."""
     if isinstance(expr, ir.TensorLoad):
         return False
     return expr.same_as(index) or any(_uses(operand, index) for operand in children(expr))
 
 
-def _cuts(program: Program, index: tirx.Var, extent: Expr) -> list[int]:
-    """Where inside the range comparisons of the index with numbers change."""
+def _find_bounds(program: Program, index: tirx.Var, extent: Expr) -> list[int]:
+    """Return the points of the range at which comparisons of the index with numbers change."""
     analyzer = Analyzer()
-    cuts: set[int] = set()
+    bounds: set[int] = set()
     for expr in program.expressions:
         for node in walk(expr):
             if not isinstance(node, prim.LT | prim.LE | prim.GT | prim.GE) or node.a.ty != "int64":
@@ -150,6 +150,6 @@ def _cuts(program: Program, index: tirx.Var, extent: Expr) -> list[int]:
                 continue
             zero = -start.value * slope.value  # the comparison changes next to the root of the distance
             after = isinstance(node, prim.LE | prim.GT) == (slope.value == 1)
-            cuts.add(zero + after)
+            bounds.add(zero + after)
     length = extent.value if isinstance(extent, prim.IntImm) else None
-    return sorted(cut for cut in cuts if cut > 0 and (length is None or cut < length))
+    return sorted(bound for bound in bounds if bound > 0 and (length is None or bound < length))

@@ -1,4 +1,4 @@
-"""Reading windows that slide over channels-last data: which elements they have, and which of them are in the data."""
+"""Windows that slide over channels-last data: their elements, and the conditions for these to lie in the data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from lowering.tensorir.expressions import Expr, is_int, loads, rewrite, substitu
 
 from ..reading.reducers import Combine, read_term
 from ..reading.stages import Axis, Stage, same_axes
-from .elementwise import expensive_outputs
+from .elementwise import find_expensive_outputs
 
-_MOST_ELEMENTS = 1024  # of a window; larger ones are reductions
+_MAX_ELEMENTS = 1024  # of a window; larger ones are reductions
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
 
 
 @dataclass(frozen=True)
-class Guard:
-    """Where an element of a window is in the data: slope * place + step * k + rest >= 0, of one axis and one k."""
+class BoundsGuard:
+    """The condition for an element of a window to lie in the data, for one axis and one k.
+
+    It reads slope * position + step * k + rest >= 0, with the position along the axis.
+    """
 
     axis: Axis
     k: Axis
@@ -29,43 +32,43 @@ class Guard:
     step: int
     rest: Expr
 
-    def range_of_places(self) -> tuple[Expr | None, Expr | None]:
-        """Places [low, high) whose windows are inside with all of their elements; None for no bound."""
+    def range_of_positions(self) -> tuple[Expr | None, Expr | None]:
+        """Return the positions [low, high) whose windows lie in the data entirely; None means unbounded."""
         worst = self.rest + min(self.step * (self.k.extent.value - 1), 0)
         if self.slope > 0:
             return _ceil_div(-worst, self.slope), None
         return None, worst // -self.slope + 1
 
-    def range_of_k(self, place: Expr) -> tuple[Expr | None, Expr | None]:
-        """Elements [low, high) that are inside at a place."""
-        at = self.rest + place * self.slope
-        return (_ceil_div(-at, self.step), None) if self.step > 0 else (None, at // -self.step + 1)
+    def range_of_k(self, position: Expr) -> tuple[Expr | None, Expr | None]:
+        """Return the elements [low, high) that lie in the data at a position."""
+        start = self.rest + position * self.slope
+        return (_ceil_div(-start, self.step), None) if self.step > 0 else (None, start // -self.step + 1)
 
 
 @dataclass(frozen=True)
-class Windows:
-    """A stage over windows: axes are [N, ..., places, channels], `combine` of `term` over the elements.
+class WindowReduction:
+    """A stage over windows: axes are [N, ..., positions, channels], `combine` of `term` over the elements.
 
-    The guards' comparisons are no part of the term.
+    The term does not contain the guards' comparisons.
     """
 
     stage: Stage
     combine: Combine
     term: Expr
-    guards: tuple[Guard, ...]
+    guards: tuple[BoundsGuard, ...]
     outputs: tuple[tirx.Buffer, ...]
 
     @property
-    def places(self) -> Axis:
+    def positions(self) -> Axis:
         return self.stage.axes[-2]
 
     @property
-    def whole_places(self) -> int | None:
-        """How many have all elements of their windows along the row; None where only a run tells."""
+    def interior_positions(self) -> int | None:
+        """The number of positions whose windows lie in the data entirely along the row; None if it is dynamic."""
         low: Expr = tirx.const(0, "int64")
-        high = self.places.extent
-        for guard in (guard for guard in self.guards if guard.axis is self.places):
-            above, below = guard.range_of_places()
+        high = self.positions.extent
+        for guard in (guard for guard in self.guards if guard.axis is self.positions):
+            above, below = guard.range_of_positions()
             low, high = low if above is None else tirx.max(low, above), high if below is None else tirx.min(high, below)
         count = Analyzer().simplify(high - low)
         return max(count.value, 0) if isinstance(count, tirx.IntImm) else None
@@ -75,8 +78,8 @@ class Windows:
         return self.stage.axes[-1]
 
 
-def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows | None:
-    """The one reduction among the stages, if it is over windows and all others are element by element behind it."""
+def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> WindowReduction | None:
+    """Return the only reduction if it is over windows and all other stages are element-wise ones that follow it."""
     reductions = [stage for stage in stages if stage.reduce]
     if len(reductions) != 1 or len(reductions[0].axes) < 3:
         return None
@@ -86,7 +89,7 @@ def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows |
         return None
     combine, term = reduced
     channel, ks = stage.axes[-1], {axis.var for axis in stage.reduce}
-    if is_int(channel.extent, 1) or math.prod(axis.extent.value for axis in stage.reduce) > _MOST_ELEMENTS:
+    if is_int(channel.extent, 1) or math.prod(axis.extent.value for axis in stage.reduce) > _MAX_ELEMENTS:
         return None
     slides = False
     for load in loads(term):
@@ -101,26 +104,26 @@ def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows |
     guards = _read_guards(stage, term)
     if not slides or guards is None:
         return None
-    found, inside = guards
-    made, outputs = {stage.output}, [stage.output] if stage.output in parameters else []
+    read_guards, inside = guards
+    derived, outputs = {stage.output}, [stage.output] if stage.output in parameters else []
     for other in stages:
         if other is stage:
             continue
-        own = [load for load in loads(other.value) if load.source in made]
-        if not all(all(map(prim.expr_deep_equal, load.indices, other.indices)) for load in own):
+        reads = [load for load in loads(other.value) if load.source in derived]
+        if not all(all(map(prim.expr_deep_equal, load.indices, other.indices)) for load in reads):
             return None
-        if own:
-            made.add(other.output)
-        if (own or other.output in parameters) and not same_axes(other, stage):
+        if reads:
+            derived.add(other.output)
+        if (reads or other.output in parameters) and not same_axes(other, stage):
             return None
         outputs += [other.output] if other.output in parameters else []
-    if not outputs or expensive_outputs([s for s in stages if s.output in {load.source for load in loads(term)}]):
+    if not outputs or find_expensive_outputs([s for s in stages if s.output in {load.source for load in loads(term)}]):
         return None
-    return Windows(stage, combine, inside, tuple(found), tuple(outputs))
+    return WindowReduction(stage, combine, inside, tuple(read_guards), tuple(outputs))
 
 
-def _read_guards(stage: Stage, term: Expr) -> tuple[list[Guard], Expr] | None:
-    """The guards, and the term without them; None where it is not the identity wherever one of them fails."""
+def _read_guards(stage: Stage, term: Expr) -> tuple[list[BoundsGuard], Expr] | None:
+    """Return the guards, and the term without them; None if a failing guard does not make the term the identity."""
     spatial = {axis.var for axis in stage.axes}
     comparisons = [
         node
@@ -135,21 +138,21 @@ def _read_guards(stage: Stage, term: Expr) -> tuple[list[Guard], Expr] | None:
         guards.append(guard)
 
     def where(failing: Expr | None) -> Expr:
-        """The term where all comparisons hold but one."""
+        """Return the term where all comparisons but one are true."""
 
-        def truth(node: Expr) -> Expr | None:
-            known = any(node.same_as(comparison) for comparison in comparisons)
-            return tirx.const(failing is None or not node.same_as(failing), "bool") if known else None
+        def replace(node: Expr) -> Expr | None:
+            is_guard = any(node.same_as(comparison) for comparison in comparisons)
+            return tirx.const(failing is None or not node.same_as(failing), "bool") if is_guard else None
 
-        return _chosen(rewrite(term, truth))
+        return _fold_conditions(rewrite(term, replace))
 
     if not all(_is_identity(where(comparison), stage) for comparison in comparisons):
         return None
     return guards, where(None)
 
 
-def _chosen(expr: Expr) -> Expr:
-    """The expression without conditions that are known."""
+def _fold_conditions(expr: Expr) -> Expr:
+    """Simplify the expression by its constant conditions."""
 
     def choose(node: Expr) -> Expr | None:
         if isinstance(node, prim.Select):
@@ -159,14 +162,16 @@ def _chosen(expr: Expr) -> Expr:
         else:
             return None
         condition = Analyzer().simplify(condition)
-        return _chosen(yes if condition.value else no) if isinstance(condition, tirx.IntImm) else None
+        return _fold_conditions(yes if condition.value else no) if isinstance(condition, tirx.IntImm) else None
 
     return rewrite(expr, choose)
 
 
 def _is_identity(term: Expr, stage: Stage) -> bool:
-    """Whether a term whose conditions are known changes nothing: it is what the reduction begins with, or 0 times
-    something, which is added."""
+    """Return whether a term with constant conditions changes nothing.
+
+    It does if it is the initial value of the reduction, or 0 times a factor, where the reduction adds.
+    """
     initial = stage.init
     while isinstance(term, prim.Cast):
         term = term.value
@@ -174,11 +179,11 @@ def _is_identity(term: Expr, stage: Stage) -> bool:
         return _is_identity(term.a, stage) or _is_identity(term.b, stage)
     while isinstance(initial, prim.Cast):
         initial = initial.value
-    known = (prim.FloatImm, prim.IntImm)
-    return isinstance(term, known) and isinstance(initial, known) and term.value == initial.value
+    constants = (prim.FloatImm, prim.IntImm)
+    return isinstance(term, constants) and isinstance(initial, constants) and term.value == initial.value
 
 
-def _read_guard(stage: Stage, node: Expr) -> Guard | None:
+def _read_guard(stage: Stage, node: Expr) -> BoundsGuard | None:
     simplify = Analyzer().simplify
     inside = {
         prim.GE: lambda a, b: a - b,
@@ -196,7 +201,7 @@ def _read_guard(stage: Stage, node: Expr) -> Guard | None:
     rest = simplify(substitute(inside, {axis.var: zero, k.var: zero}))
     if not isinstance(slope, tirx.IntImm) or not isinstance(step, tirx.IntImm) or not slope.value or not step.value:
         return None
-    return Guard(axis, k, slope.value, step.value, rest)
+    return BoundsGuard(axis, k, slope.value, step.value, rest)
 
 
 def _ceil_div(a: Expr, b: int) -> Expr:

@@ -35,7 +35,7 @@ def emit_cache_rows(func: tirx.PrimFunc, update: CacheUpdate, tiles: ThreadTiles
     if row_size(update) is None or len(outputs) > 1 or not _can_derive_sizes(inputs, rows.shape):
         return None
     with IRBuilder() as builder, T.prim_func(private=True):
-        bound = BoundUpdate.declared(update, copy=False)
+        bound = BoundUpdate.declare(update, copy=False)
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, inputs)}
         cache = CacheRows(bound)
         launch(func, stages, outputs, memory, tiles, lambda _, at, chunk: cache.store_chunk(at, chunk))
@@ -65,7 +65,7 @@ class CacheRows:
         bound, size = self.bound, row_size(self.bound.update)
         assert size is not None
         row, column = let(at // size), let(at % size)
-        prefix, s = (let(index) for index in bound.of_source_row(row))
+        prefix, s = (let(index) for index in bound.split_source_row(row))
         with bound.position(let(bound.first_position(prefix)), s) as position:
             target = let((prefix * bound.max_len + position) * size + column)
             if not bound.update.circular:

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr, is_int
 
 from ..reading.concat import Concatenation, read_concatenation
@@ -59,7 +59,7 @@ def _kernels(func: tirx.PrimFunc, concatenation: Concatenation, tiles: ThreadTil
                     emit_copies(vector)
                 with T.Else():
                     emit_copies(1)
-    return func.with_body(builder.get().body).without_attr(FORM)
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 def _copy(

@@ -13,8 +13,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM
-from lowering.tensorir.expressions import Expr, is_int, offset, substitute
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
+from lowering.tensorir.expressions import Expr, is_int, flatten_index, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume
@@ -50,7 +50,7 @@ def _kernels(func: tirx.PrimFunc, stages: list[Stage], tiles: ThreadTiles) -> ti
 
         for group in outputs:
             launch(func, stages, group, memory, tiles, store_chunk)
-    return func.with_body(builder.get().body).without_attr(FORM)
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 def launch(
@@ -94,7 +94,7 @@ class Chunks:
         loads = [tirx.BufferLoad(stage.output, point) for stage in outputs]
         stored = [stage.output.dtype for stage in outputs]
         self.program = Evaluator.of(stages, memory).program(loads, facts, stored=stored, rounds=False)
-        self.targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
+        self.targets = [facts.simplify(flatten_index(stage.output.shape, point)) for stage in outputs]
         self.width = self.row.width(self.targets)
         self.in_row = bind_on_host(tirx.truncdiv(last.extent, T.int64(self.width)))
         self.count = bind_on_host(rows * self.in_row)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import tirx
 
-from lowering.tensorir.expressions import Expr, offset, substitute
+from lowering.tensorir.expressions import Expr, flatten_index, substitute
 
 from ..reading.values import Evaluator, flat_view
 from .chunks import ChunkedRow, alloc_result_registers, evaluate_chunk, store_values
@@ -40,7 +40,7 @@ class Epilogue:
         bindings = {matmul.stage.output: [(point, var)] for matmul, var in zip(group.matmuls, self.accumulators)}
         loads = [tirx.BufferLoad(output, point) for output in group.outputs]
         stored = [output.dtype for output in group.outputs]
-        self.offsets = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
+        self.offsets = [facts.simplify(flatten_index(output.shape, point)) for output in group.outputs]
         self.program = Evaluator.of(matmuls.stages, self.memory).program(loads, facts, bindings, stored, rounds=False)
         self.width = self.row.width(self.offsets)
 

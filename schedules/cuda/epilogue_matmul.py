@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 
 from ..reading.epilogues import cut_epilogues
 from ..variant import Variant
@@ -52,7 +52,7 @@ def epilogue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
                 emit_matmuls(groups, tiles, gpu, factory)
             else:
                 emit_prologue_matmul(groups, prologue, tiles, gpu, factory)
-        return func.with_body(builder.get().body).without_attr(FORM)
+        return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
     by_name = choose_tiles(groups, gpu) if prologue is None else prologue_tiles(groups, gpu)
     return [

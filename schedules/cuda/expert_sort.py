@@ -13,7 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.along_rows import Grouped, read_along_rows
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr
 
 from ..reading.values import flat_view
@@ -70,7 +70,7 @@ def _kernel(func: tirx.PrimFunc, sort: Grouped, tiles: ThreadTiles) -> tirx.Prim
                     store_element(order, at, row)
                     store_element(positions, row, at)
                 store_element(position, 0, position[0] + tirx.popcount(lanes).astype("int64"))
-    return func.with_body(builder.get().body).without_attr(FORM)
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 def _find_first_position(counts: tirx.Buffer, warps: int, thread: tuple[Expr, Expr]) -> tirx.Buffer:

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, offset, substitute
+from lowering.tensorir.expressions import Expr, flatten_index, substitute
 
 from ..reading.epilogues import FusedEpilogue
 from ..reading.stages import Axis, Stage
@@ -124,7 +124,7 @@ class PairedEpilogue(Epilogue):
         self.accumulators = [tirx.Var(name, matmuls.group.acc) for name in ("low", "high")]
         outputs, points = self.find_program()
         self.outputs = outputs
-        self.offsets = [self.facts.simplify(offset(x.shape, point)) for x, point in zip(outputs, points)]
+        self.offsets = [self.facts.simplify(flatten_index(x.shape, point)) for x, point in zip(outputs, points)]
         if self.row.width(self.offsets) != CHUNK:
             raise ValueError("Chunks of the result are apart.")
         self.width = 2 * HALF_COLUMNS

@@ -20,9 +20,9 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM, in_loops
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE, lower_blocks
 from lowering.tensorir.expressions import is_int
-from lowering.tensorir.independent import is_independent, nest_of
+from lowering.tensorir.independent_loops import is_independent, read_independent_nest
 
 from .threads import ThreadTiles, launch_threads
 
@@ -54,14 +54,14 @@ def lower_to_threads(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Raises:
         ValueError: The size of an array depends on values that are computed inside a loop.
     """
-    loops = in_loops(func)
+    loops = lower_blocks(func)
     body = _read(loops)
     with IRBuilder() as builder, T.prim_func():
         for allocation in body.allocated:
             T.add_to_parent(allocation)
         for segment in body.segments:
             _launch(segment, loops.params)
-    return loops.with_body(builder.get().body).with_attr(FORM, True)
+    return loops.with_body(builder.get().body).with_attr(BLOCK_ATTRIBUTE, True)
 
 
 def _read(func: tirx.PrimFunc) -> _Body:
@@ -72,7 +72,7 @@ def _read(func: tirx.PrimFunc) -> _Body:
         if isinstance(statement, tirx.AllocBuffer):
             body.allocated.append(statement)
         elif is_independent(statement) and not _loads(statement.extent):
-            loops, inside = nest_of(statement)
+            loops, inside = read_independent_nest(statement)
             body.segments.append(_Segment([inside], loops))
         elif body.segments and not body.segments[-1].loops:
             body.segments[-1].statements.append(statement)

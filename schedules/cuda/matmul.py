@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr, is_int
 
 from ..half_precision import HALF
@@ -52,7 +52,7 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
             emit_matmuls(groups, tiles, gpu, EpilogueFactory())
-        return func.with_body(builder.get().body).without_attr(FORM)
+        return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
     gpu = device(target)
     return [Variant(name, widest_shape(groups), gpu, tiles, emit) for name, tiles in choose_tiles(groups, gpu).items()]

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
+from lowering.tensorir.expressions import Expr, is_int, flatten_index, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
@@ -166,7 +166,7 @@ class Matmuls:
         # By index, because a matmul with a symbolic size prevents cancellation.
         starts = [simplify(substitute(index, {k: tirx.const(0, "int64")})) for index in indices]
         steps = [simplify(index - start) for index, start in zip(indices, starts)]
-        along, start = (simplify(offset(buffer.shape, indices_part)) for indices_part in (steps, starts))
+        along, start = (simplify(flatten_index(buffer.shape, indices_part)) for indices_part in (steps, starts))
         other_variables = {self.m, self.j, *(axis.var for axis in self.batch_axes)}
         if uses(along, other_variables):
             return None
@@ -210,12 +210,12 @@ class Matmuls:
             [facts.simplify(substitute(index, where)) for index in indices] for where in (first, inside_chunk)
         )
         gaps = [facts.simplify(b - a) for a, b in zip(at, addresses)]
-        if not _equal(facts.simplify(offset(buffer.shape, gaps)), inside):
+        if not _equal(facts.simplify(flatten_index(buffer.shape, gaps)), inside):
             return None
         conditions: list[Expr] = []
         remainder = facts.simplify(extent % chunk)
         # Chunks are provably aligned, or are aligned where the last dimension is a multiple of their size.
-        begins = facts.simplify(offset(buffer.shape, at) % chunk)
+        begins = facts.simplify(flatten_index(buffer.shape, at) % chunk)
         if not is_int(begins, 0):
             if not at or not is_int(facts.simplify(at[-1] % chunk), 0):
                 return None

@@ -14,7 +14,7 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import is_int
 
 from ..half_precision import HALF
@@ -46,7 +46,7 @@ def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
             emit_prologue_matmul(groups, prologue, tiles, gpu, EpilogueFactory())
-        return func.with_body(builder.get().body).without_attr(FORM)
+        return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
     by_name = prologue_tiles(groups, gpu)
     return [Variant(name, widest_shape(groups), gpu, tiles, emit) for name, tiles in by_name.items()]

@@ -17,8 +17,8 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM
-from lowering.tensorir.expressions import Expr, is_int, offset, substitute
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
+from lowering.tensorir.expressions import Expr, is_int, flatten_index, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.matmul import read_matmul
@@ -136,7 +136,7 @@ def _has_neutral_init(stage: Stage) -> bool:
 def _kernel(rows: ReducedRows, tiles: RowReductionTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         emit_reduced_rows(rows, tiles)
-    return rows.func.with_body(builder.get().body).without_attr(FORM)
+    return rows.func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 def emit_reduced_rows(rows: ReducedRows, tiles: RowReductionTiles) -> None:
@@ -208,7 +208,7 @@ class ReducedRow:
         self.variables[var] = value
         self.row_bindings[stage.output] = [(self.full_index(stage), var)]
         if stage.output in self.memory:
-            offset_expr = self.facts.simplify(offset(stage.output.shape, self.full_index(stage)))
+            offset_expr = self.facts.simplify(flatten_index(stage.output.shape, self.full_index(stage)))
             if stage.output in self.evaluator.moved:
                 value = self.evaluate_once(stage.at(self.full_index(stage)), stage.output.dtype)
             register = alloc_registers(1, str(value.ty))
@@ -273,7 +273,7 @@ class ReducedRow:
     def store_stage(self, stage: Stage) -> None:
         row, along, facts = self.along(stage)
         point = [*self.point, *along]
-        address = facts.simplify(offset(stage.output.shape, point))
+        address = facts.simplify(flatten_index(stage.output.shape, point))
         loads, stored = [tirx.BufferLoad(stage.output, point)], [stage.output.dtype]
         program = self.evaluator.program(loads, facts, self.row_bindings, stored, rounds=False)
         width = row.width([address])

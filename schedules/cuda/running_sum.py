@@ -8,7 +8,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.along_rows import RunningSum, read_along_rows
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr
 
 from ..half_precision import is_half
@@ -53,7 +53,7 @@ def _kernel(func: tirx.PrimFunc, scan: RunningSum, tiles: ThreadTiles) -> tirx.P
                         written, address, (total[0] + (before if scan.exclusive else prefix)).astype(str(y.dtype))
                     )
                 store_element(total, 0, total[0] + let(uniform(prefix, WARP - 1)))
-    return func.with_body(builder.get().body).without_attr(FORM)
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 def _accumulator_type(dtype: str) -> str:

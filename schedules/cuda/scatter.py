@@ -40,7 +40,7 @@ def cache_update(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant
 
 def _kernels(update: CacheUpdate, copy: bool, tiles: ThreadTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(private=True):
-        bound = BoundUpdate.declared(update, copy)
+        bound = BoundUpdate.declare(update, copy)
         if copy:
             _copy(bound, tiles)
         size = Analyzer().simplify(bound.suffix * bound.itemsize)

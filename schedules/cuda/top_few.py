@@ -11,8 +11,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.along_rows import Top, less, read_along_rows
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.along_rows import Top, is_less, read_along_rows
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr
 
 from ..half_precision import is_half
@@ -68,7 +68,7 @@ def _kernel(func: tirx.PrimFunc, top: Top, tiles: ThreadTiles) -> tirx.PrimFunc:
                     at = let((o * k + rank) * inner + j)
                     store_element(indices, at, index.astype("int64"))
                     store_element(chosen, at, read[let((o * n + index.astype("int64")) * inner + j)])
-    return func.with_body(builder.get().body).without_attr(FORM)
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 class _RemainingRow:
@@ -108,7 +108,7 @@ class _RemainingRow:
     def _select_first(self, best: tirx.Buffer, index: tirx.Buffer, other: Expr, other_index: Expr) -> None:
         """Replace best and its index by the other element and its index, where that precedes it."""
         other_index = let(other_index)
-        earlier, later = less(best[0], other), less(other, best[0])
+        earlier, later = is_less(best[0], other), is_less(other, best[0])
         if not self.top.largest:
             earlier, later = later, earlier
         comes_before = tirx.any(earlier, tirx.all(tirx.Not(later), other_index < index[0]))

@@ -12,8 +12,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.along_rows import Top, less, read_along_rows
-from lowering.tensorir.blocks import FORM
+from lowering.tensorir.along_rows import Top, is_less, read_along_rows
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr
 
 from ..reading.values import flat_view
@@ -55,7 +55,7 @@ def _kernels(func: tirx.PrimFunc, top: Top, tiles: ThreadTiles) -> tirx.PrimFunc
                 at = let((o * k + rank) * inner + j)
                 store_element(index_output, at, index)
                 store_element(chosen, at, read[let(network.element(row, index))])
-    return func.with_body(builder.get().body).without_attr(FORM)
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 class _Network:
@@ -133,6 +133,6 @@ class _Network:
         store_element(result, 0, a < b)
         with T.If(tirx.total(a < self.n, b < self.n)), T.Then():
             x, y = (let(self.x[self.element(row, index)]) for index in (a, b))
-            earlier, later = (less(y, x), less(x, y)) if self.top.largest else (less(x, y), less(y, x))
+            earlier, later = (is_less(y, x), is_less(x, y)) if self.top.largest else (is_less(x, y), is_less(y, x))
             store_element(result, 0, tirx.Or(earlier, tirx.And(tirx.Not(later), a < b)))
         return result[0]

@@ -13,8 +13,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.blocks import FORM
-from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitute
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
+from lowering.tensorir.expressions import Expr, is_int, loads, flatten_index, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
@@ -106,7 +106,7 @@ class _Kernel:
         with IRBuilder() as builder, T.prim_func():
             memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
             program = _make_program(self.stages, memory, self.output, point, facts)
-            address = facts.simplify(offset(self.output.output.shape, point))
+            address = facts.simplify(flatten_index(self.output.output.shape, point))
             along = [bind_on_host(tirx.ceildiv(axis.extent, SIDE)) for axis in (read, last)]
             blocks = bind_on_host(volume(outer) * along[0] * along[1])
             with (
@@ -146,4 +146,4 @@ class _Kernel:
                     with T.If(exists), T.Then():
                         target = let(substitute(address, {**values, read.var: a, last.var: b}))
                         store_element(memory[self.output.output], target, tile[across * _PITCH + row])
-        return self.func.with_body(builder.get().body).without_attr(FORM)
+        return self.func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)

@@ -13,7 +13,7 @@ from tvm import ir, s_tir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.tensorir.blocks import Block, read_block
+from lowering.tensorir.blocks import LeafBlock, read_block
 from lowering.tensorir.expressions import Expr, is_int
 
 _ONE = tirx.const(1, "int64")
@@ -52,7 +52,7 @@ def read_concatenation(func: tirx.PrimFunc) -> Concatenation | None:
     return Concatenation(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
 
 
-def _copied(block: Block | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
+def _copied(block: LeafBlock | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
     """The parameter that a block copies to a place of its output, and where that begins along each axis."""
     if block is None or block.reduce or not isinstance(block.value, ir.TensorLoad):
         return None

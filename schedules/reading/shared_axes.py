@@ -8,7 +8,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitute
+from lowering.tensorir.expressions import Expr, is_int, loads, flatten_index, substitute
 
 from .stages import Stage
 
@@ -68,7 +68,7 @@ def runs_across(stage: Stage, rank: int) -> bool:
 
 
 def _stride(node: ir.TensorLoad, var: tirx.Var) -> int | None:
-    position = offset(node.source.shape, node.indices)
+    position = flatten_index(node.source.shape, node.indices)
     step = Analyzer().simplify(substitute(position, {var: var + 1}) - position)
     return step.value if isinstance(step, tirx.IntImm) else None
 

@@ -16,9 +16,9 @@ from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, is_int, loads, offset, rebuild, rewrite, walk
+from lowering.tensorir.expressions import Expr, is_int, loads, flatten_index, rebuild, rewrite, walk
 from lowering.tensorir.facts import Facts
-from lowering.tensorir.moves import BITS, bits_of, constant_bits, is_reinterpreted, moved_loads, read_choice
+from lowering.tensorir.moves import BITS, to_bits, constant_to_bits, is_reinterpreted, find_moved_loads, read_choice
 
 from ..half_precision import is_half, narrow, rounded, widen
 from .stages import Stage
@@ -104,7 +104,7 @@ class Evaluator:
 
     def moves(self, expr: Expr) -> bool:
         """Whether a half-precision `expr` may be an element that is moved."""
-        return any(load.source in self.moved | self.inputs for load in moved_loads(expr))
+        return any(load.source in self.moved | self.inputs for load in find_moved_loads(expr))
 
 
 class _Writer:
@@ -207,7 +207,7 @@ class _Writer:
         if is_reinterpreted(expr):
             return self.lower(expr.args[0], bind)
         if isinstance(expr, prim.FloatImm):
-            return constant_bits(expr)
+            return constant_to_bits(expr)
         return self.narrowed(self.lower(expr, bind), str(expr.ty), bind)
 
     def load_bits(self, node: ir.TensorLoad, bind: bool) -> Expr:
@@ -228,10 +228,10 @@ class _Writer:
 
     def narrowed(self, value: Expr, dtype: str, bind: bool) -> Expr:
         """The bits of a float32 value that is rounded to half precision."""
-        return bits_of(narrow(self.bind("rounded", value) if bind else value, dtype))
+        return to_bits(narrow(self.bind("rounded", value) if bind else value, dtype))
 
     def position(self, view: View, buffer: tirx.Buffer, indices: list[Expr]) -> Expr:
-        return self.facts.simplify(offset(buffer.shape[view.leading :], indices[view.leading :]))
+        return self.facts.simplify(flatten_index(buffer.shape[view.leading :], indices[view.leading :]))
 
     def load(self, buffer: tirx.Buffer, indices: list[Expr], bind: bool) -> Expr:
         for point, value in self.known.get(buffer, ()):
@@ -259,7 +259,7 @@ def moved_outputs(stages: Sequence[Stage], inputs: Iterable[tirx.Buffer]) -> set
     """Outputs of half precision whose elements may be moved, from the inputs or from each other."""
     moved, given = set[tirx.Buffer](), set(inputs)
     for stage in stages:
-        moves = any(load.source in moved | given for load in moved_loads(stage.value))
+        moves = any(load.source in moved | given for load in find_moved_loads(stage.value))
         if is_half(stage.output.dtype) and not stage.reduce and moves:
             moved.add(stage.output)
     return moved

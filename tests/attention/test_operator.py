@@ -16,7 +16,7 @@ from onnx_oracle import attention
 
 import lowering
 from lowering.errors import NodeError
-from lowering.importing.imported import Imported
+from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
 
 INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "nonpad")
@@ -283,7 +283,7 @@ def test_refuses_one_present_alone_from_opset_25_on(output: str) -> None:
 
 def imported(
     opset: int, attributes: dict[str, Any], inputs: dict[str, Any], outputs: tuple[str, ...] = ("y",)
-) -> Imported:
+) -> ImportedModel:
     """The node imported without onnx's checker in front, which refuses some of these in words of its own."""
     proto = model(opset, attributes, inputs, dict.fromkeys(outputs, ("float32", ())))
     for output in proto.graph.output:

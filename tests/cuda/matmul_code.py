@@ -21,7 +21,7 @@ from lowering.compiling import artifact_cache
 from lowering.compiling.compiler import compile_to
 from lowering.graph.model import ModelLike
 from lowering.manifest import Manifest
-from lowering.target.cubin import cubin
+from lowering.target.cubin import compile_cubin
 
 TENSOR_CORES = ("HGMMA", "HMMA")
 
@@ -82,7 +82,7 @@ def _kept(path: Path) -> Iterator[Path]:
     """The machine code of what is compiled meanwhile, whatever was compiled before, goes to this file too."""
 
     def compiled(source: str) -> bytes:
-        code = cubin(source)
+        code = compile_cubin(source)
         path.write_bytes(code)
         return code
 
@@ -91,7 +91,7 @@ def _kept(path: Path) -> Iterator[Path]:
         with mock.patch.object(artifact_cache, "key", lambda *_: None):
             yield path
     finally:
-        tvm_ffi.register_global_func("tvm_callback_cuda_compile", cubin, override=True)
+        tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_cubin, override=True)
 
 
 def _multiplying(opcodes: Counter[str]) -> tuple[str, int]:

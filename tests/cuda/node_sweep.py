@@ -22,7 +22,7 @@ import node_cases  # noqa: E402
 from node_cases import Case  # noqa: E402
 
 import lowering  # noqa: E402
-from lowering.target.cubin import without_machine_code  # noqa: E402
+from lowering.target.cubin import skip_machine_code  # noqa: E402
 
 RECORD = ROOT / "docs" / "cuda_cases.json"
 TARGET = "cuda:sm_90a"
@@ -39,7 +39,7 @@ class Found:
 def sweep(operator: str) -> Found:
     """Compile the cases of an operator."""
     compiled, refused = 0, {}
-    with without_machine_code(), warnings.catch_warnings():
+    with skip_machine_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in node_cases.every_case()[operator]:
             if node_cases.refusal(case) is None:

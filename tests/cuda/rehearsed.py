@@ -21,7 +21,7 @@ from benchmarks.gpu.bundling.problems import attention_kernel, attention_problem
 from benchmarks.gpu.bundling.reading import Read
 from benchmarks.gpu.plan import LIMITS, Case, Kernel, Plan, Program, Sizes
 from lowering.compiling.build import build
-from lowering.compiling.objects import Kernels
+from lowering.compiling.objects import KernelCompiler
 from lowering.demo.decoder import DecoderConfig
 from lowering.target import resolve
 from lowering.tensorir.scatter import CacheUpdate
@@ -79,7 +79,7 @@ def faulty(folder: Path, like: Kernel) -> dict[str, Kernel]:
             T.evaluate(tirx.call_extern("int32", function, *arguments))
         func = builder.get().with_attr("global_symbol", "kernel")
         library = folder / "libraries" / f"{name}.so"
-        library.write_bytes(build(tvm.IRModule({"kernel": func}), target, Kernels(target)))
+        library.write_bytes(build(tvm.IRModule({"kernel": func}), target, KernelCompiler(target)))
         found[name] = replace(like, name=name, contender=name, library=f"libraries/{name}.so")
     return found
 

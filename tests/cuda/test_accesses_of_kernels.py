@@ -32,7 +32,7 @@ from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.kv_write import KvWrite as New
 from lowering.attention.kv_write import write_in_place
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
+from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -140,12 +140,12 @@ def test_chunks_and_rows(kind: str, dtype: str, length: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [copy_and_update, update_in_place])
+@pytest.mark.parametrize("form", [make_copying_update, make_in_place_update])
 def test_cache_updates(form: Callable[[CacheUpdate], tirx.PrimFunc]) -> None:
     update = Update(CacheUpdate("float16", (None, 2, None, 64), None, 2), (2, 2, 64, 64), 16, (0, 48))
     rng = np.random.default_rng(0)
     cache, rows = random_rows(rng, update)
-    given = [cache, rows, np.array(update.indices)] + [cache] * (form is copy_and_update)
+    given = [cache, rows, np.array(update.indices)] + [cache] * (form is make_copying_update)
     is_good(measured((emulated.module({"main": cache_update(form(update.update), TARGET)[0].make()}), given)))
 
 

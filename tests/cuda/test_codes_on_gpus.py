@@ -17,8 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import te, tirx
 
 import lowering
-from lowering.importing.quantized import quantize
-from lowering.passes.panels import codes_in_panels, packed_matmul
+from lowering.importing.quantized_matrix import quantize_matrix
+from lowering.passes.panels import pack_quantized_matrix, packed_matmul
 from schedules.cuda.matmul import matmul
 from schedules.cuda.matmul_tiles import MatmulTiles
 from schedules.cuda.small_m_tiles import SmallMTiles
@@ -147,8 +147,8 @@ def size(n: int) -> tirx.IntImm:
 def function(rows: int | None, k: int, n: int, bits: int) -> tuple[tirx.PrimFunc, list[np.ndarray], np.ndarray]:
     """x W by itself for so many rows, None for any; W and what it is in float64."""
     m = tirx.Var("m", "int64") if rows is None else size(rows)
-    quantized = quantize(np.random.default_rng(bits).standard_normal((k, n)).astype("float32"), bits)
-    parts, element = codes_in_panels(quantized, 1)
+    quantized = quantize_matrix(np.random.default_rng(bits).standard_normal((k, n)).astype("float32"), bits)
+    parts, element = pack_quantized_matrix(quantized, 1)
     x = te.placeholder((m, size(k)), "float16", "x")
     stored = [te.placeholder(list(map(size, array.shape)), str(array.dtype), name) for name, array in parts.items()]
     func = te.create_prim_func([x, *stored, packed_matmul(x, stored, size(n), "float16", element)])

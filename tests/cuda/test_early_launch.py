@@ -97,7 +97,7 @@ def test_restricted_pointers_fail_the_audit(compiler: str, monkeypatch: pytest.M
     faults = [early_launch.faults(function) for function in machine_code_of(model, ARCH)[1]]
     assert faults and not any(faults)
 
-    launch = pass_under_test._launched_early
+    launch = pass_under_test._make_early_launch
     restricted: list[tirx.PrimFunc] = []
 
     def mutant(func: tirx.PrimFunc) -> tirx.PrimFunc:

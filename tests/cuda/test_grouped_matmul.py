@@ -11,7 +11,7 @@ import tvm
 from sampled import sampled
 from tvm import te, tirx
 
-from lowering.tensorir.grouped import grouped_matmul
+from lowering.tensorir.grouped_matmul import grouped_matmul
 from schedules.cuda.matmul import matmul
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 

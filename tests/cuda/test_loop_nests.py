@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.independent import independent
+from lowering.tensorir.independent_loops import independent_loops
 from schedules.cuda.loop_nests import LOCAL_BYTES, lower_to_threads
 
 LARGE = LOCAL_BYTES // 4 + 1
@@ -55,7 +55,7 @@ def reversed_rows(extent: int) -> Callable[..., None]:
     """Each row of x [rows, n], reversed by way of an array of so many elements."""
 
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
-        with independent(x.shape[0]) as (row,):
+        with independent_loops(x.shape[0]) as (row,):
             array = T.alloc_buffer((extent,), "float32")
             with T.serial(x.shape[1]) as k:
                 T.buffer_store(array, x[row, k], [k])
@@ -81,7 +81,7 @@ def test_arrays_of_no_elements(extent: int) -> None:
     """A thread allocates them all the same, and so does the host."""
 
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
-        with independent(x.shape[0]) as (row,):
+        with independent_loops(x.shape[0]) as (row,):
             array = T.alloc_buffer((x.shape[1], T.int64(extent)), "float32")
             T.buffer_store(y, tirx.const(1, "float32"), [row])
             with T.serial(x.shape[1]) as j, T.serial(T.int64(extent)) as k:
@@ -96,7 +96,7 @@ def test_arrays_of_no_elements(extent: int) -> None:
 
 def test_loops_inside_each_other_are_threads_of_one_launch() -> None:
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
-        with independent(*x.shape) as (i, j, k):
+        with independent_loops(*x.shape) as (i, j, k):
             T.buffer_store(y, x[i, j, k] + tirx.const(1, "int32"), [k, i, j])
 
     func = lower_to_threads(function(body, ("int32", ["a", 3, "b"]), ("int32", ["b", "a", 3])))
@@ -112,7 +112,7 @@ def test_launches_follow_each_other() -> None:
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
         n = x.shape[0]
         array = T.sblock_alloc_buffer((n,), "int64")
-        with independent(n) as (i,):
+        with independent_loops(n) as (i,):
             T.buffer_store(array, x[i] * 2, [i])
         with T.serial(n - 1) as i:
             T.buffer_store(array, array[i] + array[i + 1], [i + 1])
@@ -129,7 +129,7 @@ def test_launches_follow_each_other() -> None:
 def test_a_variable_that_launches_would_share_makes_them_one() -> None:
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
         first = T.bind(x[0])
-        with independent(x.shape[0]) as (i,):
+        with independent_loops(x.shape[0]) as (i,):
             T.buffer_store(y, x[i] - first, [i])
 
     func = lower_to_threads(function(body, ("int64", ["n"]), ("int64", ["n"])))

@@ -13,7 +13,7 @@ import tvm
 from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
 import lowering
-from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
+from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
 from schedules.cuda.scatter import cache_update
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
@@ -37,7 +37,7 @@ WRAPPED = [((2, 4, 4), 9, (3, -7)), ((1, 1, 3), 3, (1,))]  # more rows than slot
 def kernels() -> emulated.Module:
     functions = {}
     for name, update in UPDATES.items():
-        for form, function in (("copying", copy_and_update(update)), ("in_place", update_in_place(update))):
+        for form, function in (("copying", make_copying_update(update)), ("in_place", make_in_place_update(update))):
             functions[f"{form}_{list(UPDATES).index(name)}"] = cache_update(function, TARGET)[0].make()
     return emulated.module(functions, arch="sm_80")
 
@@ -92,7 +92,7 @@ def tiny_updates() -> list[CacheUpdate]:
 def tiny_kernels() -> emulated.Module:
     functions = {}
     for number, update in enumerate(tiny_updates()):
-        for form, function in (("copying", copy_and_update(update)), ("in_place", update_in_place(update))):
+        for form, function in (("copying", make_copying_update(update)), ("in_place", make_in_place_update(update))):
             functions[f"{form}_{number}"] = cache_update(function, TARGET)[0].make()
     return emulated.module(functions, arch="sm_80")
 

@@ -81,11 +81,11 @@ def _build(json: str, code: _Code) -> Any:
     import tvm
     import tvm_ffi
 
-    from lowering.target.cubin import cubin
+    from lowering.target.cubin import compile_cubin
 
     from .build import compile_for_emulation
 
-    compiler = cubin if card.is_used() else compile_for_emulation
+    compiler = compile_cubin if card.is_used() else compile_for_emulation
     if (json, code) not in _built:
         mod = tvm.ir.load_json(json)
         scheduled = any("s_tir" in func.attrs and func.attrs["s_tir"] for func in mod.functions.values())

@@ -15,7 +15,7 @@ import pytest
 import lowering
 from lowering.commands.cli import main
 from lowering.diagnosis import here, packages, toolchain
-from lowering.diagnosis.report import Report
+from lowering.diagnosis.report import DiagnosisReport
 from lowering.machine import install_command
 
 
@@ -62,7 +62,7 @@ def test_an_import_that_ends_the_process(tmp_path: Path) -> None:
 
 def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, apache_tvm="0.27.0.post1", apache_tvm_ffi="0.1.15.post2", numpy="1.26.4")
-    report = Report()
+    report = DiagnosisReport()
     packages.examine(report)
     assert not report.ok
     (pair,) = (p for p in report.problems if "do not go together" in p.what)
@@ -74,7 +74,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
     missing = ("onnx", "cryptography", "xgboost", "xgboost-cpu")
     monkeypatch.setattr(packages, "version_of", lambda name: None if name in missing else "99")
-    report = Report()
+    report = DiagnosisReport()
     packages.examine(report)
     assert "onnx is not installed." in [p.what for p in report.problems if p.blocks]
     xgboost = "xgboost-cpu" if os.uname().machine == "x86_64" else "xgboost"
@@ -94,20 +94,20 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bounds(monkeypatch: pytest.MonkeyPatch, package: str, version: str, fits: bool) -> None:
     installed(monkeypatch, **{package: version})
-    report = Report()
+    report = DiagnosisReport()
     packages.examine(report)
     assert any(f" {version} is installed, and onnx-lowering needs" in p.what for p in report.problems) != fits
 
 
 def test_no_linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    report = Report()
+    report = DiagnosisReport()
     toolchain.examine(report)
     assert [p.what for p in report.problems if p.blocks] == ["there is no gcc, which links compiled models."]
     gcc = tmp_path / "gcc"
     gcc.write_text("#!/bin/sh\necho 'pthread.h: No such file' >&2\nexit 1\n")
     gcc.chmod(0o755)
-    report = Report()
+    report = DiagnosisReport()
     toolchain.examine(report)
     assert report.problems[0].what == "gcc cannot make a shared library: pthread.h: No such file."
     assert not report.ok and "libc6-dev" in report.problems[0].fix
@@ -117,7 +117,7 @@ def test_a_control_group_with_less_time_than_cpus(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text(f"{3 * 2**30}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    report = Report()
+    report = DiagnosisReport()
     here.examine(report, tmp_path)
     assert report.facts["machine"]["memory limit"] == "3.0 GiB by the control group"
     (problem,) = (p for p in report.problems if "control group" in p.what)
@@ -132,7 +132,7 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage: Any = type("Usage", (), {"free": 2**20})
     monkeypatch.setattr(here.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(here.os, "access", lambda place, _: place != tmp_path / "cache")
-    report = Report()
+    report = DiagnosisReport()
     here.examine(report)
     assert report.facts["folders"]["cache"].endswith("holds 3.0 MiB")
     said = [p.what for p in report.problems]
@@ -170,7 +170,7 @@ def test_drivers_and_gpus(version: int, status: int, tmp_path: Path, monkeypatch
     subprocess.run(command, input=DRIVER, text=True, check=True)
     monkeypatch.setattr(toolchain, "DRIVER", str(library))
     monkeypatch.setattr(toolchain, "find_cudart", lambda: None)
-    report = Report()
+    report = DiagnosisReport()
     toolchain.examine(report)
     said = [problem.what for problem in report.problems]
     assert report.ok and all(problem.fix for problem in report.problems)

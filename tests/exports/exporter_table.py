@@ -52,10 +52,10 @@ def expected(path: Path, model: onnx.ModelProto, settings: list[Feeds]) -> tuple
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return "onnxruntime", [dict(zip(names, session.run(names, feeds))) for feeds in settings]
     except Exception as refused:
-        from lowering.checking.references import reference_evaluator
+        from lowering.checking.references import create_reference_evaluator
 
         try:
-            reference = reference_evaluator(model)
+            reference = create_reference_evaluator(model)
             return "reference", [dict(zip(names, reference(feeds))) for feeds in settings]
         except Exception as error:
             reasons = (one_line(refused), f"{type(error).__name__}: {one_line(error)}")

@@ -23,7 +23,7 @@ from tvm import relax
 import lowering
 from lowering.attention.formula import Formula
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
-from lowering.profiling.expected import is_left_over
+from lowering.profiling.expected import has_no_rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -105,7 +105,7 @@ def measure(folder: Path, by_steps: bool = False) -> Outcome:
     try:
         module = lowering.compile(path, dump=found)
         seconds = time.process_time() - start
-        slow = [k.name for k in module.manifest.kernels if is_left_over(k) and (k.kind == "matmul" or k.flops != "0")]
+        slow = [k.name for k in module.manifest.kernels if has_no_rule(k) and (k.kind == "matmul" or k.flops != "0")]
         for setting in sorted(folder.glob("*.npz")):
             inputs, expected = load_setting(setting)
             actual = module.run({spec.name: inputs[spec.name] for spec in module.inputs})

@@ -283,7 +283,7 @@ def test_serve_donates_its_pools_in_place_of_what_they_replace(name: str, patter
 @pytest.mark.filterwarnings("error")
 def test_narrowed_masks_warn_of_nothing() -> None:
     """What hides a key in float32 overflows in float16, where it hides the key, too."""
-    slots = prepared_model("gpt_oss", static_cache=1400, precision="float16").kept.slots
+    slots = prepared_model("gpt_oss", static_cache=1400, precision="float16").caches.slots
     assert slots is not None and slots.rings == dict.fromkeys(("past_key_values.0.key", "past_key_values.0.value"), 576)
 
 

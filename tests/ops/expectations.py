@@ -12,7 +12,7 @@ from onnx import helper
 
 import lowering
 from lowering.graph.model import load_model
-from lowering.importing.imported import Imported
+from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -110,7 +110,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, label: str) -> None:
 
 def imported(
     operator: str, inputs: Sequence[tuple[str, Dims]], results: int = 1, opset: int = 25, **attributes: Any
-) -> Imported:
+) -> ImportedModel:
     """One node, imported and not compiled: for what is refused, and for how it looks in Relax."""
     names = [f"x{k}" for k in range(len(inputs))]
     node = helper.make_node(operator, names, [f"y{k}" for k in range(results)], name="the_node", **attributes)

@@ -14,7 +14,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from this_machine import TARGETS
 
 import lowering
-from lowering.checking.references import session_options
+from lowering.checking.references import create_session_options
 
 from .expectations import model, value_info
 
@@ -116,5 +116,5 @@ def test_beside_onnxruntime(tmp_path: Path, batch: int, by_column: bool) -> None
     assert {n.op_type for n in onnx.load(paths[1]).graph.node} == {"DynamicQuantizeLSTM"}
     x = rng.standard_normal((9, batch, 10)).astype(np.float32)
     ours = np.asarray(lowering.compile(paths[1])(x=x)["y"])
-    theirs = onnxruntime.InferenceSession(paths[1], session_options()).run(None, {"x": x})[0]
+    theirs = onnxruntime.InferenceSession(paths[1], create_session_options()).run(None, {"x": x})[0]
     assert np.abs(ours - theirs).max() < (1e-4 if batch == 1 else 1e-2) * np.ptp(theirs)

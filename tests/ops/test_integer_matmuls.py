@@ -17,7 +17,7 @@ from placed_arrays import guarded, unaligned
 from this_machine import TARGETS
 
 import lowering
-from lowering.checking.references import session_options
+from lowering.checking.references import create_session_options
 from lowering.errors import NodeError
 
 from .expectations import model, value_info
@@ -213,7 +213,7 @@ def test_quantized_exports_are_as_near_as_onnxruntime(name: str, form: str, tmp_
     else:
         quantize_dynamic(source, path, **options)
     made = lowering.compile(path)
-    session = onnxruntime.InferenceSession(str(path), session_options())
+    session = onnxruntime.InferenceSession(str(path), create_session_options())
     names = [output.name for output in session.get_outputs()]
     assert any(kernel.schedule == "matmul" for kernel in made.manifest.kernels)
     for arrays, feed in zip(calls, feeds):

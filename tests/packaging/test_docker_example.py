@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from lowering.commands.cli import _parser
+from lowering.commands.cli import create_parser
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "docker"
@@ -45,9 +45,9 @@ def test_commands_take_these_options() -> None:
     ours = [command[1:] for command in commands if command[0] == "onnx-lowering"]
     modules = [command[2] for command in commands if command[:2] == ["python", "-m"]]
     assert [command[0] for command in ours] == ["compile"] and len(modules) == 1
-    (options,) = [_parser().parse_args(command) for command in ours]
+    (options,) = [create_parser().parse_args(command) for command in ours]
     assert str(options.output) == "/artifact" and importlib.util.find_spec(modules[0]) is not None
     (entry,) = [json.loads(rest) for word, rest in instructions() if word == "ENTRYPOINT"]
     ((_, said),) = re.findall(r"^docker run (.*?) my-model (.*)$", (EXAMPLE / "README.md").read_text(), re.M)
-    run = _parser().parse_args([*entry[1:], *shlex.split(said)])
+    run = create_parser().parse_args([*entry[1:], *shlex.split(said)])
     assert (entry[0], run.command, str(run.artifact)) == ("onnx-lowering", "run", "/artifact") and len(run.input) == 1

@@ -17,7 +17,7 @@ from test_runtime_wheel import check_record
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import Manifest, TensorSpec
-from lowering.packaging.module import identifiers, source
+from lowering.packaging.module import make_identifiers, generate_module
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -89,7 +89,7 @@ def test_it_is_typed(site: Path, tmp_path: Path) -> None:
 
 def test_identifiers() -> None:
     names = ["x", "x.", "_x_", "x_2", "", "123", "class", "np", "\u00e4", "\u00f6", "index"]
-    found = identifiers(names)
+    found = make_identifiers(names)
     assert found == [
         "x", "x_2", "x_3", "x_2_2", "tensor", "tensor_123", "class_", "np_", "tensor_2", "tensor_3", "index_",
     ]  # fmt: skip
@@ -100,7 +100,7 @@ def test_sources_of_models_without_inputs_and_of_every_type(artifact: Path) -> N
     manifest = Manifest.from_dict(json.loads((artifact / "manifest.json").read_text()))
     types = {"bool": "np.bool_", "bfloat16": "Any", "string": "np.object_", "uint8": "np.uint8", "int4": "Any"}
     outputs = tuple(TensorSpec(f"of {name}", name, "uint8", ("n", 3)) for name in types)
-    text = source(replace(manifest, inputs=(), outputs=outputs, donated={}))
+    text = generate_module(replace(manifest, inputs=(), outputs=outputs, donated={}))
     compile(text, "module", "exec")
     for name, hint in types.items():
         assert f"    of_{name}: NDArray[{hint}]\n" in text

@@ -21,7 +21,7 @@ from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import FILE, Manifest
 from lowering.packaging import libraries
-from lowering.packaging.folder import package
+from lowering.packaging.folder import package_artifact
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -215,7 +215,7 @@ def test_applications_for_gpus_are_linked_without_a_driver(artifact: Path, tmp_p
     manifest = Manifest.from_dict(json.loads(path.read_text()))
     manifest = replace(manifest, architectures=("sm_90a",), target="cuda:sm_90a")
     path.write_text(replace(manifest, hashes={**manifest.hashes, FILE: manifest.digest()}).to_json())
-    package(tmp_path / "out", tmp_path / "app")
+    package_artifact(tmp_path / "out", tmp_path / "app")
     assert (tmp_path / "app" / "lib" / "libtvm_runtime_cuda.so").is_file()
     text = (tmp_path / "app" / "README.md").read_text()
     assert "driver 580 or later" in text and "libcudart.so.13" in text

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 import lowering
 from lowering.compiling import artifact
-from lowering.compiling.bundled_sources import link_options
+from lowering.compiling.bundled_sources import compile_bundled_sources
 from lowering.manifest import Manifest, TensorSpec
 from lowering.passes.alignment import assume_alignment
 from lowering.passes.plan_memory import plan_memory
@@ -60,7 +60,7 @@ def build_library(module: tvm.IRModule, target: str, views: bool = True) -> byte
             module = run(module)
         executable = tvm.compile(module, target=resolved.tvm, relax_pipeline=tvm.transform.Sequential([]))
         executable.export_library(
-            f"{folder}/model.so", cc=resolved.linker, options=link_options(resolved.linker, folder)
+            f"{folder}/model.so", cc=resolved.linker, options=compile_bundled_sources(resolved.linker, folder)
         )
         return Path(folder, "model.so").read_bytes()
 
@@ -102,7 +102,7 @@ def build(
         **fields,  # type: ignore[arg-type]
     )
     library = build_library(builder.finalize(), target, views)
-    artifact.write(folder, [artifact.Part(manifest, (library,), dict(weights))])
+    artifact.write_artifact(folder, [artifact.ArtifactPart(manifest, (library,), dict(weights))])
     return folder
 
 

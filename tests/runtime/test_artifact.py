@@ -21,7 +21,7 @@ import lowering
 import lowering.runtime
 from lowering.compiling import artifact as artifacts
 from lowering.errors import ArtifactError, InputError
-from lowering.manifest import BLOCK, Manifest, block_digests, digest
+from lowering.manifest import BLOCK, Manifest, compute_block_digests, digest
 from lowering.runtime import checks, library
 
 
@@ -45,7 +45,7 @@ def blocks_of(path: Path) -> tuple[str, ...]:
         def read(at: int, count: int) -> bytes:
             return os.pread(file.fileno(), count, at)
 
-        return tuple(block_digests(size, read, range(-(-size // BLOCK))))
+        return tuple(compute_block_digests(size, read, range(-(-size // BLOCK))))
 
 
 def refused(folder: Path, message: str) -> None:
@@ -254,7 +254,7 @@ def test_a_failed_write_leaves_no_trace(folder: Path, monkeypatch: pytest.Monkey
     manifest = Manifest.from_dict(json.loads(before["manifest.json"]))
     monkeypatch.setattr(artifacts, "model_header", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        artifacts.write(folder, [artifacts.Part(manifest, (b"code",), {"w": np.ones(3)})])
+        artifacts.write_artifact(folder, [artifacts.ArtifactPart(manifest, (b"code",), {"w": np.ones(3)})])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert os.listdir(folder.parent) == ["out"]
 

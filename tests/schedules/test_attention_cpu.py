@@ -21,7 +21,7 @@ from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
 from schedules.cpu.attention_tiles import DecodeTiles, PrefillTiles
-from schedules.cpu.vector import machine
+from schedules.cpu.vector import read_cpu_features
 
 Arrays = dict[str, Any]
 Place = Callable[[np.ndarray], tvm.runtime.Tensor]
@@ -225,7 +225,7 @@ def test_what_no_kernel_serves_stays_plain() -> None:
 
 @pytest.mark.parametrize("mcpu", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_default_tiles_are_legal(mcpu: str) -> None:
-    cpu = machine(target(mcpu))
+    cpu = read_cpu_features(target(mcpu))
     for dim in (1, 8, 24, 64, 80, 128, 256, 512):
         for q_heads in (1, 3, 6, 7, 32, 71):
             for acc in ("float32", "float64"):
@@ -235,7 +235,7 @@ def test_default_tiles_are_legal(mcpu: str) -> None:
 
 
 def test_illegal_tiles_say_why() -> None:
-    p, cpu = problem(), machine(target("x86-64-v3"))
+    p, cpu = problem(), read_cpu_features(target("x86-64-v3"))
     with pytest.raises(ValueError, match=r"8 x 2 does not fit 16 registers"):
         PrefillTiles(48, 64, qk_keys=8, qk_vectors=2, pv_rows=6, pv_vectors=2).check(p, cpu)
     with pytest.raises(ValueError, match=r"q = 40 must be a multiple of qk_vectors \* W = 24"):

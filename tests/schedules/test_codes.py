@@ -8,12 +8,12 @@ import tvm
 from test_matmul import RUNS, check, compile_main, draw
 from tvm import relax, tirx
 
-from lowering.importing.quantized import Quantized
+from lowering.importing.quantized_matrix import QuantizedMatrix
 
 
 def draw_codes(
     rng: np.random.Generator, shape: tuple[int, int], bits: int, block: tuple[int, int], zeros: str, scales: str
-) -> Quantized:
+) -> QuantizedMatrix:
     rows, columns = (-(-size // length) for size, length in zip(shape, block))
     largest = 2 ** (bits - 1)
     codes = rng.integers(-largest, largest, shape).astype(np.int8)
@@ -23,7 +23,7 @@ def draw_codes(
         "float32": rng.standard_normal((rows, columns)).astype(np.float32),
     }[zeros]
     scale = rng.uniform(0.5, 2, (rows, columns)) / largest
-    return Quantized(codes, scale.astype(scales), z, block, bits, np.dtype("float32"))
+    return QuantizedMatrix(codes, scale.astype(scales), z, block, bits, np.dtype("float32"))
 
 
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)

@@ -20,20 +20,20 @@ from tvm.support import cc
 from lowering.compiling.compiler import compile_to
 from lowering.target import host_features, resolve
 from schedules.cpu.dot_int8 import dot, dot_signed, multiplies_signed
-from schedules.cpu.vector import SDOT, USDOT, VNNI_256, VNNI_512, Machine, load, machine, store
+from schedules.cpu.vector import SDOT, USDOT, VNNI_256, VNNI_512, CpuFeatures, load, read_cpu_features, store
 
 HOST = Path(__file__).parents[1] / "targets" / "kernel_host.c"
 
 WAYS = {
-    "AVX-512 VNNI": (Machine(64, 32, f16_conversion=True, int8_dot=VNNI_512), "avx512_vnni"),
-    "VNNI in 256 bits": (Machine(32, 16, f16_conversion=True, int8_dot=VNNI_256), "avx512_vnni"),
-    "pairs in 512 bits": (Machine(64, 32, f16_conversion=True), "avx512bw"),
-    "pairs in 256 bits": (Machine(32, 16, f16_conversion=True), "avx2"),
-    "one by one": (Machine(16, 16, f16_conversion=False), ""),
+    "AVX-512 VNNI": (CpuFeatures(64, 32, f16_conversion=True, int8_dot=VNNI_512), "avx512_vnni"),
+    "VNNI in 256 bits": (CpuFeatures(32, 16, f16_conversion=True, int8_dot=VNNI_256), "avx512_vnni"),
+    "pairs in 512 bits": (CpuFeatures(64, 32, f16_conversion=True), "avx512bw"),
+    "pairs in 256 bits": (CpuFeatures(32, 16, f16_conversion=True), "avx2"),
+    "one by one": (CpuFeatures(16, 16, f16_conversion=False), ""),
 }
 
 
-def kernel(cpu: Machine, is_signed: bool = False) -> tirx.PrimFunc:
+def kernel(cpu: CpuFeatures, is_signed: bool = False) -> tirx.PrimFunc:
     lanes = cpu.lanes("int32")
     function = dot_signed if is_signed else dot
     with IRBuilder() as builder, T.prim_func():
@@ -94,7 +94,7 @@ def test_sums_of_signed_bytes_are_exact() -> None:
 )
 def test_sums_are_exact_on_aarch64(target: str, instruction: str, is_signed: bool, tmp_path: Path) -> None:
     (made_for,) = resolve(f"cpu:{target}")
-    cpu = machine(made_for.tvm)
+    cpu = read_cpu_features(made_for.tvm)
     assert cpu.int8_dot == instruction
     library, host = tmp_path / "dot.so", tmp_path / "kernel_host"
     linker = cc.cross_compiler("aarch64-linux-gnu-gcc")

@@ -15,7 +15,7 @@ from tvm import relax, tirx
 
 import lowering
 import schedules
-from lowering.importing.quantized import Quantized
+from lowering.importing.quantized_matrix import QuantizedMatrix
 from lowering.passes.fold_transposes import fold_transposes
 from lowering.passes.pack_weights import pack_weights
 from schedules.cpu.matmul import matmul
@@ -31,7 +31,7 @@ def compile_main(
     params: dict[str, tuple[tuple, str]],
     body: Callable[..., relax.Expr],
     target: tvm.target.Target,
-    weights: Mapping[str, np.ndarray | Quantized] | None = None,
+    weights: Mapping[str, np.ndarray | QuantizedMatrix] | None = None,
 ) -> Callable[..., np.ndarray]:
     """A Relax function through packing, legalization, fusion and schedules, as a function of arrays.
 

@@ -14,7 +14,7 @@ import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.passes.guard_divisions import guard_divisions
-from lowering.tensorir.scatter import CacheUpdate, copy_and_update
+from lowering.tensorir.scatter import CacheUpdate, make_copying_update
 from schedules.reading.row_parts import PARTS
 from schedules.tiles import Tiles
 from schedules.variant import Choice, Variant
@@ -76,7 +76,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "rows of codes": (codes, CPU),
     "attention on a GPU": (lambda: plain(attention("float16")), GPU),
     "attention in float32 on a GPU": (lambda: plain(attention()), GPU),
-    "cache update on a GPU": (lambda: copy_and_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),
+    "cache update on a GPU": (lambda: make_copying_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),
 }
 RUNNING = [name for name, (_, target) in FUNCTIONS.items() if target is CPU]
 RNG = np.random.default_rng(0)

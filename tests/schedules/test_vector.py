@@ -36,15 +36,15 @@ def call(func: tvm.tirx.PrimFunc, target: tvm.target.Target, *arrays: np.ndarray
 
 
 def test_machine_follows_the_features_not_the_name() -> None:
-    def machine(**config: object) -> vector.Machine:
-        return vector.machine(tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", **config}))
+    def machine(**config: object) -> vector.CpuFeatures:
+        return vector.read_cpu_features(tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", **config}))
 
     assert machine(mcpu="x86-64-v4").lanes("float32") == 16
     assert machine(mcpu="x86-64-v4", mattr=["-avx512f"]).lanes("float32") == 8
     assert machine(mcpu="x86-64", mattr=["+avx2", "+f16c"]) == machine(mcpu="x86-64-v3")
     assert machine(mcpu="x86-64").lanes("float64") == 2
     neon = tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]})
-    assert vector.machine(neon).lanes("float32") == 4
+    assert vector.read_cpu_features(neon).lanes("float32") == 4
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_tanh(dtype: str, lanes: int, tolerance: float) -> None:
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_every_half_converts_both_ways(target: tvm.target.Target) -> None:
-    cpu = vector.machine(target)
+    cpu = vector.read_cpu_features(target)
     every = np.arange(2**16, dtype=np.uint16)
     for dtype in ("float16", "bfloat16"):
         half = every.view(dtype if dtype == "float16" else ml_dtypes.bfloat16)
@@ -100,7 +100,7 @@ def test_transpose_and_reductions(lanes: int) -> None:
         rows = [T.bind(vector.load(a, lanes, i, 0)) for i in range(lanes)]
         for i, row in enumerate(vector.transpose(rows)):
             vector.store(b, row, i, 0)
-        vector.store(b, vector.sum_each(rows), lanes, 0)
+        vector.store(b, vector.sum_vector_lanes(rows), lanes, 0)
         largest = vector.reduce_lanes(rows[0], lambda p, q: T.max(p, q))
         vector.store(b, vector.splat(largest, lanes, "float32"), lanes + 1, 0)
     out = call(builder.get(), TARGETS[WIDEST], x, out)
@@ -111,7 +111,7 @@ def test_transpose_and_reductions(lanes: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 10, 16, 17, 40, 64, 80])
 def test_cover_touches_each_element_and_no_other(length: int) -> None:
-    w, starts = vector.cover(length, 16)
+    w, starts = vector.cover_row(length, 16)
     assert {start + k for start in starts for k in range(w)} == set(range(length))
 
 

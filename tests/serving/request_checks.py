@@ -16,13 +16,13 @@ import onnx
 import tvm_ffi
 from tvm import relax
 
-from lowering.compiling.bundled_sources import link_options
+from lowering.compiling.bundled_sources import compile_bundled_sources
 from lowering.functions.gpt_attention import gpt_attention
 from lowering.graph.model import load_model
 from lowering.graph.written_inputs import name_written_inputs
-from lowering.importing.checks import OPENPPL, TENSORRT_LLM, called
+from lowering.importing.checks import OPENPPL, TENSORRT_LLM, read_callee_name
 from lowering.importing.importer import import_model
-from lowering.importing.origins import bindings
+from lowering.importing.origins import iterate_bindings
 
 _FUNCTION = sys.modules[gpt_attention.__module__]
 
@@ -51,7 +51,7 @@ def check(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> None:
     name_written_inputs(loaded)
     imported = import_model(loaded)
     main = imported.module["main"]
-    (call,) = (b.value for b in bindings(main.body) if called(b.value) in (OPENPPL, TENSORRT_LLM))
+    (call,) = (b.value for b in iterate_bindings(main.body) if read_callee_name(b.value) in (OPENPPL, TENSORRT_LLM))
     given = {param: arrays[port.name] for param, port in zip(main.params, imported.inputs)}
     name, *arguments = call.args
     _library()[name.global_symbol](*(_value(argument, given) for argument in arguments))
@@ -70,5 +70,5 @@ def _library() -> Any:
     """The C code that every model.so carries."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checks.so"
-        subprocess.run(["cc", "-shared", "-o", path, *link_options("cc", folder)], check=True)
+        subprocess.run(["cc", "-shared", "-o", path, *compile_bundled_sources("cc", folder)], check=True)
         return tvm_ffi.load_module(str(path))

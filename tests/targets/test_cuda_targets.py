@@ -124,13 +124,13 @@ def test_unknown_architectures_name_the_known_ones() -> None:
 def test_host_code_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of SMs is that of the GPU whose arrays a call has."""
     seen: list[ir.Expr] = []
-    rewrite = own_device._rewritten
+    rewrite = own_device._rewrite_queries
 
     def looked_at(func: tirx.PrimFunc) -> tirx.PrimFunc:
         func = rewrite(func)
         calls: list[ir.Call] = []
         tvm_ffi.structural_walk(func.body, (ir.Call, calls.append))
-        seen.extend(call.args[2] for call in calls if own_device.is_question(call))
+        seen.extend(call.args[2] for call in calls if own_device.is_device_query(call))
         return func
 
     monkeypatch.setattr(own_device, "_rewritten", looked_at)

@@ -18,7 +18,7 @@ from models import matmul
 import lowering
 from lowering.commands.cli import main
 from lowering.errors import ArtifactError, InputError
-from lowering.measuring.batch import BATCH, RESULTS, measure, read, results
+from lowering.measuring.batch import BATCH, RESULTS, measure_batch, read_batch, read_results
 from lowering.tuning.database import read_journal
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     (folder,) = database.iterdir()
     before = {trial.candidate for trial in read_journal(folder)}
     assert len(before) == 15  # three defaults
-    for task in read(tmp_path / "next").tasks:
+    for task in read_batch(tmp_path / "next").tasks:
         choices = (tmp_path / "next" / task.name / "choices.jsonl").read_text().splitlines()
         assert task.candidates == len(choices) == 4 and not before & set(choices)
 
@@ -81,10 +81,10 @@ def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_bad_candidates_are_results(exported: Path, tmp_path: Path) -> None:
     """A crash, an endless loop that is stopped, and a wrong answer are filed by cause and never chosen."""
     batch, database = copied(exported, tmp_path), tmp_path / "database"
-    task = read(batch).tasks[0]
+    task = read_batch(batch).tasks[0]
     for number, bad in enumerate((models.crashes, models.wrong)):
         models.library(bad, batch / task.name, str(number))
-    found = measure(batch)
+    found = measure_batch(batch)
     causes = {r.candidate: r.cause for r in found if r.task == task.name and not r.last}
     assert causes[0] in ("crash", "error") and causes[1] in ("crash", "error", "wrong") and causes[2] is None
     lowering.file_results(batch, database, "cpu")
@@ -101,12 +101,12 @@ def test_killed_in_the_middle(exported: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    first = results(batch)
+    first = read_results(batch)
     assert first is not None and len(first[1]) >= 2
     with (batch / RESULTS).open("a") as file:
         file.write('{"task": "half a li')
     assert measured(batch).returncode == 0
-    second = results(batch)
+    second = read_results(batch)
     assert second is not None and second[1][: len(first[1])] == first[1]
     assert len({(r.task, r.candidate) for r in second[1]}) == 12
 
@@ -116,7 +116,7 @@ def test_refusals(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not empty"):
         lowering.tune(matmul(rows=64), tmp_path / "d", export=batch)
     with pytest.raises(InputError, match=r"holds no candidates: batch\.json is missing"):
-        measure(tmp_path)
+        measure_batch(tmp_path)
     data = json.loads((batch / BATCH).read_text())
     for change, error, text in (
         ({"format": 99}, InputError, "has format 99"),
@@ -125,9 +125,9 @@ def test_refusals(exported: Path, tmp_path: Path) -> None:
     ):
         (batch / BATCH).write_text(json.dumps(data | change))
         with pytest.raises(error, match=text):
-            measure(batch)
+            measure_batch(batch)
     (batch / BATCH).write_text(json.dumps(data))
     machine = batch / "machine.json"
     machine.write_text(json.dumps({"caches": [1, 2], "gpu": ""}))
     with pytest.raises(InputError, match="other caches"):
-        measure(batch)
+        measure_batch(batch)

@@ -9,8 +9,8 @@ import pytest
 from models import matmul
 
 import lowering
-from lowering.measuring.isolated import Failed
-from lowering.measuring.measure import Measured
+from lowering.measuring.isolated import CandidateFailure
+from lowering.measuring.measure import Measurement
 from lowering.tuning import lookup, upkeep
 from lowering.tuning.database import read_best_records, read_journal
 from lowering.tuning.final_comparison import FinalComparison
@@ -50,7 +50,7 @@ def answer(ratio: float, run: float = 0.9) -> Any:
     def runs(self: LocalBench, was: Path, became: Path, sizes: Any, seconds: float) -> WholeRunTimes:
         true = compare_whole_runs(str(was), str(became), sizes, 1, 0.0)
         assert all(len(m.ratios) == len(true.runs.ratios) >= 7 for m in true.calls.values())
-        return WholeRunTimes(Measured(1e-3, (run,), 0.0), {call: Measured(1e-4, (ratio,), 0.0) for call in true.calls})
+        return WholeRunTimes(Measurement(1e-3, (run,), 0.0), {call: Measurement(1e-4, (ratio,), 0.0) for call in true.calls})
 
     return runs
 
@@ -76,7 +76,7 @@ def test_what_loses_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("easy")
 def test_what_crashes_there_is_filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: Any) -> WholeRunTimes:
-        raise Failed("crash", "signal 11")
+        raise CandidateFailure("crash", "signal 11")
 
     monkeypatch.setattr(LocalBench, "whole_runs", crash)
     tuning = tune(tmp_path)

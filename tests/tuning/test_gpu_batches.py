@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 import lowering
 from lowering.errors import InputError
-from lowering.measuring.batch import read, results
+from lowering.measuring.batch import read_batch, read_results
 from lowering.tuning.choices import DEFAULT
 from lowering.tuning.database import read_journal
 
@@ -98,10 +98,10 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lowering.tune(attention(), tmp_path / "database", "cuda:sm_80", trials=1, export=batch)
     done = measured(batch, "sm_90a")
     assert done.returncode != 0 and "of architecture sm_80 and the one here is sm_90" in done.stderr
-    assert results(batch) is None
-    wrong = read(batch).tasks[0]
+    assert read_results(batch) is None
+    wrong = read_batch(batch).tasks[0]
     shutil.copy(batch / wrong.name / "default.so", batch / wrong.name / "0.so")
     (batch / wrong.name / "expected.bin").write_bytes(b"\x3c" * (batch / wrong.name / "expected.bin").stat().st_size)
     assert measured(batch, "sm_80").returncode == 0
-    found = results(batch)
+    found = read_results(batch)
     assert found is not None and [r.cause for r in found[1]] == ["wrong"]

@@ -14,7 +14,7 @@ import pytest
 
 from lowering.errors import InputError
 from lowering.fleet import devices
-from lowering.measuring.measure import Measured
+from lowering.measuring.measure import Measurement
 from lowering.tuning import local, scheduler
 
 
@@ -40,11 +40,11 @@ def test_what_is_submitted_as_the_last_device_goes(monkeypatch: pytest.MonkeyPat
 
 def measuring(seconds: float | None, path: Path) -> local.TrialFuture:
     """What MetaSchedule is given for a measurement that ends in seconds, or without a device."""
-    done: Future[Measured] = Future()
+    done: Future[Measurement] = Future()
     if seconds is None:
         done.set_exception(InputError("No device is left."))
     else:
-        done.set_result(Measured(1.0, (seconds,), 0.0))
+        done.set_result(Measurement(1.0, (seconds,), 0.0))
     return local.TrialFuture(path, done, 1.0)
 
 

@@ -14,8 +14,8 @@ import pytest
 from models import SIZE, crashes, hangs, library, right, slow, spoils_what_it_reads, wants_memory, wrong
 
 from lowering.measuring import answers, arguments
-from lowering.measuring.isolated import Failed, Helper
-from lowering.measuring.measure import Job, expect, measure
+from lowering.measuring.isolated import CandidateFailure, Helper
+from lowering.measuring.measure import Job, expect, measure_job
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, helper: Helper) -> Path:
     """With the arguments of the functions in models.py, and what is expected of them."""
     x = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
     tensors = [("float32", (SIZE,), a.view(np.uint8), False, k == 1) for k, a in enumerate((x, 0 * x))]
-    arguments.write(tmp_path, tensors)
+    arguments.write_arguments(tmp_path, tensors)
     helper.call(expect, str(library(right, tmp_path, "right")), str(tmp_path), 1, seconds=60, memory=1 << 30)
     return tmp_path
 
@@ -40,13 +40,13 @@ def job(folder: Path, path: Path) -> Job:
 
 
 def test_a_kernel_that_is_right_and_slower(folder: Path, helper: Helper) -> None:
-    found = helper.call(measure, job(folder, library(slow, folder, "slow")), seconds=60, memory=1 << 30)
+    found = helper.call(measure_job, job(folder, library(slow, folder, "slow")), seconds=60, memory=1 << 30)
     assert found.error == 0 and found.ratio > 2 and found.baseline > 0
     assert len(found.ratios) < 8  # it was clear before all pairs were taken
 
 
 def test_a_kernel_beside_itself(folder: Path, helper: Helper) -> None:
-    found = helper.call(measure, job(folder, folder / "right.so"), seconds=60, memory=1 << 30)
+    found = helper.call(measure_job, job(folder, folder / "right.so"), seconds=60, memory=1 << 30)
     assert found.ratio == pytest.approx(1, abs=0.3)
 
 
@@ -63,17 +63,17 @@ def test_a_kernel_beside_itself(folder: Path, helper: Helper) -> None:
 def test_what_is_no_good_is_told_by_cause(func, cause: str, words: str, folder: Path, helper: Helper) -> None:
     path = library(func, folder, "bad")
     begin = time.monotonic()
-    with pytest.raises(Failed) as failed:
-        helper.call(measure, job(folder, path), seconds=2, memory=1 << 30)
+    with pytest.raises(CandidateFailure) as failed:
+        helper.call(measure_job, job(folder, path), seconds=2, memory=1 << 30)
     assert failed.value.cause == cause and words in failed.value.text
     assert time.monotonic() - begin < 10
-    assert helper.call(measure, job(folder, folder / "right.so"), seconds=60, memory=1 << 30).error == 0
+    assert helper.call(measure_job, job(folder, folder / "right.so"), seconds=60, memory=1 << 30).error == 0
 
 
 def test_no_library_and_no_arguments_are_errors(folder: Path, helper: Helper) -> None:
     for missing in (folder / "missing.so", folder / "arguments.json"):
-        with pytest.raises(Failed) as failed:
-            helper.call(measure, job(folder, missing), seconds=60, memory=1 << 30)
+        with pytest.raises(CandidateFailure) as failed:
+            helper.call(measure_job, job(folder, missing), seconds=60, memory=1 << 30)
         assert failed.value.cause == "error"
 
 
@@ -82,7 +82,7 @@ def test_a_helper_that_was_killed_starts_again(folder: Path) -> None:
     helper.prepare(os.putenv, "PREPARED", "yes")
     try:
         first = helper.call(os.getppid, seconds=10, memory=1 << 30)
-        with pytest.raises(Failed, match="crash"):
+        with pytest.raises(CandidateFailure, match="crash"):
             helper.call(os.kill, first, signal.SIGKILL, seconds=10, memory=1 << 30)
         assert helper.call(os.getppid, seconds=10, memory=1 << 30) != first
     finally:
@@ -119,7 +119,7 @@ def test_answers(dtype: str, right: list, got: list, error: float | None) -> Non
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (np.array(x).astype(kind).view(np.uint8) for x in (got, right))
     if error is None:
-        with pytest.raises(Failed, match="wrong"):
+        with pytest.raises(CandidateFailure, match="wrong"):
             answers.check("y", dtype, a, b)
     else:
         assert answers.check("y", dtype, a, b) == pytest.approx(error, rel=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowering.shortened import cut_middle, first_and_more
+from lowering.shortened import shorten_middle, shorten_names
 from lowering.tuning.session import End, TuningOutcome
 from lowering.tuning.table import format_report, format_summary
 from lowering.tuning.tune import Tuning
@@ -90,7 +90,7 @@ def test_what_was_not_tuned_is_said_once_for_each_reason() -> None:
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 8, 21, 34, 100])
 def test_names_are_cut_in_the_middle(width: int) -> None:
     text = "fused_packed_matmul_add_add_gelu_3"
-    short = cut_middle(text, width)
+    short = shorten_middle(text, width)
     assert len(short) == min(width, len(text))
     if 4 <= width < len(text):
         front, back = short.split("..")
@@ -98,5 +98,5 @@ def test_names_are_cut_in_the_middle(width: int) -> None:
 
 
 def test_first_names() -> None:
-    assert first_and_more([]) == "" and first_and_more(["a"]) == "a" and first_and_more(["a", "b"]) == "a and 1 more"
-    assert first_and_more(["a" * 20 + "b", "c", "d"], 20) == "aaaa..aab and 2 more"[:20]
+    assert shorten_names([]) == "" and shorten_names(["a"]) == "a" and shorten_names(["a", "b"]) == "a and 1 more"
+    assert shorten_names(["a" * 20 + "b", "c", "d"], 20) == "aaaa..aab and 2 more"[:20]

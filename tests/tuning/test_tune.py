@@ -137,7 +137,7 @@ def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
         path = build(self, module, name, plain)
         kind = ("build", "wrong", "hang", "")[next(count) % 4] if not name else ""
         if kind == "build":
-            raise local.Failed("build", "error: no such luck")
+            raise local.CandidateFailure("build", "error: no such luck")
         if kind:
             path.write_bytes(compile_library(poison(get_unscheduled_function(module), kind), resolve("cpu")[0]))
         return path

@@ -20,7 +20,7 @@ from pathlib import Path
 import tvm
 
 from lowering.compiling.build import build
-from lowering.compiling.objects import Kernels
+from lowering.compiling.objects import KernelCompiler
 from lowering.machine import CUDART, find_cudart
 from lowering.target import resolve
 
@@ -127,7 +127,7 @@ def library(place: Path, kernel: Kernel) -> str:
     path = place / f"{re.sub('[ /]+', '-', kernel.name)}-{digest}.so"
     if not path.exists():
         partial = path.with_suffix(".partial")
-        partial.write_bytes(build(tvm.IRModule({"kernel": function}), target, Kernels(target)))
+        partial.write_bytes(build(tvm.IRModule({"kernel": function}), target, KernelCompiler(target)))
         partial.rename(path)
     return path.name
 

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem
 from lowering.target import Target
-from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
+from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
 from schedules.cuda.decode import decode
 from schedules.cuda.decode_rows import decode_rows
@@ -63,7 +63,7 @@ def _matmul(kernel: Kernel, target: Target) -> tirx.PrimFunc:
 
 def _update(kernel: Kernel, target: Target) -> tirx.PrimFunc:
     update = CacheUpdate.from_json(kernel.problem)
-    unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)
+    unscheduled = make_copying_update(update) if kernel.result == "present" else make_in_place_update(update)
     (variant,) = cache_update(unscheduled, target.tvm) or ()
     return variant.make()
 

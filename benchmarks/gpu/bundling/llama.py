@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from lowering.compiling.compiler import compile_to
-from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
+from lowering.demo.decoder import DecoderConfig, ModelBuilder, build_decoder
 from lowering.manifest import FILE, WEIGHTS, Manifest, digest
 
 from ..host import drawn
@@ -28,7 +28,7 @@ NAME = "llama-3.2-1b"
 _DATA = "model.data"
 
 
-class _Drawn(Graph):
+class _Drawn(ModelBuilder):
     """Weights go to a file beside the model; what they are is in `parts`."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tvm import ir
 
 from ...graph.legality import OWN_DOMAIN
-from ...importing.compute import number, require_numbers, widened
+from ...importing.compute import number, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
@@ -23,7 +23,7 @@ def combine_experts(node: Node, rows: Value, positions: Value, weights: Value) -
     weights is [T, k], positions int64 [T * k]. Accumulation is in float32, or in float64 for float64 rows.
     """
     require_numbers(node, rows)
-    acc, per_token = widened(rows.dtype), number(node, "dimension 1 of the weights", weights.shape[1])
+    acc, per_token = widen_dtype(rows.dtype), number(node, "dimension 1 of the weights", weights.shape[1])
 
     def element(
         index: Sequence[ir.Expr], row: ElementReader, position: ElementReader, weight: ElementReader

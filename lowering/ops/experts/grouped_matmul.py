@@ -10,10 +10,10 @@ import numpy as np
 from tvm import te
 
 from ...graph.legality import OWN_DOMAIN
-from ...importing.compute import agreed, number, require_numbers, widened, with_shape
+from ...importing.compute import unify_sizes, number, require_numbers, widen_dtype, assert_shape
 from ...importing.node import Node
 from ...importing.values import Value
-from ...tensorir.grouped import GROUPS, grouped_matmul
+from ...tensorir.grouped_matmul import GROUPS, grouped_matmul
 from .. import op
 from ..matmul import round_to
 from ..microsoft.matmul_n_bits import read_weight
@@ -36,12 +36,12 @@ def lower_grouped_matmul(
     in the format of MatMulNBits, and attributes K, N, bits and block_size have the meaning they have there.
     """
     require_numbers(node, x)
-    if widened(x.dtype) != "float32":
+    if widen_dtype(x.dtype) != "float32":
         raise node.error(f"rows are {x.dtype}.", "Use float32, float16 or bfloat16.")
     count = number(node, "dimension 0 of the weights", weights.shape[0])
     matrices, depth, columns = _concatenate_experts(node, weights, scales, zero_points, np.dtype(x.dtype))
-    rows = agreed(node, "the number of rows", x.shape[0], experts.shape[0])
-    x, experts = with_shape(node, x, (rows, depth)), with_shape(node, experts, (rows,))
+    rows = unify_sizes(node, "the number of rows", x.shape[0], experts.shape[0])
+    x, experts = assert_shape(node, x, (rows, depth)), assert_shape(node, experts, (rows,))
 
     def kernel(x: te.Tensor, experts: te.Tensor, matrices: te.Tensor) -> te.Tensor:
         def element(k: te.Var, j: te.Var) -> te.Tensor:

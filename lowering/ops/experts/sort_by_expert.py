@@ -12,7 +12,7 @@ from ...graph.legality import OWN_DOMAIN
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.along_rows import ATTRIBUTE, Grouped, to_json
-from ...tensorir.independent import independent
+from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..kernels import emit_loops, serial
 
@@ -34,7 +34,7 @@ def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
             return tirx.max(tirx.min(chosen[row].astype("int64"), int64(experts - 1)), int64(0))
 
         # Each expert scans all rows, so that no iteration depends on another one.
-        with independent(experts) as (expert,):
+        with independent_loops(experts) as (expert,):
             position = T.alloc_buffer((1,), "int64")
             T.buffer_store(position, int64(0), [0])
             with serial(rows) as row:

@@ -15,7 +15,7 @@ from ...attention.expr.node import Expr, canonical, number, renamed
 from ...attention.flex_node import DOMAIN, FULL, PARTIAL, Settings
 from ...attention.formula import CHANGE, Formula
 from ...attention.problem import AttentionProblem
-from ...importing.compute import agreed
+from ...importing.compute import unify_sizes
 from ...importing.compute import number as require_static
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
@@ -35,7 +35,7 @@ def flex_attention(
     key blocks], the states of a block mask. `captured` holds the captured arrays.
     """
     attention = FlexOperands(node, Settings.from_json(node.attr("settings")), q, k, v, states, captured)
-    problem = dataclasses.replace(attention.problem, lse=node.wants(1))
+    problem = dataclasses.replace(attention.problem, lse=node.has_output(1))
     results = call_attention_kernel(node, problem, attention.arguments, attention.k.shape[2])
     return results["y"], results.get("lse")
 
@@ -102,9 +102,9 @@ def _check_operands(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Va
             raise node.error(f"{name} has rank {value.rank}.", "Make it [batch, heads, length, head size].")
         if value.dtype != q.dtype:
             raise node.error(f"{name} is {value.dtype}, and q is {q.dtype}.", "Give them one type.")
-    keys = agreed(node, "number of keys", k=k.shape[2], v=v.shape[2])
-    kv_heads = agreed(node, "number of heads", k=k.shape[1], v=v.shape[1])
-    size = agreed(node, "head size", q=q.shape[3], k=k.shape[3])
+    keys = unify_sizes(node, "number of keys", k=k.shape[2], v=v.shape[2])
+    kv_heads = unify_sizes(node, "number of heads", k=k.shape[1], v=v.shape[1])
+    size = unify_sizes(node, "head size", q=q.shape[3], k=k.shape[3])
     batch = q.shape[0]
 
     def broadcast(value: Value, width: Size) -> Value:

@@ -76,7 +76,7 @@ def _match_array(node: Node, value: Value, array: Value) -> Value:
     if array.rank == 4 and array.shape[0] == 1 and not node.symbols.equal(value.shape[0], 1):
         value = node.emit(relax.op.sum(node.tensor(value), axis=[0], keepdims=True))
     if array.rank == 0:
-        value = node.reshaped(value, ())
+        value = node.reshape_to(value, ())
     return value if value.dtype == array.dtype else node.emit(relax.op.astype(node.tensor(value), array.dtype))
 
 

@@ -123,7 +123,7 @@ def _guard_division(op: str, a: Expr, b: Expr) -> Expr:
 
 def as_table(node: Node, value: Value) -> Value:
     """Return a captured array as a kernel reads it: a scalar as a vector of one element."""
-    return node.reshaped(value, (1,)) if value.rank == 0 else value
+    return node.reshape_to(value, (1,)) if value.rank == 0 else value
 
 
 def _is_bounded(index: Expr) -> bool:

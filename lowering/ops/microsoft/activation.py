@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...importing.compute import Element, pointwise, require_numbers, widened
+from ...importing.compute import Element, pointwise, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
@@ -66,7 +66,7 @@ def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
     def element(index: tuple[Element, ...], x: ElementReader, bias: ElementReader) -> Element:
         *outer, d = index
         halves = (d, d + tirx.const(width // 2, "int64"))
-        a, b = (x(*outer, k).astype(widened(dtype)) + bias(k).astype(widened(dtype)) for k in halves)
+        a, b = (x(*outer, k).astype(widen_dtype(dtype)) + bias(k).astype(widen_dtype(dtype)) for k in halves)
         return (a * gelu(b, "none")).astype(dtype)
 
     return compute(node, "bias_split_gelu", element, [x, bias], (*x.shape[:-1], width // 2))

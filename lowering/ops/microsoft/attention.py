@@ -54,7 +54,7 @@ def emit_attention(
     """Return Y and present of the node, for the projections qkv [B, S, sum of widths]."""
     heads, (batch, rows, _) = node.attr("num_heads"), qkv.shape
     q, k, v = (slice_projection(node, qkv, sum(widths[:n]), widths[n]) for n in range(3))
-    if (past is not None or node.wants(1)) and widths[1] != widths[2]:
+    if (past is not None or node.has_output(1)) and widths[1] != widths[2]:
         raise node.error(f"attribute qkv_hidden_sizes is {list(widths)}.", "A cache needs K and V of one width.")
     past_length = 0
     if past is not None:
@@ -66,7 +66,7 @@ def emit_attention(
             concatenate_cache(node, _slice_past(node, past, n), move_heads_first(node, new, heads))
             for n, new in ((0, k), (1, v))
         )
-    elif node.wants(1):
+    elif node.has_output(1):
         k, v = move_heads_first(node, k, heads), move_heads_first(node, v, heads)
     scores = ScoreMatrix(batch, heads, rows, node.simplify(past_length + rows), read_filter_value(node))
     mask = PaddingMask() if mask_index is None else read_padding(node, "mask_index", mask_index, scores)
@@ -80,7 +80,7 @@ def emit_attention(
         window=Window(right=0, offset="zero" if past is None else "past") if node.attr("unidirectional", 0) else None,
         mask=describe_mask(bias),
     )
-    return results["y"], _stack_present(node, k, v) if node.wants(1) else None
+    return results["y"], _stack_present(node, k, v) if node.has_output(1) else None
 
 
 def read_widths(node: Node, x: Value, weights: Value) -> Widths:

@@ -10,7 +10,7 @@ import math
 
 from ...attention.cache_layout import Beams
 from ...importing import symbolic
-from ...importing.compute import agreed, number
+from ...importing.compute import unify_sizes, number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
@@ -56,7 +56,7 @@ def decoder_masked_multi_head_attention(
             raise node.error(f"input {name} has rank {cache.rank}.", "Make it [batch, heads, length, head size].")
     batched_inputs = [x for x in (query, past_key, past_value) if x is not None]
     query = assert_shape(
-        node, query, (agreed(node, "the batch size", *(x.shape[0] for x in batched_inputs)), 1, query.shape[2])
+        node, query, (unify_sizes(node, "the batch size", *(x.shape[0] for x in batched_inputs)), 1, query.shape[2])
     )
     q, k, v = _split_projections(node, heads, query, key, value, bias)
     shared: SharedBuffer | None = None
@@ -96,13 +96,13 @@ def decoder_masked_multi_head_attention(
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(q.shape[2] // heads),
         mask=describe_mask(attention_mask, pad=shared is not None),
-        qk_mode=2 if node.wants(3) else None,
+        qk_mode=2 if node.has_output(3) else None,
     )
     qk = results.get("qk")
     qk = trim_scores(node, qk, keys) if shared is not None and qk is not None else qk
-    if node.wants(3) and not node.attr("output_qk", 0):
+    if node.has_output(3) and not node.attr("output_qk", 0):
         raise node.error("output qk is named, and attribute output_qk is 0.", "Set it to 1, or drop the output.")
-    return results["y"], k if node.wants(1) else None, v if node.wants(2) else None, qk
+    return results["y"], k if node.has_output(1) else None, v if node.has_output(2) else None, qk
 
 
 def _split_projections(
@@ -124,11 +124,11 @@ def _split_projections(
     if ranks not in ((3, 3), (4, 4)) or key is None or value is None:
         raise node.error(f"inputs key and value have ranks {ranks}.", "Make them [batch, 1, hidden] or of rank 4.")
     width = heads * divide_heads(node, "query", width, heads)
-    batch = agreed(node, "the batch size", batch, key.shape[0], value.shape[0])
+    batch = unify_sizes(node, "the batch size", batch, key.shape[0], value.shape[0])
     query = assert_shape(node, query, (batch, 1, width))
     if ranks == (4, 4):
         size = number(node, "head size of value", value.shape[3])
-        length = agreed(node, "the number of keys and values", key.shape[2], value.shape[2])
+        length = unify_sizes(node, "the number of keys and values", key.shape[2], value.shape[2])
         biases = split_bias(node, bias, (width, width, heads * size))
         k = assert_shape(node, key, (batch, heads, length, width // heads))
         return (
@@ -153,7 +153,7 @@ def _check_beam_width(node: Node, q: Value, beam_width: Value | None, beams: Bea
     if beam_width is None:
         return q
     static_sizes = read_sizes(beam_width)
-    count: Size = static_sizes[0] if static_sizes is not None else bind_sizes(node, node.reshaped(beam_width, (1,)))[0]
+    count: Size = static_sizes[0] if static_sizes is not None else bind_sizes(node, node.reshape_to(beam_width, (1,)))[0]
     expected = 1 if beams is None else beams.count
     text = f"beam_width is {{}}, and cache_indirection has {expected} beams."
     if beams is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tvm import relax, tirx
 
 from ...importing import symbolic
-from ...importing.compute import Element, require_numbers, widened
+from ...importing.compute import Element, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, is_one
 from .. import op
@@ -64,7 +64,7 @@ def embed_layer_normalization(
     if _has_segments(node, segment_ids, segment_embedding=segments):
         assert segments is not None
         lookups.append(_Lookup("segment_embedding", segments, segment_ids))
-    total = _emit_row_sum(node, lookups, widened(word_table.dtype))
+    total = _emit_row_sum(node, lookups, widen_dtype(word_table.dtype))
     y = normalize_last_axes(node, total, [gamma, beta], centered=True, epsilon=FUSED_EPSILON)
     return y, _count_mask_ones(node, ids, mask), round_to(node, total, word_table.dtype)
 
@@ -180,7 +180,7 @@ def _check_lookups(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
         if indices is not None:
             if indices.rank != 2:
                 raise node.error(
-                    f"{node.name_of(indices, False)} has rank {indices.rank}.", "Make it [batch, sequence]."
+                    f"{node.describe(indices, False)} has rank {indices.rank}.", "Make it [batch, sequence]."
                 )
             is_shared = lookup.shared and is_one(indices.shape[0])
             indices = assert_shape(node, indices, (1 if is_shared else ids.shape[0], ids.shape[1]))
@@ -196,7 +196,7 @@ def _check_lookups(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
 
 def _count_mask_ones(node: Node, ids: Value, mask: Value | None) -> Value | None:
     """Return the number of ones in each row of the mask, int32 [B]."""
-    if not node.wants(1):
+    if not node.has_output(1):
         return None
     if mask is None:
         return node.emit(relax.op.zeros(node.shape_expr(ids.shape[:1]), "int32"))

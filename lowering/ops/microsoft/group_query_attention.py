@@ -16,10 +16,10 @@ from tvm import relax, tirx
 from ...attention.cache_layout import CacheLayout, Codec
 from ...attention.kv_write import KvWrite
 from ...attention.problem import Window
-from ...importing.compute import Element, agreed, number
+from ...importing.compute import Element, unify_sizes, number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one, static, storage_dtype
-from ...tensorir.scatter import CacheUpdate, copy_and_update
+from ...tensorir.scatter import CacheUpdate, make_copying_update
 from .. import op
 from ..assertions import assert_shape
 from ..attend import describe_mask, lower_attention, move_heads_first
@@ -84,8 +84,8 @@ def group_query_attention(
     if past_key is not None and past_value is not None:
         if past_key.rank != 4 or past_value.rank != 4:
             raise node.error("past_key or past_value is not of rank 4.", "Make them [batch, heads, length, head size].")
-        length = agreed(node, "the length of past_key and past_value", past_key.shape[2], past_value.shape[2])
-        agreed(node, "the number of heads of the caches", heads[1], past_key.shape[1], past_value.shape[1])
+        length = unify_sizes(node, "the length of past_key and past_value", past_key.shape[2], past_value.shape[2])
+        unify_sizes(node, "the number of heads of the caches", heads[1], past_key.shape[1], past_value.shape[1])
         quantization = read_cache_quantization(
             node, (heads[1], size), q.dtype, (("k", past_key, k_scale), ("v", past_value, v_scale))
         )
@@ -103,7 +103,7 @@ def group_query_attention(
     else:
         _reject_quantization(node, k_scale, v_scale)
     _check_width(node, quantization.format)
-    if past_key is None and (node.wants(1) or node.wants(2)):
+    if past_key is None and (node.has_output(1) or node.has_output(2)):
         k, v = move_heads_first(node, k, heads[1]), move_heads_first(node, v, heads[1])
     mask, is_causal = None, bool(node.attr("causal", 1))
     if attention_bias is not None:
@@ -120,7 +120,7 @@ def group_query_attention(
         window=_read_window(node, is_causal),
         mask=describe_mask(mask, pad=True),
     )
-    return results["y"], k if node.wants(1) else None, v if node.wants(2) else None
+    return results["y"], k if node.has_output(1) else None, v if node.has_output(2) else None
 
 
 def _reject_unsupported(node: Node, query_seqlens: Value | None) -> None:
@@ -166,10 +166,10 @@ def _split_projections(
         q, k, v = (slice_projection(node, query, sum(widths[:n]), widths[n]) for n in range(3))
         return q, k, v
     size = divide_heads(node, "query", query.shape[2], heads[0])
-    batch = agreed(node, "the batch size", *(x.shape[0] for x in (query, key, value)))
-    rows = agreed(node, "the sequence length", *(x.shape[1] for x in (query, key, value)))
+    batch = unify_sizes(node, "the batch size", *(x.shape[0] for x in (query, key, value)))
+    rows = unify_sizes(node, "the sequence length", *(x.shape[1] for x in (query, key, value)))
     for name, x in (("key", key), ("value", value)):
-        agreed(node, f"the last dimension of {name}", x.shape[2], heads[1] * size)
+        unify_sizes(node, f"the last dimension of {name}", x.shape[2], heads[1] * size)
     q = assert_shape(node, query, (batch, rows, heads[0] * size))
     k, v = (assert_shape(node, x, (batch, rows, heads[1] * size)) for x in (key, value))
     return q, k, v
@@ -244,7 +244,7 @@ class _NewTokens:
         grown = node.simplify(tirx.max(_int64(length), _int64(self._read_total())))
         if node.symbols.equal(grown, length):
             return self._update(past, move_heads_first(node, new, heads))
-        if node.wants(present_output) and node.same_shape(past_input, present_output):
+        if node.has_output(present_output) and node.declares_same_shape(past_input, present_output):
             checked = assert_shape(node, past, (batch, heads, grown, size))  # there is room, by the model's shapes
             return self._update(assert_shape(node, checked, past.shape), move_heads_first(node, new, heads))
         return self._grow(past, new, grown)
@@ -257,7 +257,7 @@ class _NewTokens:
         size = width * cache_format.packing
         grown = node.simplify(tirx.max(_int64(length), _int64(self._read_total())))
         if not node.symbols.equal(grown, length):
-            has_room = all(node.wants(n) and node.same_shape(n + 2, n) for n in (1, 2))
+            has_room = all(node.has_output(n) and node.declares_same_shape(n + 2, n) for n in (1, 2))
             shape = (batch, heads, grown, width)
             if has_room:  # there is room, by the model's shapes
                 k, v = (assert_shape(node, assert_shape(node, past, shape), past.shape) for past in pasts)
@@ -266,7 +266,7 @@ class _NewTokens:
             pasts = k, v
         record = KvWrite(static(batch), heads, size, size, new[0].dtype, CacheLayout(codec=cache_format))
         rows = node.simplify(batch * self.rows)
-        arguments = {f"new_{name}": node.reshaped(x, (rows, heads, size)) for name, x in zip("kv", new)}
+        arguments = {f"new_{name}": node.reshape_to(x, (rows, heads, size)) for name, x in zip("kv", new)}
         arguments |= {"row_starts": self._compute_per_batch("row_starts", lambda i, _, rows: i[0] * _int64(rows))}
         arguments |= {"row_counts": self._compute_per_batch("row_counts", lambda i, _, rows: _int64(rows))}
         arguments |= {"starts": self._compute_start(), "k": pasts[0], "v": pasts[1], **quantization.factors}
@@ -286,7 +286,7 @@ class _NewTokens:
         """Update the cache by the kernel that can also work in place."""
         dims = tuple(map(static, past.shape))
         rows = static(self.rows)
-        update = copy_and_update(CacheUpdate(past.dtype, dims, rows, axis=2))
+        update = make_copying_update(CacheUpdate(past.dtype, dims, rows, axis=2))
         arguments = [self.node.tensor(x) for x in (past, new, self._compute_start())]
         return self.node.call_tir(update, arguments, [(past.shape, past.dtype)], "update_cache")[0]
 
@@ -350,7 +350,7 @@ def _check_bias(node: Node, bias: Value, scores: tuple[Size, int, Size]) -> Valu
         raise node.error(f"attention_bias has rank {bias.rank}.", "Make it [batch, heads, rows, keys].")
     for size, expected in zip(bias.shape, scores):
         if not is_one(size):
-            agreed(node, "a dimension of attention_bias", size, expected)
+            unify_sizes(node, "a dimension of attention_bias", size, expected)
     shape = tuple(1 if is_one(size) else expected for size, expected in zip(bias.shape, scores))
     return assert_shape(node, bias, (*shape, bias.shape[3]))
 

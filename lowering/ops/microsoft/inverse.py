@@ -7,10 +7,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.compute import widened
+from ...importing.compute import widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
-from ...tensorir.independent import independent
+from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..determinant import require_square
 from ..kernels import emit_loops, grid, let, serial
@@ -21,10 +21,10 @@ from . import DOMAIN
 def inverse(node: Node, x: Value) -> Value:
     """Invert the matrices; a singular matrix gives infinities or NaNs, as in onnxruntime."""
     x = require_square(node, x)
-    dtype, size = widened(x.dtype), x.shape[-1]
+    dtype, size = widen_dtype(x.dtype), x.shape[-1]
 
     def statements(x: Any, y: Any, work: Any, pivot: Any) -> None:
-        with independent(*x.shape[:-2]) as outer:
+        with independent_loops(*x.shape[:-2]) as outer:
             with grid((size, size)) as (i, j):
                 T.buffer_store(work, x[(*outer, i, j)].astype(dtype), [i, j])
                 T.buffer_store(work, tirx.Select(i == j, tirx.const(1, dtype), tirx.const(0, dtype)), [i, size + j])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ...importing.compute import Element, agreed, pointwise
+from ...importing.compute import Element, unify_sizes, pointwise
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one
 from ..assertions import assert_shape
@@ -66,7 +66,7 @@ def read_padding(node: Node, name: str, mask: Value, scores: ScoreMatrix) -> Pad
     else:
         raise node.error(f"input {name} has rank {mask.rank}.", "Use [batch, keys] or [batch, rows, keys].")
     for size, expected in zip(mask.shape, shape):
-        agreed(node, f"a dimension of {name}", size, expected)
+        unify_sizes(node, f"a dimension of {name}", size, expected)
     mask = assert_shape(node, mask, shape)
 
     def element(index: tuple[Element, ...], mask: ElementReader) -> Element:
@@ -82,7 +82,7 @@ def _read_ends(node: Node, mask: Value, scores: ScoreMatrix) -> PaddingMask:
     batch, count = scores.batch, mask.shape[0]
     has_starts = node.symbols.equal(count, 2 * batch)
     if not has_starts and not node.symbols.equal(count, 3 * batch + 2):
-        agreed(node, "the number of mask lengths", count, batch)
+        unify_sizes(node, "the number of mask lengths", count, batch)
         mask = assert_shape(node, mask, (batch,))
     if has_starts or scores.filter > _MAX_HIDING_VALUE:
 
@@ -111,7 +111,7 @@ def add_biases(node: Node, scores: ScoreMatrix, attention_bias: Value | None, bi
         raise node.error(f"input attention_bias has rank {attention_bias.rank}.", "Make it [batch, heads, rows, keys].")
     expected = (scores.batch, scores.heads, scores.rows, scores.keys)
     shape = tuple(
-        1 if is_one(size) else agreed(node, "a dimension of attention_bias", size, target)
+        1 if is_one(size) else unify_sizes(node, "a dimension of attention_bias", size, target)
         for size, target in zip(attention_bias.shape, expected)
     )
     attention_bias = assert_shape(node, attention_bias, tuple(1 if is_one(d) else w for d, w in zip(shape, expected)))

@@ -11,7 +11,7 @@ from tvm import relax
 
 from ...importing.compute import relax_call
 from ...importing.node import Node
-from ...importing.quantized import Quantized
+from ...importing.quantized_matrix import QuantizedMatrix
 from ...importing.values import Value
 from .. import op
 from ..matmul import emit_matmul, round_to
@@ -42,7 +42,7 @@ def matmul_n_bits(
 
 def read_weight(
     node: Node, packed: Value, scales: Value, zero_points: Value | None, columns: int, dtype: np.dtype
-) -> Quantized:
+) -> QuantizedMatrix:
     """Return the weight [columns, K], packed as attributes K, bits and block_size specify."""
     rows, size = (node.attr(name) for name in ("K", "block_size"))
     bits = node.attr("bits", 4)
@@ -69,7 +69,7 @@ def read_weight(
         z = zeros.reshape(columns, blocks).astype(np.float32) - offset
     q = unpack_bits(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
     quantized = (q.astype(np.int16) - offset).astype(np.int8)
-    return Quantized(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
+    return QuantizedMatrix(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
 
 
 def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ...graph.mixture import ACTIVATIONS, ALL, CHOSEN, GIVEN, Layer, Mixture, mixture_graph
-from ...importing.compute import number, with_shape
+from ...importing.compute import number, assert_shape
 from ...importing.node import Node
 from ...importing.values import Value, prod
 from .. import op
@@ -68,14 +68,14 @@ def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> V
 
 def _read_array(node: Node, value: Value | None) -> np.ndarray | None:
     if value is not None and value.constant is None:
-        raise node.error(f"{node.name_of(value, full=False)} is computed at run time.", "Make it an initializer.")
+        raise node.error(f"{node.describe(value, full=False)} is computed at run time.", "Make it an initializer.")
     return None if value is None else value.constant
 
 
 def _read_layer(node: Node, weights: Value | None, bias: Value | None) -> Layer | None:
     matrices = _read_array(node, weights)
     if weights is not None and matrices is not None and matrices.ndim != 3:
-        name = node.name_of(weights, full=False)
+        name = node.describe(weights, full=False)
         raise node.error(f"{name} has rank {matrices.ndim}.", "Make weights [experts, columns, depth].")
     return None if matrices is None else Layer(matrices, None, None, _read_array(node, bias), {"transB": 1})
 
@@ -123,12 +123,12 @@ def _emit_mixture(
     gate_layers = _split_gate(node, layers)
     _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))
-    arguments = [x, *(with_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
+    arguments = [x, *(assert_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
     inputs = [_make_input(f"input_{n}", value) for n, value in enumerate(arguments)]
     normalizes = bool(node.attr("normalize_routing_weights", 0))
     mixture = Mixture(gate_layers, experts, per_token, routing, normalizes, *_read_activation(node))
     graph = mixture_graph(mixture, inputs, node.name or node.outputs[0])
-    return node.importer.body(graph, arguments, f" in {node.where}")[0]
+    return node.importer.lower_body(graph, arguments, f" in {node.where}")[0]
 
 
 def _make_input(name: str, value: Value) -> ir.Value:

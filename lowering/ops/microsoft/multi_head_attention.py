@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...attention.problem import Window
-from ...importing.compute import agreed, number
+from ...importing.compute import unify_sizes, number
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
@@ -64,7 +64,7 @@ def multi_head_attention(
             past_value = assert_shape(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
             k = concatenate_cache(node, past_key, move_heads_first(node, k, heads))
             v = concatenate_cache(node, past_value, move_heads_first(node, v, heads))
-    elif node.wants(1) or node.wants(2):
+    elif node.has_output(1) or node.has_output(2):
         k, v = move_heads_first(node, k, heads), move_heads_first(node, v, heads)
 
     keys = k.shape[2] if k.rank == 4 else k.shape[1]
@@ -76,7 +76,7 @@ def multi_head_attention(
     )
     window = None
     if node.attr("unidirectional", 0):
-        agreed(node, "the sequence length of a unidirectional attention", q.shape[1], node.simplify(keys - past))
+        unify_sizes(node, "the sequence length of a unidirectional attention", q.shape[1], node.simplify(keys - past))
         window = Window(right=0, offset="zero" if past_key is None else "past")
     bias = add_biases(node, scores, attention_bias, mask.bias)
     results = lower_attention(
@@ -88,9 +88,9 @@ def multi_head_attention(
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(q.shape[2] // heads),
         window=window,
         mask=describe_mask(bias, pad=shared is not None),
-        qk_mode=2 if node.wants(3) else None,
+        qk_mode=2 if node.has_output(3) else None,
     )
-    presents = k if node.wants(1) else None, v if node.wants(2) else None
+    presents = k if node.has_output(1) else None, v if node.has_output(2) else None
     qk = results.get("qk")
     return results["y"], *presents, trim_scores(node, qk, keys) if shared is not None and qk is not None else qk
 
@@ -146,13 +146,13 @@ def _unify_sizes(
 ) -> tuple[Value, Value, Value, int]:
     """Return Q, K and V with equal sizes for equal meanings, and the length of the past."""
     axis = 2 if k.rank == 4 else 1
-    batch = agreed(node, "the batch size", q.shape[0], k.shape[0], v.shape[0])
-    length = agreed(node, "the sequence length of key and value", k.shape[axis], v.shape[axis])
+    batch = unify_sizes(node, "the batch size", q.shape[0], k.shape[0], v.shape[0])
+    length = unify_sizes(node, "the sequence length of key and value", k.shape[axis], v.shape[axis])
     width = q.shape[2]
     size, v_size = width // heads, v.shape[3] if v.rank == 4 else divide_heads(node, "value", v.shape[2], heads)
     if k.rank == 4:
-        agreed(node, "the number of heads", heads, k.shape[1], v.shape[1])
-        agreed(node, "the head size of query and key", size, k.shape[3])
+        unify_sizes(node, "the number of heads", heads, k.shape[1], v.shape[1])
+        unify_sizes(node, "the head size of query and key", size, k.shape[3])
         k, v = (
             assert_shape(node, k, (batch, heads, length, size)),
             assert_shape(node, v, (batch, heads, length, v_size)),

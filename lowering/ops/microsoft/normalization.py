@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...importing.compute import pointwise, widened
+from ...importing.compute import pointwise, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Shape, Value
 from .. import op
@@ -56,7 +56,7 @@ def _skip_normalization(
     bias, *vectors = (None if v is None else _check_vector(node, v, width) for v in (bias, *parameters))
     summands = list(assert_broadcastable(node, *(term for term in (x, skip, bias) if term is not None)))
     dtype = summands[0].dtype
-    total = pointwise(node, lambda *x: sum(x[1:], x[0]), *summands, dtype=widened(dtype), name="residual")
+    total = pointwise(node, lambda *x: sum(x[1:], x[0]), *summands, dtype=widen_dtype(dtype), name="residual")
     y = normalize_last_axes(node, total, [v for v in vectors if v is not None], centered, FUSED_EPSILON)
     return y, None, None, round_to(node, total, dtype)
 
@@ -64,11 +64,11 @@ def _skip_normalization(
 def _check_vector(node: Node, vector: Value, width: Shape) -> Value:
     """Return gamma, beta or a bias, checked to have an element for each of the last axis."""
     if vector.rank != 1:
-        raise node.error(f"{node.name_of(vector, False)} has rank {vector.rank}.", "Make it a vector.")
+        raise node.error(f"{node.describe(vector, False)} has rank {vector.rank}.", "Make it a vector.")
     return assert_shape(node, vector, width)
 
 
 def _reject_statistics(node: Node, *outputs: int) -> None:
     for k in outputs:
-        if node.wants(k):
+        if node.has_output(k):
             raise node.error(f"output {k} is a statistic that training keeps.", "Remove it: inference needs none.")

@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from ...attention.cache_layout import CacheLayout, Offset
 from ...attention.formula import Formula
 from ...attention.parameters import int64
-from ...importing.compute import agreed, number, relax_call
+from ...importing.compute import unify_sizes, number, relax_call
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
@@ -76,7 +76,7 @@ def packed_multi_head_attention(
         **bias_arguments,
     }
     y = call_attention_kernel(node, problem, arguments, max_rows)["y"]
-    return node.reshaped(y, (y.shape[0], heads * v.shape[2]))
+    return node.reshape_to(y, (y.shape[0], heads * v.shape[2]))
 
 
 def _split_rows(node: Node, heads: int, query: Value, key: Value | None, value: Value | None) -> list[Value]:
@@ -99,8 +99,8 @@ def _split_rows(node: Node, heads: int, query: Value, key: Value | None, value: 
         raise node.error("one of key and value is given.", "Give both, or none and pack them in query.")
     for x in (query, key, value):
         if x.rank != 2:
-            raise node.error(f"{node.name_of(x, False)} has rank {x.rank}.", "Make it [tokens, hidden].")
-    tokens = agreed(node, "the number of tokens", query.shape[0], key.shape[0], value.shape[0])
+            raise node.error(f"{node.describe(x, False)} has rank {x.rank}.", "Make it [tokens, hidden].")
+    tokens = unify_sizes(node, "the number of tokens", query.shape[0], key.shape[0], value.shape[0])
     width = heads * divide_heads(node, "query", query.shape[1], heads)
     v_width = heads * divide_heads(node, "value", value.shape[1], heads)
     return [assert_shape(node, x, (tokens, w)) for x, w in ((query, width), (key, width), (value, v_width))]
@@ -123,7 +123,7 @@ def _add_biases(node: Node, rows: list[Value], bias: Value | None) -> list[Value
 
 
 def _split_heads(node: Node, x: Value, heads: int) -> Value:
-    return node.reshaped(x, (x.shape[0], heads, number(node, "a hidden size", x.shape[1]) // heads))
+    return node.reshape_to(x, (x.shape[0], heads, number(node, "a hidden size", x.shape[1]) // heads))
 
 
 def _locate_sequences(node: Node, starts: Value, tokens: Size, batch: Size) -> tuple[dict[str, Value], Size]:

@@ -23,7 +23,7 @@ from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...attention.problem import Window
 from ...importing import symbolic
-from ...importing.compute import Element, agreed, number
+from ...importing.compute import Element, unify_sizes, number
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
@@ -83,12 +83,12 @@ def paged_attention(
     sequences = _locate_sequences(node, tokens, cumulative_sequence_length, past_seqlens, caches)
     if node.attr("do_rotary", 0):
         q, k = (_rotate_heads(node, x, size, cos_cache, sin_cache, sequences) for x in (q, k))
-    new = {"new_k": node.reshaped(k, (tokens, shape.kv_heads, size))}
+    new = {"new_k": node.reshape_to(k, (tokens, shape.kv_heads, size))}
     if v is not None:
-        new["new_v"] = node.reshaped(v, (tokens, shape.kv_heads, size))
+        new["new_v"] = node.reshape_to(v, (tokens, shape.kv_heads, size))
     tensors = caches.append(new, sequences, slot_mapping)
     y = _emit_attention(
-        node, shape, node.reshaped(q, (tokens, shape.heads, size)), caches, tensors, sequences, head_sink
+        node, shape, node.reshape_to(q, (tokens, shape.heads, size)), caches, tensors, sequences, head_sink
     )
     return y, tensors["k"], tensors.get("v")
 
@@ -132,7 +132,7 @@ def _split_projections(
         raise node.error("kv_cache_layout is 'LATENT'.", "Give key [tokens, head size], and no value.")
     if key is None and value is None:
         size = divide_heads(node, "packed query", query.shape[1], heads + 2 * kv_heads)
-        rows = node.reshaped(query, (1, tokens, query.shape[1]))
+        rows = node.reshape_to(query, (1, tokens, query.shape[1]))
         widths = [count * size for count in (heads, kv_heads, kv_heads)]
         q, k, v = (slice_projection(node, rows, sum(widths[:n]), widths[n]) for n in range(3))
         return q, k, v
@@ -141,11 +141,11 @@ def _split_projections(
     width = heads * divide_heads(node, "query", query.shape[1], heads)
     kv_width = width // heads * kv_heads
     new_inputs = [x for x in (key, value) if x is not None]
-    tokens = agreed(node, "the number of tokens", tokens, *(x.shape[0] for x in new_inputs))
+    tokens = unify_sizes(node, "the number of tokens", tokens, *(x.shape[0] for x in new_inputs))
     for x in new_inputs:
-        agreed(node, f"the last dimension of {node.name_of(x, False)}", x.shape[1], kv_width)
-    rows = node.reshaped(assert_shape(node, query, (tokens, width)), (1, tokens, width))
-    new_rows = [node.reshaped(assert_shape(node, x, (tokens, kv_width)), (1, tokens, kv_width)) for x in new_inputs]
+        unify_sizes(node, f"the last dimension of {node.describe(x, False)}", x.shape[1], kv_width)
+    rows = node.reshape_to(assert_shape(node, query, (tokens, width)), (1, tokens, width))
+    new_rows = [node.reshape_to(assert_shape(node, x, (tokens, kv_width)), (1, tokens, kv_width)) for x in new_inputs]
     return rows, new_rows[0], new_rows[1] if value is not None else None
 
 
@@ -237,10 +237,10 @@ class _PagedCaches:
         caches = {"k": key_cache} | ({"v": value_cache} if value_cache is not None else {})
         for cache in caches.values():
             if cache.rank != 4:
-                name = node.name_of(cache, False)
+                name = node.describe(cache, False)
                 raise node.error(f"{name} has rank {cache.rank}.", "Make it [blocks, block size, heads, head size].")
-        self.blocks = agreed(node, "the number of blocks", *(cache.shape[0] for cache in caches.values()))
-        blocks = agreed(node, "the block size", *(cache.shape[1] for cache in caches.values()))
+        self.blocks = unify_sizes(node, "the number of blocks", *(cache.shape[0] for cache in caches.values()))
+        blocks = unify_sizes(node, "the block size", *(cache.shape[1] for cache in caches.values()))
         self.block = number(node, "the block size, dimension 1 of key_cache,", blocks)
         if self.block < 1:
             raise node.error("the block size, dimension 1 of key_cache, is 0.", "Use at least 1 token.")
@@ -384,7 +384,7 @@ def _emit_attention(
     y = call_attention_kernel(node, problem, arguments, sequences.max_keys)["y"]
     if v_size != size:
         y = compute(node, "values", lambda index, y: y(*index), [y], (tokens, heads, v_size))
-    return node.reshaped(y, (tokens, heads * v_size))
+    return node.reshape_to(y, (tokens, heads * v_size))
 
 
 def _read_window(node: Node) -> Window | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...importing.compute import Element, agreed, number, widened
+from ...importing.compute import Element, unify_sizes, number, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from ..assertions import assert_shape
@@ -85,13 +85,13 @@ def normalize_heads(node: Node, x: Value, heads: int, weight: Value | None, epsi
     split = (*x.shape[:2], heads, x.shape[2] // heads)
     if weight.rank != 1:
         raise node.error(f"a weight of the norms of heads has rank {weight.rank}.", f"Make it [{split[3]}].")
-    agreed(node, "the size of a weight of the norms of heads", weight.shape[0], split[3])
-    y = node.reshaped(x, split)
+    unify_sizes(node, "the size of a weight of the norms of heads", weight.shape[0], split[3])
+    y = node.reshape_to(x, split)
     weight = assert_shape(node, weight, split[3:])
     y = normalize_last_axes(
         node, y, [weight], centered=False, epsilon=node.attr(epsilon, node.attr("qk_norm_epsilon", 1e-6))
     )
-    return round_to(node, node.reshaped(y, x.shape), x.dtype)
+    return round_to(node, node.reshape_to(y, x.shape), x.dtype)
 
 
 def read_head_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) -> Value | None:
@@ -100,7 +100,7 @@ def read_head_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) 
         return None
     if head_sink.rank != 1:
         raise node.error(f"head_sink has rank {head_sink.rank}.", f"Make it [{heads}].")
-    agreed(node, "the size of head_sink", head_sink.shape[0], heads)
+    unify_sizes(node, "the size of head_sink", head_sink.shape[0], heads)
     return round_to(node, assert_shape(node, head_sink, (heads,)), dtype)
 
 
@@ -118,5 +118,5 @@ def check_floats(node: Node, **inputs: Value | None) -> None:
 def _add_bias(x: Element, bias: tuple[ElementReader, ...], e: Element, dtype: str) -> Element:
     if not bias:
         return x
-    wide = widened(dtype)
+    wide = widen_dtype(dtype)
     return (x.astype(wide) + bias[0](e).astype(wide)).astype(dtype)

@@ -65,7 +65,7 @@ def read_cache_quantization(
             raise node.error(f"the caches are {first.dtype} and {cache.dtype}.", "Give them one type.")
         if (kind == "NONE") != (cache.dtype == dtype):
             raise node.error(
-                f"{node.name_of(cache, False)} is {cache.dtype}, query is {dtype}, and {name}_quant_type '{kind}'.",
+                f"{node.describe(cache, False)} is {cache.dtype}, query is {dtype}, and {name}_quant_type '{kind}'.",
                 f"Make it {dtype} for 'NONE', else int8, float8e4m3fn or, of 4 bits, uint8.",
             )
         if (kind == "NONE") != (scale is None):
@@ -112,9 +112,9 @@ def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int
     count = node.simplify(prod(scale.shape))
     text = f"{name} has {{}} elements, and quantization {kind} takes {expected}."
     scale = require(node, scale, symbolic.equal(count, expected), text, count)
-    flat = node.reshaped(scale, (expected,))
+    flat = node.reshape_to(scale, (expected,))
     if heads is None:
         return flat
     if kind == "PER_CHANNEL":
-        return node.reshaped(flat, heads)
+        return node.reshape_to(flat, heads)
     return compute(node, name, lambda _, x: x(tirx.const(0, "int64")), [flat], heads)

@@ -14,7 +14,7 @@ from tvm import relax
 from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
-from ...tensorir.quantized_states import PACKED
+from ...tensorir.quantized_states import PACKED_VALUES
 from ...tensorir.recurrence import BLOCK, Recurrence
 from .. import op
 from ..cast import cast_to
@@ -102,7 +102,7 @@ class _Int8Weights:
 
     def pack_recurrent(self, node: Node, record: Recurrence, place: IndexMap) -> dict[str, Value]:
         """Return r, r_scale, r_zero and r_sum of the record."""
-        shape = record.blocks, record.packed_units * PACKED, record.gates, BLOCK
+        shape = record.blocks, record.packed_units * PACKED_VALUES, record.gates, BLOCK
         is_inside, index = place(*np.indices(shape))
         is_inside &= np.arange(shape[1])[:, None, None] < record.units
         index = tuple(np.where(is_inside, i, 0) for i in index)
@@ -110,7 +110,7 @@ class _Int8Weights:
         scale, zero = (
             np.where(is_inside[:, 0], table[index[0][:, 0], index[1][:, 0]], 0) for table in (self.r.scale, self.r.zero)
         )
-        packed = values.reshape(shape[0], record.packed_units, PACKED, *shape[2:]).transpose(0, 1, 3, 4, 2)
+        packed = values.reshape(shape[0], record.packed_units, PACKED_VALUES, *shape[2:]).transpose(0, 1, 3, 4, 2)
         return {
             "r": node.constant(np.ascontiguousarray(packed).view("<i4")[..., 0]),
             "r_scale": node.constant(scale.reshape(-1).astype(np.float32)),

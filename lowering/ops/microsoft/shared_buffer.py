@@ -13,10 +13,10 @@ from tvm import relax, tirx
 from ...attention.cache_layout import Beams
 from ...attention.parameters import int64
 from ...importing import symbolic
-from ...importing.compute import Element, agreed, number
+from ...importing.compute import Element, unify_sizes, number
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
-from ...tensorir.scatter import CacheUpdate, copy_and_update
+from ...tensorir.scatter import CacheUpdate, make_copying_update
 from ..assertions import assert_shape, require
 from ..attend import move_heads_first
 from ..contents import read_sizes
@@ -50,7 +50,7 @@ def append_to_shared_buffer(
 ) -> SharedBuffer:
     """Return copies of the caches [B, H, M, D] with the new K and V [B, L, H * D] written to them."""
     (batch, rows, _), capacity = new[0].shape, caches[0].shape[2]
-    agreed(node, "the length of past_key and past_value", capacity, caches[1].shape[2])
+    unify_sizes(node, "the length of past_key and past_value", capacity, caches[1].shape[2])
     past = _read_past(node, past_sequence_length)
     total = node.simplify(past + rows)
     text = "past_sequence_length and the new tokens are {} tokens, and past_key has room for {}."
@@ -60,7 +60,7 @@ def append_to_shared_buffer(
     for cache, x in zip((first, caches[1]), new):
         size = x.shape[2] // heads
         cache = assert_shape(node, cache, (batch, heads, capacity, size))
-        update = copy_and_update(CacheUpdate(cache.dtype, tuple(map(static, cache.shape)), static(rows), axis=2))
+        update = make_copying_update(CacheUpdate(cache.dtype, tuple(map(static, cache.shape)), static(rows), axis=2))
         arguments = [node.tensor(t) for t in (cache, move_heads_first(node, x, heads), starts)]
         updated += node.call_tir(update, arguments, [(cache.shape, cache.dtype)], "update_cache")
     lengths = compute(node, "lengths", lambda _, total: int64(total), [], (batch,), [total], dtype="int64")

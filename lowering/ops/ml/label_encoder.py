@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from ...importing.compute import is_float
 from ...importing.node import Node
 from ...importing.values import Value, storage_dtype
-from ...tensorir.independent import independent
+from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..kernels import emit_loops, let, serial
 from ..reshape import reshape_to
@@ -106,7 +106,7 @@ def _look_up(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, default
 
 
 def _as_numbers(node: Node, array: np.ndarray) -> np.ndarray:
-    return node.string_codes(array) if array.dtype == object else array
+    return node.encode_strings(array) if array.dtype == object else array
 
 
 def _emit_search(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, dtype: str) -> Value:
@@ -118,7 +118,7 @@ def _emit_search(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, dty
     steps = max(count - 1, 0).bit_length()
 
     def statements(x: Any, keys: Any, values: Any, y: Any) -> None:
-        with independent(*x.shape) as index:
+        with independent_loops(*x.shape) as index:
             element = let(x[index])
             low = T.alloc_buffer((1,), "int64")
             T.buffer_store(low, tirx.const(0, "int64"), [0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...attention.gather import gather, inputs
 from ...importing.compute import number
 from ...importing.node import Node
-from ...importing.values import MOST_SIZE, Value
+from ...importing.values import MAX_DIMENSION, Value
 from ..assertions import assert_shape
 from ..attend import make_ragged_problem
 from . import ppl_op
@@ -30,8 +30,8 @@ def key_value_cache(
 ) -> tuple[Value, Value, Value, Value | None]:
     """Return keys and values [NK, Hkv * num_repeat, D], and cache and scale with the new rows."""
     repeat = node.attr("num_repeat", 1)
-    if not 1 <= repeat <= MOST_SIZE:
-        raise node.error(f"attribute num_repeat is {repeat}.", f"Use 1 to {MOST_SIZE}.")
+    if not 1 <= repeat <= MAX_DIMENSION:
+        raise node.error(f"attribute num_repeat is {repeat}.", f"Use 1 to {MAX_DIMENSION}.")
     require_present(node, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
     key, value = current_key, current_value
     if key.rank != 3 or value.rank != 3 or key.dtype != value.dtype:

@@ -10,9 +10,9 @@ from ...attention.alibi import alibi_slopes
 from ...attention.cache_layout import CacheLayout
 from ...attention.problem import Mask, Window
 from ...importing import symbolic
-from ...importing.compute import agreed
+from ...importing.compute import unify_sizes
 from ...importing.node import Node
-from ...importing.values import Size, Value, empty
+from ...importing.values import Size, Value, is_empty
 from ..assertions import assert_shape, require
 from ..attend import call_attention_kernel, make_ragged_problem, trace_formula
 from ..kernels import compute
@@ -39,10 +39,10 @@ def check_rows(
                 f"{name} is {x.dtype} of rank {x.rank}, and query is {query.dtype}.",
                 f"Make them [tokens, heads, head_dim] of one type of {', '.join(FLOATS)}.",
             )
-    tokens = agreed(node, "the number of rows", key=key.shape[0], value=value.shape[0])
+    tokens = unify_sizes(node, "the number of rows", key=key.shape[0], value=value.shape[0])
     query_rows = query.shape[0]
     if has_own_keys:
-        tokens = query_rows = agreed(node, "the number of rows", query=query.shape[0], key=tokens)
+        tokens = query_rows = unify_sizes(node, "the number of rows", query=query.shape[0], key=tokens)
     query = assert_shape(node, query, (query_rows, heads[0], size))
     return query, *(assert_shape(node, x, (tokens, heads[1], size)) for x in (key, value))
 
@@ -105,7 +105,7 @@ def _require_empty_mask(node: Node, query: Value, mask: Value) -> Value:
 
 def _read_mask(node: Node, mask: Value, heads: int, tokens: Size) -> Value | None:
     """Return the mask as [1, 1 or Hq, N, columns], or None for an empty tensor."""
-    if empty(mask.shape):
+    if is_empty(mask.shape):
         return None
     if mask.rank not in (2, 3):
         raise node.error(f"attn_mask has rank {mask.rank}.", "Make it [tokens, keys] or [heads, tokens, keys].")
@@ -113,4 +113,4 @@ def _read_mask(node: Node, mask: Value, heads: int, tokens: Size) -> Value | Non
         raise node.error(f"attn_mask is {mask.dtype}.", f"Use one of {', '.join(FLOATS)}.")
     head_axes = (heads,) if mask.rank == 3 else ()
     mask = assert_shape(node, mask, (*head_axes, tokens, mask.shape[-1]))
-    return node.reshaped(mask, (1, *(head_axes or (1,)), tokens, mask.shape[-1]))
+    return node.reshape_to(mask, (1, *(head_axes or (1,)), tokens, mask.shape[-1]))

@@ -11,7 +11,7 @@ from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
-from ...importing.values import MOST_SIZE, Size, Value, static
+from ...importing.values import MAX_DIMENSION, Size, Value, static
 from ..assertions import assert_shape
 from ..kv_write import kv_write
 from .ppl_requests import PplRequests, check_integers
@@ -45,7 +45,7 @@ def read_cache(
         raise node.error(f"attribute cache_mode is {mode}.", "Use 0 (offsets) or 1 (pages).")
     if layout not in range(len(LAYOUTS)):
         raise node.error(f"attribute cache_layout is {layout}.", "Use 0, 1, 2 or 3.")
-    if not 1 <= layers <= MOST_SIZE or layer not in range(layers):
+    if not 1 <= layers <= MAX_DIMENSION or layer not in range(layers):
         raise node.error(f"attribute layer_idx is {layer}, and num_layer {layers}.", "Use 0 to num_layer - 1.")
     if bits not in (0, *_BITS):
         raise node.error(f"attribute quant_bit is {bits}.", "Use 8, or 0 for a cache without codes.")
@@ -91,8 +91,8 @@ def append_to_cache(
 
 def _read_pages(node: Node) -> Pages:
     page = node.attr("page_size", 128)
-    if not 1 <= page <= MOST_SIZE:
-        raise node.error(f"attribute page_size is {page}.", f"Use 1 to {MOST_SIZE} tokens.")
+    if not 1 <= page <= MAX_DIMENSION:
+        raise node.error(f"attribute page_size is {page}.", f"Use 1 to {MAX_DIMENSION} tokens.")
     return Pages(page, "slot")
 
 

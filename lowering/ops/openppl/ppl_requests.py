@@ -112,4 +112,4 @@ def _read_number(node: Node, name: str, value: Value) -> Value:
         if isinstance(value.shape[0], int) and not is_one(value.shape[0]):
             raise node.error(f"{name} has {value.shape[0]} elements.", "Make it one number.")
         return assert_shape(node, value, (1,))
-    return node.reshaped(value, (1,))
+    return node.reshape_to(value, (1,))

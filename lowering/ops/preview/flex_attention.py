@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from ...attention import given_scores
-from ...importing.compute import agreed, number
+from ...importing.compute import unify_sizes, number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from .. import op
@@ -88,7 +88,7 @@ def _read_sizes(node: Node, q: Value, k: Value, v: Value) -> _AttentionSizes:
             raise node.error(f"input {name} is {value.dtype} and Q is {q.dtype}.", "Give them one type.")
 
     def require_same(what: str, axis: int, **values: Value) -> Size:
-        return agreed(node, what, **{name: value.shape[axis] for name, value in values.items()})
+        return unify_sizes(node, what, **{name: value.shape[axis] for name, value in values.items()})
 
     q_heads = number(node, "number of heads of Q", q.shape[1])
     kv_heads = number(node, "number of heads of K", require_same("number of heads", 1, K=k, V=v))

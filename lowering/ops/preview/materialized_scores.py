@@ -7,7 +7,7 @@ import math
 import numpy as np
 from tvm import relax, te, tirx
 
-from ...importing.compute import Element, largest, read, reduced, relax_call, total
+from ...importing.compute import Element, MAXIMUM, read_element, reduce_axes, relax_call, SUM
 from ...importing.node import Node
 from ...importing.values import Value
 from ..matmul import emit_matmul, permute_axes, round_to
@@ -37,8 +37,8 @@ def _matmul_by_head(node: Node, a: Value, b: Value) -> Value:
     """
     batch, heads, rows, width = a.shape
     shared = b.shape[1]
-    grouped = node.reshaped(a, (batch, shared, node.simplify(rows * (heads // shared)), width))
-    return node.reshaped(emit_matmul(node, grouped, b), (batch, heads, rows, b.shape[3]))
+    grouped = node.reshape_to(a, (batch, shared, node.simplify(rows * (heads // shared)), width))
+    return node.reshape_to(emit_matmul(node, grouped, b), (batch, heads, rows, b.shape[3]))
 
 
 def _compute_softmax(x: te.Tensor) -> te.Tensor:
@@ -53,7 +53,7 @@ def _compute_softmax(x: te.Tensor) -> te.Tensor:
         zero = tirx.const(0.0, l.ty.dtype)
         return tirx.Select(l == zero, zero, p(*i) / l).astype(x.dtype)
 
-    peak = reduced(x.shape, {3}, largest, lambda *i: read(x, i), "m")
-    p = te.compute(x.shape, lambda *i: tirx.exp(read(x, i) - shift(*i)), name="p")
-    denominator = reduced(x.shape, {3}, total, lambda *i: p(*i), "l")
+    peak = reduce_axes(x.shape, {3}, MAXIMUM, lambda *i: read_element(x, i), "m")
+    p = te.compute(x.shape, lambda *i: tirx.exp(read_element(x, i) - shift(*i)), name="p")
+    denominator = reduce_axes(x.shape, {3}, SUM, lambda *i: p(*i), "l")
     return te.compute(x.shape, quotient, name="softmax")

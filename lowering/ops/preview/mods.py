@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...importing.node import Node
-from ...importing.values import Shape, Value, as_text
+from ...importing.values import Shape, Value, format_size
 from ..assertions import assert_shape
 
 
@@ -54,7 +54,7 @@ class ModGraph:
 
     @property
     def _type_text(self) -> str:
-        return f"{self.dtype}[{', '.join(map(as_text, self.shape))}]"
+        return f"{self.dtype}[{', '.join(map(format_size, self.shape))}]"
 
     def _check_tensor(self, verb: str, dtype: str, shape: Sequence[Any] | None) -> None:
         """Raise NodeError for another type, or for another shape as far as sizes are static."""
@@ -67,7 +67,7 @@ class ModGraph:
             return
         is_different = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(shape, self.shape))
         if is_different or len(shape) != len(self.shape):
-            text = ", ".join("?" if d is None else as_text(getattr(d, "value", d)) for d in shape)
+            text = ", ".join("?" if d is None else format_size(getattr(d, "value", d)) for d in shape)
             raise self.node.error(
                 f"the graph {self.name} {verb} a tensor of shape [{text}].",
                 f"It takes and gives {self._type_text}, one element for each query row and key.",

@@ -42,7 +42,7 @@ class LayerPages:
 def _view_as_blocks(node: Node, cache: Value) -> Value:
     """Return [blocks, layers, 2, ...] as blocks of one layer and kind."""
     count = node.simplify(prod(cache.shape[:3]))
-    return node.reshaped(cache, (count, *cache.shape[3:]))
+    return node.reshape_to(cache, (count, *cache.shape[3:]))
 
 
 def compute_block_entries(node: Node, table: Value, cache: Value) -> Value:

@@ -29,4 +29,4 @@ def select_layer_states(node: Node, state_slots: Value, states: Value, requests:
         return tirx.Select(tirx.all(slot >= 0, slot < slots), slot * layers + layer, int64(-LARGEST_SIZE))
 
     pages = compute(node, "pages", page, [state_slots], (*state_slots.shape, 1), [states.shape[0]])
-    return node.reshaped(states, (node.simplify(prod(states.shape[:2])), *states.shape[2:])), pages
+    return node.reshape_to(states, (node.simplify(prod(states.shape[:2])), *states.shape[2:])), pages

@@ -62,12 +62,12 @@ def served_attention(
         score=score,
         sink=sink is not None,
     )
-    arguments: dict[str, Value | Size] = {"q": node.reshaped(q, (q_heads, rows, size)), **pages.tensors}
+    arguments: dict[str, Value | Size] = {"q": node.reshape_to(q, (q_heads, rows, size)), **pages.tensors}
     if sink is not None:
         arguments["sink"] = assert_shape(node, sink, (q_heads,))
     arguments |= {"row_starts": row_starts, "lengths": lengths, "most_rows": max_rows, "most_keys": max_keys}
     y = call_attention_kernel(node, problem, {**arguments, **bias_arguments}, max_keys)["y"]
-    return node.reshaped(y, q.shape)
+    return node.reshape_to(y, q.shape)
 
 
 def _read_bias(node: Node, bias: Value | None, past: Value) -> tuple[Formula | None, dict[str, Any]]:

@@ -17,7 +17,7 @@ from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...graph.legality import OWN_DOMAIN
 from ...importing.channels import channels_last, channels_second
-from ...importing.compute import number, widened
+from ...importing.compute import number, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
@@ -86,14 +86,14 @@ def served_causal_conv(
         bias,
         x,
     )
-    after = node.reshaped(_append_to_pool(node, x, requests), states.shape)
+    after = node.reshape_to(_append_to_pool(node, x, requests), states.shape)
     return (y if has_channels_last else channels_second(node, y)), after
 
 
 def _emit_accumulators(node: Node, x: Value, weight: Value, window: SpatialWindow, requests: _ConvRequests) -> Value:
     """Return the accumulators [1, N, C] over the last k tokens of each token, in the accumulator type."""
     (taps,), (dilation,), (count, state_length) = window.kernel, window.dilations, requests.pool.shape[:2]
-    dtype = widened(x.dtype)
+    dtype = widen_dtype(x.dtype)
     by_tap = transpose_weights(node, weight)
 
     def element(index: tuple[Any, ...], x: Any, w: Any, *reads: Any) -> Any:
@@ -124,6 +124,6 @@ def _append_to_pool(node: Node, x: Value, requests: _ConvRequests) -> Value:
     size = math.gcd(channels, _ROW)
     layout = CacheLayout("pte", Pages(None, "page"), Ring(0, 0, state_length))
     record = KvWrite(static(requests.past.shape[0]), channels // size, size, 0, x.dtype, layout)
-    new = node.reshaped(x, (rows, channels // size, size))
+    new = node.reshape_to(x, (rows, channels // size, size))
     tables = {"row_starts": requests.first_rows, "row_counts": requests.row_counts, "starts": requests.past}
     return kv_write(node, record, {"new_k": new, **tables, "k": requests.pool, "pages": requests.pages})["k"]

@@ -38,11 +38,11 @@ def served_kv_write(
     new = {"new_k": _move_rows_first(node, k), "new_v": _move_rows_first(node, v)}
     tables = {"row_starts": first_rows, "row_counts": row_counts, "starts": past}
     updated = kv_write(node, record, {**new, **tables, **pages.tensors})
-    scale = None if kv_cache_scale is None else node.reshaped(updated["kv_scale"], kv_cache_scale.shape)
-    return node.reshaped(updated["kv"], kv_cache.shape), scale
+    scale = None if kv_cache_scale is None else node.reshape_to(updated["kv_scale"], kv_cache_scale.shape)
+    return node.reshape_to(updated["kv"], kv_cache.shape), scale
 
 
 def _move_rows_first(node: Node, x: Value) -> Value:
     """Return [1, H, N, D] as [N, H, D]."""
     transposed = node.emit(relax.op.permute_dims(node.tensor(x), [0, 2, 1, 3]))
-    return node.reshaped(transposed, (x.shape[2], x.shape[1], x.shape[3]))
+    return node.reshape_to(transposed, (x.shape[2], x.shape[1], x.shape[3]))

@@ -51,4 +51,4 @@ def served_linear_attention(
     arguments = [node.tensor(x) for x in (pool, *rows, *tables, pages)]
     outputs = [(pool.shape, pool.dtype), ((*query.shape[:2], record.y_heads * record.v_head_dim), query.dtype)]
     after, y = node.call_tir(copying(record), arguments, outputs, "linear_attention")
-    return y, node.reshaped(after, states.shape)
+    return y, node.reshape_to(after, states.shape)

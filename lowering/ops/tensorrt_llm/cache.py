@@ -101,7 +101,7 @@ def read_cache(
         pool = require(node, pool, symbolic.less_or_equal(requests.sequences, rows), text, rows, requests.sequences)
     block = read_tokens_per_block(node, pool, offsets is not None)
     count = node.simplify(prod(pool.shape[:-4]) * 2)
-    view = node.reshaped(pool, (count, heads, pool.shape[-2], size))
+    view = node.reshape_to(pool, (count, heads, pool.shape[-2], size))
     table = _number_row_blocks(node, requests, beams, settings) if offsets is None else None
     if offsets is not None:
         table = _number_pool_blocks(
@@ -179,7 +179,7 @@ def append_projections(node: Node, cache: GptCache, rows: Projections, requests:
 
 def restore_shape(node: Node, cache: GptCache) -> Value:
     """Return the cache array after the call, in its original shape."""
-    return node.reshaped(cache.tensors["kv"], cache.shape)
+    return node.reshape_to(cache.tensors["kv"], cache.shape)
 
 
 def _number_row_blocks(node: Node, requests: GptRequests, beams: int, settings: GptSettings) -> Value:

@@ -74,7 +74,7 @@ def gpt_attention(node: Node, *values: Value | None) -> tuple[Value, Value | Non
     qkv = _check_sequences(node, inputs, qkv, beams)
     padded_rows = qkv.shape[1] if qkv.rank == 3 else None
     rows = qkv.shape[0] if padded_rows is None else node.simplify(qkv.shape[0] * padded_rows)
-    flat = node.reshaped(qkv, (rows, qkv.shape[-1]))
+    flat = node.reshape_to(qkv, (rows, qkv.shape[-1]))
     paged = "kv_cache_block_offsets" in inputs
     block = read_tokens_per_block(node, inputs["past_key_value"], paged) if settings.has_cache else 0
     inputs["context_lengths"] = check_tables(node, settings, original_inputs, beams, block)
@@ -107,7 +107,7 @@ def gpt_attention(node: Node, *values: Value | None) -> tuple[Value, Value | Non
         inputs.get("attention_output_orig_quant_scale"),
     )  # fmt: skip
     cache_after = None if cache is None else restore_shape(node, cache)
-    if not node.wants(2):
+    if not node.has_output(2):
         return context, cache_after, None
     return (
         context,
@@ -219,7 +219,7 @@ class _GptCall:
             if cache is None:
                 raise node.error("cross_kv is missing, and use_cache is 0.", "Give the keys of the encoder.")
             return [attend(cache.layout, cache.tensors, encoder.lengths)], cache
-        flat = node.reshaped(kv, (count, width))
+        flat = node.reshape_to(kv, (count, width))
         own_keys = {**self.split_encoder_rows(flat), "slot_starts": encoder.firsts}
         if cache is None:
             return [attend(CacheLayout("thd", Offset()), own_keys, encoder.counts)], None

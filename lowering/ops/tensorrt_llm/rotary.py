@@ -106,11 +106,11 @@ def _read_table(node: Node, value: Value, name: str, half: int) -> Value:
     if value.dtype != "float32":
         raise node.error(f"{name} is {value.dtype}.", "Make it float32.")
     if name.endswith("inv_freq"):
-        return assert_shape(node, node.reshaped(value, (half,)) if value.rank != 1 else value, (half,))
+        return assert_shape(node, node.reshape_to(value, (half,)) if value.rank != 1 else value, (half,))
     if value.rank == 3:
         value = assert_shape(node, value, (value.shape[0], half, 2))
     else:
-        value = node.reshaped(value, (node.simplify(prod(value.shape) // (2 * half)), half, 2))
+        value = node.reshape_to(value, (node.simplify(prod(value.shape) // (2 * half)), half, 2))
     return require_nonempty(node, name, value, 0)
 
 

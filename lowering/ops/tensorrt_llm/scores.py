@@ -291,7 +291,7 @@ def _read_mask(node: Node, inputs: Mapping[str, Value], requests: GptRequests) -
         mask = compute(
             node, "mask", lambda i, x, source: x(source(i[0]), i[1]), [mask, requests["source"]], mask.shape
         )  # fmt: skip
-    return node.reshaped(mask, (1, 1, requests.rows, mask.shape[1]))
+    return node.reshape_to(mask, (1, 1, requests.rows, mask.shape[1]))
 
 
 def _unpack_mask(node: Node, bits: Value) -> Value:

@@ -12,7 +12,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import lowering
-from lowering.checking.references import session_options
+from lowering.checking.references import create_session_options
 
 from ..expectations import value_info
 from .comparison import Comparison, factors, imported, opsets
@@ -32,7 +32,7 @@ def run(name: str, given: dict[str, Any], dtype: str, rank: int, known: str = ""
     graph = helper.make_graph([node], "g", inputs, [value_info("y", dtype, [f"d{k}" for k in range(rank)])], weights)
     model = helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
     feed = {n: x for n, x in given.items() if x is not None and n not in constants}
-    session = onnxruntime.InferenceSession(model.SerializeToString(), session_options())
+    session = onnxruntime.InferenceSession(model.SerializeToString(), create_session_options())
     (want,) = session.run(None, feed)
     got = lowering.compile(onnx.load_model_from_string(model.SerializeToString())).run(feed)["y"]
     assert (got.dtype, got.shape) == (want.dtype, want.shape)

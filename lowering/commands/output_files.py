@@ -1,4 +1,4 @@
-"""Files that commands write."""
+"""Output files of commands."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from ..errors import LoweringError
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A file that is whole when it has its name: written beside it first. Raises LoweringError, which says where."""
-    part = path.with_name(f".{os.getpid()}.part")
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `path`, and rename it to `path` when the file is complete.
+
+    Raises:
+        LoweringError: The file cannot be written; the text names it.
+    """
+    temporary = path.with_name(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        part.replace(path)
+        yield temporary
+        temporary.replace(path)
     except OSError as error:
         raise LoweringError(f"'{path}' cannot be written: {error.strerror or error}.") from error
     finally:
         with suppress(OSError):
-            part.unlink()
+            temporary.unlink()

@@ -1,4 +1,4 @@
-"""What is raised where the run decides of which type a value is, and how names are read by nodes."""
+"""The error for a value whose type is decided at run time, and the names that nodes read and write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ..errors import NodeError
 
 Move = Callable[[Sequence[ir.Node], Sequence[ir.Value]], list[ir.Node]]
-"""Of the nodes that follow in the graph, and its outputs, those that are still to be lowered."""
+"""A function of the following nodes of the graph, and its outputs; it returns the nodes that remain to be lowered."""
 
 
 class UndecidedTypeError(NodeError):
@@ -23,17 +23,17 @@ class UndecidedTypeError(NodeError):
         self.move = move
 
 
-def names_read(node: ir.Node) -> set[str]:
+def get_read_names(node: ir.Node) -> set[str]:
     """Return the names of the values that a node and its bodies read."""
     names = {value.name for value in node.inputs if value is not None and value.name}
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             body = attribute.as_graph()
             names |= {value.name for value in body.outputs if value.name}
-            names = names.union(*map(names_read, body))
+            names = names.union(*map(get_read_names, body))
     return names
 
 
-def names_given(node: ir.Node) -> set[str]:
+def get_output_names(node: ir.Node) -> set[str]:
     """Return the names of a node's outputs."""
     return {value.name for value in node.outputs if value.name}

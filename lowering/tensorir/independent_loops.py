@@ -1,6 +1,6 @@
-"""Loops whose iterations need nothing of each other, in any order or at once.
+"""Loops with independent iterations, which may run in any order or concurrently.
 
-`T.parallel` says the same, and wakes threads of a CPU. A loop that is only marked stays serial there, and becomes
+`T.parallel` says the same, and uses the threads of a CPU. A loop that is only marked is serial on a CPU, and becomes
 threads on a GPU (schedules/cuda/loop_nests.py).
 """
 
@@ -18,8 +18,8 @@ _MARKED = {ANNOTATION: True}
 
 
 @contextmanager
-def independent(*extents: Any) -> Iterator[tuple[Any, ...]]:
-    """Loops over all indices of a shape, of any rank: each iteration writes what no other reads or writes."""
+def independent_loops(*extents: Any) -> Iterator[tuple[Any, ...]]:
+    """Loop over all indices of a shape, of any rank: no iteration accesses data that another one writes."""
     with ExitStack() as stack:
         yield tuple(
             stack.enter_context(T.serial(T.int64(extent) if isinstance(extent, int) else extent, annotations=_MARKED))
@@ -28,16 +28,16 @@ def independent(*extents: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def is_independent(stmt: tirx.Stmt) -> bool:
-    """Whether a statement is a loop whose iterations may run at once."""
+    """Return whether a statement is a loop whose iterations may run concurrently."""
     if not isinstance(stmt, tirx.For):
         return False
     return stmt.kind == tirx.ForKind.PARALLEL or ANNOTATION in stmt.annotations
 
 
-def nest_of(loop: tirx.For) -> tuple[Sequence[tirx.For], tirx.Stmt]:
-    """The independent loops that lie directly inside each other from this one on, and the body of the last.
+def read_independent_nest(loop: tirx.For) -> tuple[Sequence[tirx.For], tirx.Stmt]:
+    """Return the independent loops nested directly inside each other, from this one on, and the body of the last.
 
-    The extents of all are known before the first iteration.
+    Their extents do not depend on the loop variables.
     """
     loops = [loop]
     while is_independent(loop.body) and not _depends(loop.body.extent, loops):

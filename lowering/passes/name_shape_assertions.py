@@ -1,7 +1,7 @@
-"""Assertions of shapes say which node they are of.
+"""Errors of shape assertions name the node.
 
-VMShapeLower makes every match_cast a call of a builtin of the runtime, whose error speaks of the compiler's own names.
-A function of ours that takes the same arguments says what the importer noted.
+VMShapeLower makes every match_cast a call of a builtin of the runtime, whose error has the compiler's own names. Our
+function takes the same arguments and reports the importer's text.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import tvm
 from tvm import ir, relax
 
 from ..importing.checks import MATCH_SHAPE
-from ..importing.origins import bindings
+from ..importing.origins import iterate_bindings
 
 _BUILTIN = "vm.builtin.match_shape"
-# What the builtin's last argument says of assertions; those of parameters and results cannot fail.
+# The start of the builtin's last argument for assertions; those of parameters and results cannot fail.
 _ASSERTION = "ErrorContext(match_cast"
 _UNKNOWN = "sizes do not fit together inside it: a tensor is of another shape"
 
 
-def shape_errors(mod: tvm.IRModule, asserted: Mapping[str, str]) -> tvm.IRModule:
-    """The module with named assertions. asserted: what must have which shape, by the names of the variables that do."""
+def name_shape_assertions(mod: tvm.IRModule, asserted: Mapping[str, str]) -> tvm.IRModule:
+    """Return the module with named assertions; asserted are their error texts, by the name of their variable."""
     mod = mod.clone()
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):
-            mod[variable] = _Named(function, asserted).visit_expr(function)
+            mod[variable] = _AssertionNamer(function, asserted).visit_expr(function)
     return mod
 
 
 @relax.expr_functor.mutator
-class _Named(relax.PyExprMutator):
+class _AssertionNamer(relax.PyExprMutator):
     def __init__(self, function: relax.Function, asserted: Mapping[str, str]) -> None:
         super().__init__()
         self.names: dict[relax.Expr, str] = {}
-        for binding in bindings(function.body):
+        for binding in iterate_bindings(function.body):
             if isinstance(binding, relax.MatchCast) and binding.var.name in asserted:
                 self.names.setdefault(binding.value, asserted[binding.var.name])
 

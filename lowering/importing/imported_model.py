@@ -1,4 +1,4 @@
-"""What an import gives: a model in Relax, and what it is called outside."""
+"""The result of an import: a model in Relax, with its external names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import tvm
 from ..manifest import ListSpec
 from .expected_sizes import Linear
 from .origins import Origins
-from .quantized import Quantized
+from .quantized_matrix import QuantizedMatrix
 from .values import Shape
 
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of the model: its ONNX name, element type and shape, whose sizes the model calls dims."""
+    """An input or output of the model: ONNX name, element type and shape. dims are the model's names of sizes."""
 
     name: str
     dtype: str
@@ -25,16 +25,16 @@ class Port:
 
 
 @dataclass
-class Imported:
+class ImportedModel:
     """A model in Relax, under the conventions of docs/architecture.md."""
 
     module: tvm.IRModule
-    weights: dict[str, np.ndarray | Quantized]
+    weights: dict[str, np.ndarray | QuantizedMatrix]
     inputs: list[Port]
     outputs: list[Port]
     output_lists: list[ListSpec]
     strings: list[str]
     warnings: list[str]
     origins: Origins
-    assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
-    derived: dict[str, Linear]  # sizes of inputs that follow from others
+    assertions: dict[str, str]  # error text of a failed assertion, by the name of its variable
+    derived: dict[str, Linear]  # sizes of inputs that follow from other sizes

@@ -1,0 +1,93 @@
+"""Matrices of small integers with scales, from models and from `compile(..., weights=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+INT4_BLOCK = 32
+
+_MAX_QUANTIZED = {4: 7, 8: 127}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """A matrix [R, C] with elements (value - zero point) * scale, rounded to `dtype`.
+
+    values is int8 [R, C], of 8 bits or of 4 (-8 to 7). scales is [ceil(R / r), ceil(C / c)] for blocks of r x c
+    elements, floats or float16. zero_points has the same shape, int8 or floats, or is None if they are all 0.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray | None
+    block: tuple[int, int]
+    bits: int
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when quantized values are packed."""
+        zero_points = 0 if self.zero_points is None else self.zero_points.nbytes
+        return self.values.size * self.bits // 8 + self.scales.nbytes + zero_points
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def transpose(self, axes: Sequence[int]) -> QuantizedMatrix:
+        """Return the matrix with permuted axes."""
+        zero_points = None if self.zero_points is None else self.zero_points.transpose(axes)
+        rows, columns = (self.block[axis] for axis in axes)
+        values, scales = self.values.transpose(axes), self.scales.transpose(axes)
+        return replace(self, values=values, scales=scales, zero_points=zero_points, block=(rows, columns))
+
+    def astype(self, dtype: np.dtype) -> QuantizedMatrix:
+        return replace(self, dtype=np.dtype(dtype))
+
+    def expand_blocks(self, values: np.ndarray) -> np.ndarray:
+        """Return the values of blocks, repeated for each element."""
+        rows, columns = self.shape
+        r, c = self.block
+        return values.repeat(r, axis=0)[:rows].repeat(c, axis=1)[:, :columns]
+
+    def array(self) -> np.ndarray:
+        """Return the dequantized elements."""
+        values = self.values.astype(np.float32)
+        if self.zero_points is not None:
+            values -= self.expand_blocks(self.zero_points.astype(np.float32))
+        return (values * self.expand_blocks(self.scales.astype(np.float32))).astype(self.dtype)
+
+
+def quantize_matrix(matrix: np.ndarray, bits: int) -> QuantizedMatrix:
+    """Return the nearest QuantizedMatrix of a matrix [K, N] of finite floats, without zero points.
+
+    8 bits: a float32 scale for each column. 4 bits: a float16 scale for each column and 32 successive k, so that the
+    element of largest magnitude is -8 times the scale. The scale is float32 if float16 cannot represent it.
+    """
+    rows, columns = matrix.shape
+    block = rows if bits == 8 else INT4_BLOCK
+    blocks = -(-rows // block)
+    padded = np.zeros((blocks * block, columns), np.float32)
+    padded[:rows] = matrix
+    padded = padded.reshape(blocks, block, columns)
+    if bits == 8:
+        scales = np.abs(padded).max(axis=1) / np.float32(127)
+    else:
+        largest = np.abs(padded).argmax(axis=1)
+        scales = np.take_along_axis(padded, largest[:, None], axis=1)[:, 0] / np.float32(-8)
+        used = np.abs(scales[scales != 0])
+        limits = np.finfo(np.float16)
+        if ((used >= limits.smallest_normal) & (used <= limits.max)).all():
+            scales = scales.astype(np.float16)
+    divisors = scales.astype(np.float32)
+    divisors[divisors == 0] = 1
+    max_value = _MAX_QUANTIZED[bits]
+    values = np.rint(padded / divisors[:, None]).clip(-max_value - 1, max_value).astype(np.int8)
+    return QuantizedMatrix(values.reshape(-1, columns)[:rows], scales, None, (block, 1), bits, matrix.dtype)
