@@ -66,7 +66,7 @@ def page() -> str:
     compiled = sum(found.compiled for found in swept.values())
     cases = compiled + sum(len(found.refused) for found in swept.values())
     totals = {"target": node_sweep.TARGET, "compiled": f"{compiled:,}", "cases": f"{cases:,}"}
-    bounds = {"deepest": legality.DEEPEST, "most": legality.MOST_NODES, "each": legality.MOST_NODES_EACH}
+    bounds = {"deepest": legality.MAX_DEPTH, "most": legality.MAX_NODES, "each": legality.MAX_NODES_PER_NODE}
     text = HEADER.format(**bounds, **totals) + "\n".join(lines) + "\n"
     on_cuda = [
         f"| {case} | {reason.replace('|', '/')} |" for found in swept.values() for case, reason in found.refused.items()

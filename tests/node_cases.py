@@ -23,7 +23,7 @@ import onnx
 import onnx.backend.test.case.node as case_package
 
 import lowering
-from lowering.backend import read_counts_and_ranks, declare_ranks
+from lowering.backend import declare_ranks, read_counts_and_ranks
 from lowering.graph.list_inputs import split_list_inputs
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lowering
 from lowering.errors import InputError
-from lowering.graph.roles import Roles, find_roles
+from lowering.graph.roles import InputRoles, find_roles
 
 HEADS, SIZE, WIDTH, VOCABULARY, CAPACITY = 2, 4, 6, 10, 24
 
@@ -123,7 +123,7 @@ def test_ids_beside_embeddings(other: str, ids: str) -> None:
     tensors = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in tables.items()]
     tensors.append(numpy_helper.from_array(np.int64(3), "image"))
     model = ir.from_proto(helper.make_model(helper.make_graph(nodes, "roles", inputs, outputs, tensors)))
-    roles = find_roles(model, Roles(""), [])
+    roles = find_roles(model, InputRoles(""), [])
     assert (roles.ids, roles.positions) == (ids, "at" if other == "Cast" else "words")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import lowering
 from lowering.checking import trial
-from lowering.checking.compare import Tolerance, Comparison, compare_output, add_float64_errors
+from lowering.checking.compare import Comparison, Tolerance, add_float64_errors, compare_output
 from lowering.checking.float64_reference import compute_in_float64, widen_model
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lowering
-from lowering import read_tuning_machine
+from lowering import machine
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,8 +46,8 @@ def test_nobody_is_sent_to_an_index_for_this_package() -> None:
 @pytest.mark.parametrize("extra", ["", "cuda", "fleet", "tune"])
 def test_from_a_checkout(extra: str) -> None:
     suffix = f"[{extra}]" if extra else ""
-    assert read_tuning_machine.install_command(extra) == f"pip install '{ROOT}{suffix}'"
-    assert read_tuning_machine.install_command(extra, "--upgrade") == f"pip install --upgrade '{ROOT}{suffix}'"
+    assert machine.install_command(extra) == f"pip install '{ROOT}{suffix}'"
+    assert machine.install_command(extra, "--upgrade") == f"pip install --upgrade '{ROOT}{suffix}'"
     assert not extra or extra in (ROOT / "pyproject.toml").read_text()
 
 
@@ -64,7 +64,7 @@ class Wheel:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As if the package lay in site-packages."""
-    monkeypatch.setattr(read_tuning_machine, "__file__", str(tmp_path / "site-packages" / "lowering" / "machine.py"))
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "site-packages" / "lowering" / "machine.py"))
     return tmp_path
 
 
@@ -75,10 +75,10 @@ def test_from_a_wheel_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> 
     wheel = elsewhere / "a folder" / "onnx_lowering-0.1.0-py3-none-any.whl"
     said = json.dumps({"url": wheel.as_uri(), "archive_info": {}})
     monkeypatch.setattr(metadata, "distributions", lambda name: [Wheel(None), Wheel(said)])
-    assert read_tuning_machine.install_command("tune") == GONE  # no longer there
+    assert machine.install_command("tune") == GONE  # no longer there
     wheel.parent.mkdir()
     wheel.write_bytes(b"")
-    assert read_tuning_machine.install_command("tune") == f"pip install '{wheel}[tune]'"
+    assert machine.install_command("tune") == f"pip install '{wheel}[tune]'"
 
 
 ORIGINS = {
@@ -93,9 +93,9 @@ ORIGINS = {
 @pytest.mark.parametrize("case", ORIGINS)
 def test_where_it_is_from_is_not_known(case: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distributions", lambda name: ORIGINS[case])
-    assert read_tuning_machine.install_command("tune") == GONE
-    monkeypatch.setattr(read_tuning_machine, "runtime_alone", lambda: True)
-    assert read_tuning_machine.install_command("cuda") == (
+    assert machine.install_command("tune") == GONE
+    monkeypatch.setattr(machine, "runtime_alone", lambda: True)
+    assert machine.install_command("cuda") == (
         "pip install 'WHEEL[cuda]', where WHEEL is the file of onnx-lowering-runtime"
     )
 

@@ -14,7 +14,16 @@ from tvm import tirx
 from tvm.sym import Analyzer
 
 import lowering
-from lowering.passes.plan_memory import Polynomial, PlannedTensor, SizePolynomials, add_polynomials, is_at_most, estimate_size, place_tensors, find_top
+from lowering.passes.plan_memory import (
+    PlannedTensor,
+    Polynomial,
+    SizePolynomials,
+    add_polynomials,
+    estimate_size,
+    find_top,
+    is_at_most,
+    place_tensors,
+)
 from lowering.tensorir.expressions import substitute
 
 B, S, P = (tirx.Var(name, "int64") for name in "BSP")

@@ -16,9 +16,9 @@ import pytest
 
 import lowering
 from lowering.checking import reproducer, trial
-from lowering.checking.submodels import Submodel, EvaluatedModel
 from lowering.checking.reduce import reduce_model
-from lowering.checking.references import Feeds, load_reference, inline_weights
+from lowering.checking.references import Feeds, inline_weights, load_reference
+from lowering.checking.submodels import EvaluatedModel, Submodel
 from lowering.commands.cli import main
 from lowering.errors import CompilerError
 from lowering.graph.model import load_model

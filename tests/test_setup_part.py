@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 import lowering
-from lowering.graph.setup_part import split_setup
+from lowering.graph.setup_split import split_setup
 
 DECODERS = Path(__file__).parent / "exports" / "decoders"
 HEAD = '<ir_version: 10, opset_import: ["" : 24]>'

@@ -17,7 +17,7 @@ from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 import lowering
 from lowering.errors import NodeError
 from lowering.importing.importer import import_model
-from lowering.tensorir.scatter import CacheUpdate, make_copying_update, in_place
+from lowering.tensorir.scatter import CacheUpdate, in_place, make_copying_update
 
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
 STORAGE = ("float32", "float16", "bfloat16", "float64", "bool", "int8", "uint16", "int32", "uint64")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lowering.graph.static_cache import LENGTH
+from lowering.graph.static_cache import PAST_LENGTH
 
 from .case import Arrays, Bar
 from .exported import PublishedWidths, exports_module
@@ -72,7 +72,7 @@ class PublishedCase(PublishedWidths):
             length = past.shape[_LENGTH_AXIS]
             rest = [(0, self.slots - length if axis == _LENGTH_AXIS else 0) for axis in range(past.ndim)]
             feeds[name] = np.pad(past, rest)
-        return feeds | {LENGTH: np.array(length)}
+        return feeds | {PAST_LENGTH: np.array(length)}
 
     def expected(self) -> Arrays:
         """With slots without the caches, which have another shape then; what is computed depends on them."""

@@ -258,7 +258,9 @@ def _prim_func(record: KvWrite, copy: bool) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
         bound = BoundKvWrite(record, copy)
         with T.sblock("kv_write"):
-            T.reads([full_region(buffer) for name, buffer in bound.buffers.items() if not copy or name in record.inputs()])
+            T.reads(
+                [full_region(buffer) for name, buffer in bound.buffers.items() if not copy or name in record.inputs()]
+            )
             T.writes([full_region(buffer) for buffer in bound.written.values()])
             if copy:
                 for name, buffer in bound.written.items():

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
-from ..fusion.matching import numbers
-from ..graph.joint_caches import joint_caches
+from ..fusion.matching import read_static_sizes
+from ..graph.joint_kv_caches import find_joint_caches
 from ..manifest import SlotCaches, TensorSpec
 from ..runtime.checks import check_fixed_dimensions
 from ..runtime.decoder_sources import list_fixed_inputs
@@ -103,7 +103,7 @@ class _ReferenceDecoder:
         self._outputs = [value.name for value in session.model.graph.outputs]
         self._seen = session.token_mask[:, :0]
         state_outputs = {**_read_states(session.compiled), **session.compiled.manifest.donated}
-        joint = joint_caches(session.model)  # the compiled decoder has two halves of these
+        joint = find_joint_caches(session.model)  # the compiled decoder has two halves of these
         self._next = {name: present for name, present in state_outputs.items() if name in self._types} | joint
         self._past = {name: create_empty_past(self._types[name], len(self._seen)) for name in self._next}
         unread = [
@@ -228,7 +228,7 @@ def create_empty_past(past: ir.Value, batch: int) -> np.ndarray:
         InputError: The input has another form.
     """
     assert past.shape is not None and past.dtype is not None
-    if (fixed := numbers(past.shape[1:])) is not None:
+    if (fixed := read_static_sizes(past.shape[1:])) is not None:
         return np.zeros((batch, *fixed), past.dtype.numpy())
     leading_dims = (2,) if len(past.shape) == 5 and past.shape[0] == 2 else ()
     sizes = past.shape[len(leading_dims) :]

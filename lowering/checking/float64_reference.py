@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import LoweringError
-from ..graph.legality import graphs
+from ..graph.legality import iterate_graphs
 from .references import Against, Evaluate, Feeds, load_reference
 
 _WIDENED = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -50,7 +50,7 @@ def widen_model(model: ir.Model) -> ir.Model | None:
     """
     model = model.clone()
     has_floats = False
-    for graph in graphs(model):
+    for graph in iterate_graphs(model):
         for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
             has_floats |= _widen(value)
         for node in graph:

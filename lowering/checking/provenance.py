@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from ..errors import ArtifactError
-from ..fusion.matching import dims, numbers
-from ..graph.joint_caches import halves, joint_caches
+from ..fusion.matching import dims, read_static_sizes
+from ..graph.joint_kv_caches import create_half_caches, find_joint_caches
 from ..graph.model import dtype_name
-from ..graph.served_states import carries_state, past_state
+from ..graph.served_states import is_state_operator, past_state
 from ..manifest import SOURCE_TABLE, ListSpec, Manifest, ServedCache, TensorSpec
 
 _HALVES = ("float16", "bfloat16")  # types of caches that `precision` halves
@@ -63,9 +63,11 @@ def _list_names(specs: Iterable[TensorSpec | ListSpec]) -> list[str]:
 
 def _list_inputs(model: ir.Model, has_halves: bool) -> dict[str | None, ir.Value]:
     """Return the inputs by name; a joint cache of keys and values counts as two."""
-    joint = joint_caches(model) if has_halves else {}
+    joint = find_joint_caches(model) if has_halves else {}
     values = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
-    programs = [program for value in values for program in (halves(value) if value.name in joint else (value,))]
+    programs = [
+        program for value in values for program in (create_half_caches(value) if value.name in joint else (value,))
+    ]
     return {program.name: program for program in programs}
 
 
@@ -80,7 +82,7 @@ def _find_served_differences(manifest: Manifest, served: ServedCache, model: ir.
     output, first = manifest.outputs[0].name, model.graph.outputs[0].name
     if output != first:
         yield f"its output is '{output}', and the model's first one '{first}'"
-    states = {past_state(node): None for node in model.graph if carries_state(node)}
+    states = {past_state(node): None for node in model.graph if is_state_operator(node)}
     setup = () if manifest.setup is None else manifest.setup.inputs
     pools = () if served.sources is None else served.sources.pools
     computed = {SOURCE_TABLE, *(name for pool in pools for name in (pool.name, pool.scale))}
@@ -110,7 +112,7 @@ def _find_state_differences(served: ServedCache, states: Iterable[ir.Value]) -> 
     artifact_specs: Counter[tuple[int, ...]] = Counter()
     for pool in served.states:
         artifact_specs[tuple(sorted(pool.shape))] += pool.layers
-    model_states = Counter(tuple(sorted(numbers(dims(state)[1:]) or ())) for state in states)
+    model_states = Counter(tuple(sorted(read_static_sizes(dims(state)[1:]) or ())) for state in states)
     for sizes in sorted(artifact_specs.keys() | model_states.keys()):
         if artifact_specs[sizes] != model_states[sizes]:
             text = " x ".join(map(str, sizes))

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
-from ..graph.joint_caches import joint_caches
-from ..graph.roles import Roles, find_roles
-from ..graph.served_states import carries_state, past_state
+from ..graph.joint_kv_caches import find_joint_caches
+from ..graph.roles import InputRoles, find_roles
+from ..graph.served_states import is_state_operator, past_state
 from ..manifest import Manifest, ServedCache
 from ..runtime.model import Model
 from ..serving.batcher import Batcher
@@ -112,14 +112,14 @@ class ServedRequests:
         return [logits[prompt - 1 :] for logits, prompt in zip(logits_per_request, self.prompts)]
 
 
-def _find_roles(model: ir.Model, manifest: Manifest) -> Roles:
+def _find_roles(model: ir.Model, manifest: Manifest) -> InputRoles:
     assert manifest.served is not None
-    return find_roles(model, Roles(manifest.served.ids), _list_cache_inputs(model, manifest))
+    return find_roles(model, InputRoles(manifest.served.ids), _list_cache_inputs(model, manifest))
 
 
 def _list_cache_inputs(model: ir.Model, manifest: Manifest) -> list[str]:
     """Return the inputs that are caches and states, except those of sources."""
-    states, joint = {past_state(node) for node in model.graph if carries_state(node)}, joint_caches(model)
+    states, joint = {past_state(node) for node in model.graph if is_state_operator(node)}, find_joint_caches(model)
     values = [
         v
         for v in list_call_inputs(model)

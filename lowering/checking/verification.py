@@ -14,11 +14,11 @@ from ..choices import Precision, Scheme
 from ..compiling.compiler import compile
 from ..compiling.overflow import Call
 from ..errors import CompilerError, InputError, LoweringError
-from ..graph.declared_sizes import with_sizes
-from ..graph.legality import graphs
+from ..graph.declared_sizes import set_sizes
+from ..graph.legality import iterate_graphs
 from ..graph.list_inputs import split_list_inputs
 from ..graph.model import ModelLike, load_model
-from ..graph.random_seed import draws_random
+from ..graph.random_seed import can_draw_random
 from ..graph.serve import Serve
 from ..notebook import format_table
 from ..runtime import Model, load
@@ -136,7 +136,7 @@ def verify(
         reproducer.check_folder_is_free(folder)
     _check_inputs(user_arrays, loaded)
     _refuse_random(loaded)
-    with_sizes(loaded, sizes)  # rejects names that no input has; the model stays symbolic
+    set_sizes(loaded, sizes)  # rejects names that no input has; the model stays symbolic
     try:
         evaluate = load_reference(loaded, against)
     except LoweringError:
@@ -196,7 +196,7 @@ def _check_inputs(user_arrays: Feeds, model: ir.Model) -> None:
 
 def _refuse_random(model: ir.Model) -> None:
     """Raise InputError for a model that draws random numbers."""
-    for node in (node for graph in graphs(model) for node in graph if draws_random(node)):
+    for node in (node for graph in iterate_graphs(model) for node in graph if can_draw_random(node)):
         raise InputError(
             f"verify: node '{node.name}' ({node.op_type}) draws random numbers, and every runtime draws others. "
             "Give the model such numbers by an input in place of the node."

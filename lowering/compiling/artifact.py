@@ -11,7 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ..manifest import BLOCK, FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, compute_block_digests, digest
+from ..manifest import (
+    BLOCK,
+    FILE,
+    HEADER,
+    HOST,
+    SIGNATURE,
+    WEIGHTS,
+    Manifest,
+    WeightSpec,
+    compute_block_digests,
+    digest,
+)
 from ..runtime.folders import replace_folder
 from ..runtime.signature import SigningKey, sign
 from .cpp_header import model_header

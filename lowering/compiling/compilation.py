@@ -18,7 +18,7 @@ from ..choices import TF32
 from ..errors import InputError, LoweringError
 from ..graph.declared_sizes import ranges
 from ..graph.model import ModelLike
-from ..graph.static_cache import LENGTH
+from ..graph.static_cache import PAST_LENGTH
 from ..importing.imported_model import ImportedModel, Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
@@ -72,7 +72,7 @@ def compiled(
     setup = prepared.setup
     legal, *setup_ranges = ranges(prepared.dims, prepared.model, None if setup is None else setup.model)
     compiling = _ArtifactCompiler(options, targets, stand_in)
-    lengths = () if caches.slots is None else (LENGTH,)
+    lengths = () if caches.slots is None else (PAST_LENGTH,)
     artifact, unscheduled = compiling.compile(prepared.model, prepared.donated, lengths, prepared.notes, dump)
     manifest = replace(
         artifact.manifest,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..choices import PRECISIONS, SCHEMES, Precision, Scheme
 from ..errors import InputError
-from ..runtime.checks import check_threads, check_integer
+from ..runtime.checks import check_integer, check_threads
 
 if TYPE_CHECKING:
     from ..graph.declared_sizes import Dims

@@ -16,19 +16,19 @@ from ..choices import TF32
 from ..fusion import fuse
 from ..graph.cache_forms import unify_caches
 from ..graph.compressed_tables import compress_tables
-from ..graph.declared_sizes import Dims, with_sizes
-from ..graph.donation import donated_pairs
+from ..graph.declared_sizes import Dims, set_sizes
+from ..graph.decoder_caches import DecoderCaches, convert_caches
+from ..graph.donation import find_donated_pairs
 from ..graph.experts import group_experts
-from ..graph.float_activations import keep_floats
-from ..graph.kept_caches import KeptCaches, keep_caches
+from ..graph.float_activations import use_float_activations
 from ..graph.list_inputs import SplitInputs, split_list_inputs
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import serve_decoder
 from ..graph.precision import use_precision
 from ..graph.random_seed import add_seed_input
 from ..graph.scattered_caches import grow_scattered_caches
-from ..graph.served_inputs import batch_of
-from ..graph.setup_part import Setup, split_setup
+from ..graph.served_inputs import find_batch_dimension
+from ..graph.setup_split import Setup, split_setup
 from ..graph.source_pasts import drop_source_pasts
 from ..graph.written_inputs import name_written_inputs
 from ..manifest import ListSpec, ServedCache
@@ -55,7 +55,7 @@ class PreparedModel:
     dims: Dims
     setup: Setup | None
     donated: dict[str, str]
-    caches: KeptCaches
+    caches: DecoderCaches
     served: ServedCache | None
     notes: tuple[str, ...]
 
@@ -67,7 +67,7 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
     written = name_written_inputs(loaded)
     if dump is not None:
         dump("given", loaded)
-    donated = donated_pairs(loaded.graph, options.donate) | written
+    donated = find_donated_pairs(loaded.graph, options.donate) | written
     with progress.stage("fusing"):
         fused = fuse(loaded)
     fused = fused.clone() if fused is loaded else fused
@@ -84,12 +84,12 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
         decoder = serve_decoder(fused, options.serve)
         donated = decoder.donated  # the pools, which replace all caches and states
         served, setup = decoder.cache, decoder.setup
-    caches = keep_caches(fused, options.static_cache, donated)
+    caches = convert_caches(fused, options.static_cache, donated)
     group_experts(fused)
     if isinstance(options.seed, str):
         add_seed_input(fused, options.seed)
     if options.static_cache is not None and caches.decoder is not None:
-        setup_model = split_setup(fused, caches.called | donated.keys())
+        setup_model = split_setup(fused, caches.changing_inputs | donated.keys())
         setup = None if setup_model is None else Setup(setup_model)
     if dump is not None:
         dump("fused", fused)
@@ -102,15 +102,15 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
 def _load(model: ModelLike, options: Options) -> SplitInputs:
     with progress.stage("reading the model"):
         split = split_list_inputs(load_model(model), options.dims or {})
-    batch = None if options.serve is None else batch_of(split.model, options.serve)
-    return split if batch is None else replace(split, model=with_sizes(split.model, {batch: 1}))
+    batch = None if options.serve is None else find_batch_dimension(split.model, options.serve)
+    return split if batch is None else replace(split, model=set_sizes(split.model, {batch: 1}))
 
 
 def _narrow(fused: ir.Model, options: Options, targets: Sequence[Target], calls: Sequence[Call]) -> list[str]:
     """Narrow types of computation and storage, and return notes about it; calls are those of the options."""
     notes: list[str | None] = []
     if options.precision == "float32":
-        notes.append(keep_floats(fused))
+        notes.append(use_float_activations(fused))
     elif options.precision is not None and options.precision not in TF32:
         linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))

@@ -103,7 +103,9 @@ def figure(
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise InputError(f"'{path}' is not drawn: {describe_missing_package('matplotlib')} An SVG needs none.") from error
+        raise InputError(
+            f"'{path}' is not drawn: {describe_missing_package('matplotlib')} An SVG needs none."
+        ) from error
     colors = LinearSegmentedColormap.from_list("states", ["#f2f4f7", "#9dc0e4", _COLOR])
     drawn = Figure(figsize=(6, 6.5), layout="constrained")
     drawn.suptitle("\n".join((title, *summary)), fontsize=9, x=0.02, ha="left")

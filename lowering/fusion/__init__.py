@@ -1,9 +1,9 @@
-"""From an ONNX model to an ONNX model in which operators that were written out are nodes again.
+"""ONNX-to-ONNX passes that recognize decomposed operators and fuse them into nodes.
 
-One flat, named list of passes over onnx_ir graphs, one per file, each with its cases numbered. What they make are
-standard ai.onnx operators, and of com.microsoft CausalConvWithState and LinearAttention, so the result is a legal model
-that other tools open and run; but for attention with sinks, which ai.onnx does not have (attention_node.py). A pattern
-that does not match keeps its meaning.
+One flat, named list of passes over onnx_ir graphs, one per file, each with its cases numbered. The results are standard
+ai.onnx operators, and CausalConvWithState and LinearAttention of com.microsoft. The result is therefore a legal model
+that other tools open and run. The exception is attention with sinks, which ai.onnx does not have (attention_node.py). A
+pattern that does not match stays as it is.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .grouped_heads import GroupHeadsPass
 from .integer_matmuls import FuseIntegerMatmulsPass
 from .layer_norm import FuseLayerNormPass
 from .linear_attention import FuseLinearAttentionPass
-from .moved_codes import MoveCodesPass
 from .no_ops import RemoveNoOpsPass
-from .opset import FIRST_LOWERED, UpgradeOpsetPass, opset
+from .opset import MIN_LOWERED_OPSET, UpgradeOpsetPass, opset
+from .quantized_moves import MoveQuantizedValuesPass
 from .rms_norm import FuseRmsNormPass
 from .rotary import FuseRotaryPass
 from .sizes import InferSizesPass
 from .stateful_conv import FuseStatefulConvPass
 from .swish import FuseSwishPass
 
-# What makes the graph ready, what fuses, what tidies up.
+# Passes that prepare the graph, fuse patterns, and clean up.
 PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
     ("upgrade_opset", UpgradeOpsetPass()),
     ("infer_sizes", InferSizesPass()),
@@ -38,8 +38,8 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
 ]
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("fuse_stateful_conv", FuseStatefulConvPass()),
-    ("fuse_linear_attention", FuseLinearAttentionPass()),  # first: it tells the sizes of what comes after
-    ("move_codes", MoveCodesPass()),
+    ("fuse_linear_attention", FuseLinearAttentionPass()),  # first: it makes the sizes of later nodes static
+    ("move_codes", MoveQuantizedValuesPass()),
     ("fuse_integer_matmuls", FuseIntegerMatmulsPass()),
     ("unflatten_matmuls", UnflattenMatmulsPass()),
     ("fuse_layer_norm", FuseLayerNormPass()),
@@ -48,7 +48,7 @@ PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("fuse_swish", FuseSwishPass()),
     ("fuse_rotary", FuseRotaryPass()),
     ("fuse_attention", FuseAttentionPass()),
-    ("group_heads", GroupHeadsPass()),  # behind fuse_attention: in front of what it made, too
+    ("group_heads", GroupHeadsPass()),  # after fuse_attention: it also matches before fused nodes
 ]
 TIDY: list[tuple[str, ir.passes.InPlacePass]] = [
     ("share_what_was_added", EliminateCommonSubexpressionsPass()),
@@ -57,17 +57,17 @@ TIDY: list[tuple[str, ir.passes.InPlacePass]] = [
 
 
 def fuse(model: ir.Model) -> ir.Model:
-    """The model with its patterns fused; the model itself, untouched, where none is found.
+    """Return the model with its patterns fused, or the model itself if none matches.
 
-    A model of an opset in which operators have no lowering is brought to a newer one in any case. Weights are shared
-    with the given model, not copied.
+    The argument is not modified. A model of an opset in which operators have no lowering is always converted to a newer
+    one. Weights are shared with the argument, not copied.
     """
     fused, modified = model.clone(), False
     for _, run in PREPARE:
         run(fused)
     for _, run in PASSES:
         modified |= run(fused).modified
-    if not modified and opset(model) not in range(1, FIRST_LOWERED):
+    if not modified and opset(model) not in range(1, MIN_LOWERED_OPSET):
         return model
     for _, run in TIDY:
         run(fused)
@@ -76,8 +76,11 @@ def fuse(model: ir.Model) -> ir.Model:
     return fused
 
 
-def keep_declared_outputs(model: ir.Model, changed: ir.Model) -> None:
-    """Gives the outputs of a changed copy the types and shapes that the model declares: inference took better ones."""
-    for declared, value in zip(model.graph.outputs, changed.graph.outputs):
+def keep_declared_outputs(model: ir.Model, rewritten: ir.Model) -> None:
+    """Restore on outputs of a rewritten copy the types and shapes that the model declares.
+
+    Inference replaced them by more precise ones.
+    """
+    for declared, value in zip(model.graph.outputs, rewritten.graph.outputs):
         if declared.type is not None and declared.shape is not None:
             value.type, value.shape = declared.type, declared.shape.copy()

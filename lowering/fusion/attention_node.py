@@ -1,7 +1,8 @@
-"""Attention as a node: ai.onnx's, or the compiler's own, which is ai.onnx Attention 25 with sinks as one more input.
+"""Attention as a node: the operator of ai.onnx, or the compiler's own.
 
-A sink is a score of a query head that takes its share of each softmax and has no value (arXiv:2309.17453): inputs are
-Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen and sink [Hq], in the type of Q.
+The latter is ai.onnx Attention 25 with sinks as one more input. A sink is a score of a query head that takes its share
+of each softmax and has no value (arXiv:2309.17453). Inputs are Q, K, V, attn_mask, past_key, past_value,
+nonpad_kv_seqlen and sink [Hq], in the type of Q.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MASK, PAST_KEY, PAST_VALUE, NONPAD, SINK = range(3, 8)
 
 
 def is_attention(node: ir.Node | None) -> bool:
-    """Whether the node is ai.onnx Attention, with sinks or without."""
+    """Return whether the node is ai.onnx Attention, with or without sinks."""
     is_own = node is not None and node.domain == OWN_DOMAIN and node.op_type == "Attention"
     return is_op(node, "Attention") or is_own
 
@@ -37,9 +38,12 @@ def emit_attention(
     dtype: ir.DataType | None = None,
     shape: Iterable[Size] | None = None,
 ) -> ir.Value:
-    """Emit an Attention of up to eight inputs and return its output: ai.onnx's where there is no sink."""
-    given = list(inputs)
-    while given and given[-1] is None:
-        given.pop()
-    domain = OWN_DOMAIN if len(given) > SINK else ""
-    return new.emit("Attention", given, attributes, dtype, shape, domain=domain)
+    """Emit an Attention of up to eight inputs and return its output.
+
+    It is the operator of ai.onnx if there is no sink.
+    """
+    trimmed = list(inputs)
+    while trimmed and trimmed[-1] is None:
+        trimmed.pop()
+    domain = OWN_DOMAIN if len(trimmed) > SINK else ""
+    return new.emit("Attention", trimmed, attributes, dtype, shape, domain=domain)

@@ -1,4 +1,4 @@
-"""Nodes that compute the same become one."""
+"""Elimination of nodes that compute the same value."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from onnx_ir.passes import common
 
 
 class EliminateCommonSubexpressionsPass(common.CommonSubexpressionEliminationPass):
-    """The pass of onnx_ir, for models that it can read.
+    """The pass of onnx_ir, restricted to models that it can read.
 
-    onnx_ir 1.1 raises TypeError for an attribute whose value is a type, as Optional has: it hashes values.
-    `tests/fusion/test_common_subexpressions.py` tells when it does not.
+    onnx_ir 1.1 raises TypeError for an attribute whose value is a type, as Optional has, because it hashes values.
+    `tests/fusion/test_common_subexpressions.py` fails once the workaround can go.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -1,4 +1,4 @@
-"""Matmuls whose rows were put into one dimension, and taken apart again behind: MatMul takes them as they are."""
+"""Matmuls whose rows are flattened before and unflattened after: MatMul takes them as they are."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import onnx_ir as ir
 
 from .matching import Rewrite, attribute, dims, only_reader, operand, producer
 from .node_pass import NodePass
-from .opset import FIRST
+from .opset import ATTENTION_OPSET
 
 
 class UnflattenMatmulsPass(NodePass):
-    """Makes MatMul and Add of a Gemm between two Reshapes, X -> [M, K] and [M, N] -> Y [.., N].
+    """Rewrite of a Gemm between two Reshapes, X -> [M, K] and [M, N] -> Y [.., N], as MatMul and Add.
 
-    What stands in front and behind, norms, activations and residuals, has all dimensions of Y; so has the matmul then,
-    and they can be computed with it. Gemm has a bias or none, and B [K, N] or, with transB, [N, K].
+    The nodes before and after it, such as norms, activations and residuals, have all dimensions of Y. The matmul then
+    has them too, so that these nodes can be fused with it. Gemm has a bias or none, and B [K, N] or, with transB, [N,
+    K].
 
     1. X [.., K].
-    2. X [.., H, D], heads of an attention, which become one dimension on the way.
+    2. X [.., H, D], heads of an attention, which the first Reshape merges.
 
-    Factors alpha and beta, a bias with rows of its own, dimensions that are not provably those of X, integers, and
-    matmuls of which anybody reads the flat form refuse the match.
+    The match is rejected for factors alpha and beta, a bias that differs by row, dimensions that are not provably those
+    of X, integers, and matmuls whose flat form another node reads.
     """
 
-    since = FIRST
+    since = ATTENTION_OPSET
     operators = ("Gemm",)
 
     def rewrite(self, node: ir.Node) -> bool:
@@ -35,8 +36,8 @@ def _try_unflatten(gemm: ir.Node) -> bool:
         return False
     x, b, y = operand(before, 0), operand(gemm, 1), after.outputs[0]
     bias = gemm.inputs[2] if len(gemm.inputs) > 2 else None
-    plain = attribute(gemm, "alpha", 1.0) == attribute(gemm, "beta", 1.0) == 1.0 and not attribute(gemm, "transA", 0)
-    if not plain or x.dtype is None or not x.dtype.is_floating_point() or len(dims(b)) != 2:
+    is_plain = attribute(gemm, "alpha", 1.0) == attribute(gemm, "beta", 1.0) == 1.0 and not attribute(gemm, "transA", 0)
+    if not is_plain or x.dtype is None or not x.dtype.is_floating_point() or len(dims(b)) != 2:
         return False
     k, n = dims(b)[::-1] if attribute(gemm, "transB", 0) else dims(b)
     outer, inner = dims(x)[: len(dims(y)) - 1], dims(x)[len(dims(y)) - 1 :]
@@ -48,8 +49,8 @@ def _try_unflatten(gemm: ir.Node) -> bool:
         return False
     new = Rewrite(after)
     if inner != (k,):
-        x = new.emit("Reshape", [x, new.integers(*[0] * len(outer), k)], shape=(*outer, k))
-    matrix = new.transpose(b, [1, 0]) if attribute(gemm, "transB", 0) else b
+        x = new.emit("Reshape", [x, new.emit_integers(*[0] * len(outer), k)], shape=(*outer, k))
+    matrix = new.emit_transpose(b, [1, 0]) if attribute(gemm, "transB", 0) else b
     matmul = new.emit("MatMul", [x, matrix], shape=dims(y))
     result = matmul if bias is None else new.emit("Add", [matmul, bias], shape=dims(y))
     new.replace([before, gemm, after], y, result)

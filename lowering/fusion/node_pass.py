@@ -1,4 +1,4 @@
-"""A pass that looks at one node after the other."""
+"""A pass that visits one node after the other."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import onnx_ir as ir
 from .matching import is_op
 from .opset import opset
 
-DOMAIN = "com.microsoft"
-"""Of operators that ai.onnx does not have, or not as exporters write them."""
+MICROSOFT_DOMAIN = "com.microsoft"
+"""Domain of operators that ai.onnx lacks, or has in another form than exporters write."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class NodePass(ir.passes.InPlacePass):
-    """Tries `rewrite` at every node of these operators, of any if none is named, in models from opset `since` on.
+    """A pass that tries `rewrite` at every node, in models from opset `since` on.
 
-    domain is that of the nodes that it makes; the model then imports it.
+    If `operators` is not empty, only nodes of these ai.onnx operators are visited. `domain` is the domain of the new
+    nodes; the model imports it after a match.
     """
 
     since: ClassVar[int]
@@ -31,8 +32,8 @@ class NodePass(ir.passes.InPlacePass):
         count = 0
         if opset(model) >= self.since:
             for node in list(model.graph.all_nodes()):
-                wanted = not self.operators or is_op(node, *self.operators)
-                if wanted and node.graph is not None:  # else an earlier match took it away
+                is_candidate = not self.operators or is_op(node, *self.operators)
+                if is_candidate and node.graph is not None:  # else an earlier match removed it
                     count += self.rewrite(node)
         if count and self.domain:
             model.opset_imports.setdefault(self.domain, 1)
@@ -42,4 +43,4 @@ class NodePass(ir.passes.InPlacePass):
 
     @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> bool:
-        """Rewrites what ends at the node, if it matches; answers whether it did."""
+        """Rewrite the pattern that ends at the node, and return whether it matched."""

@@ -1,16 +1,16 @@
-"""Tables of cosines and sines that hold every angle twice, as RotaryEmbedding does not want them."""
+"""Tables of cosines and sines that contain every angle twice, which RotaryEmbedding does not accept."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-from .matching import Rewrite, array, attribute, dims, integers, is_op, operand
+from .matching import Rewrite, attribute, dims, is_op, operand, read_array, read_integers
 
-_DEPTH = 24  # more nodes than lie between any table and its use
+_MAX_DEPTH = 24  # more nodes than lie between any table and its use
 
-# The last axis of the result is that of the first input.
-_ALONG = frozenset(
+# Operators whose last axis is that of the first input.
+_LAST_AXIS_OPERATORS = frozenset(
     (
         *("Cos", "Sin", "Cast", "Neg", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Slice", "Transpose"),
         *("Gather", "GatherND"),
@@ -18,71 +18,74 @@ _ALONG = frozenset(
 )
 
 
-def holds_each_twice(value: ir.Value, interleaved: bool) -> bool:
-    """Whether the last axis provably holds each number twice: half the axis apart, or in a row where interleaved."""
+def has_doubled_angles(value: ir.Value, interleaved: bool) -> bool:
+    """Return whether the last axis provably contains each number twice.
+
+    The copies are half the axis apart, or adjacent if interleaved.
+    """
     size = dims(value)[-1] if dims(value) else 1
-    return isinstance(size, int) and size % 2 == 0 and _doubled(value, interleaved, _DEPTH)
+    return isinstance(size, int) and size % 2 == 0 and _is_doubled(value, interleaved, _MAX_DEPTH)
 
 
-def each_once(new: Rewrite, value: ir.Value, interleaved: bool) -> ir.Value:
-    """The numbers of a value that holds each twice."""
+def emit_distinct_angles(new: Rewrite, value: ir.Value, interleaved: bool) -> ir.Value:
+    """Return the distinct numbers of a value that contains each twice."""
     *rows, size = dims(value)
     assert isinstance(size, int)
     stop, step = (size, 2) if interleaved else (size // 2, 1)
-    bounds = [new.integers(number) for number in (0, stop, len(rows), step)]
+    bounds = [new.emit_integers(bound) for bound in (0, stop, len(rows), step)]
     return new.emit("Slice", [value, *bounds], shape=(*rows, size // 2))
 
 
-def _doubled(value: ir.Value, interleaved: bool, depth: int) -> bool:
+def _is_doubled(value: ir.Value, interleaved: bool, depth: int) -> bool:
     size, node = dims(value)[-1] if dims(value) else 1, value.producer()
-    elements = array(value)
+    elements = read_array(value)
     if elements is not None:
-        return elements.ndim > 0 and elements.shape[-1] % 2 == 0 and _numbers_doubled(elements, interleaved)
+        return elements.ndim > 0 and elements.shape[-1] % 2 == 0 and _are_elements_doubled(elements, interleaved)
     if depth == 0 or node is None or node.domain not in ("", "ai.onnx") or not isinstance(size, int) or size < 2:
         return False
-    if is_op(node, "Reshape", "Concat", "Tile") and _made_double(node, interleaved):
+    if is_op(node, "Reshape", "Concat", "Tile") and _is_doubling_node(node, interleaved):
         return True
     if is_op(node, "Mul", "Div", "Add", "Sub"):
         inputs = [operand(node, k) for k in (0, 1)]
-        return all(dims(x)[-1:] in ((), (1,)) or _doubled(x, interleaved, depth - 1) for x in inputs)
+        return all(dims(x)[-1:] in ((), (1,)) or _is_doubled(x, interleaved, depth - 1) for x in inputs)
     if is_op(node, "Concat") and attribute(node, "axis", 0) % len(dims(value)) != len(dims(value)) - 1:
-        return all(x is not None and _doubled(x, interleaved, depth - 1) for x in node.inputs)
-    data = operand(node, 0) if node.op_type in _ALONG else None
-    return data is not None and _keeps_last_axis(node) and _doubled(data, interleaved, depth - 1)
+        return all(x is not None and _is_doubled(x, interleaved, depth - 1) for x in node.inputs)
+    data = operand(node, 0) if node.op_type in _LAST_AXIS_OPERATORS else None
+    return data is not None and _has_whole_rows(node) and _is_doubled(data, interleaved, depth - 1)
 
 
-def _numbers_doubled(elements: np.ndarray, interleaved: bool) -> bool:
+def _are_elements_doubled(elements: np.ndarray, interleaved: bool) -> bool:
     if interleaved:
         return np.array_equal(elements[..., ::2], elements[..., 1::2])
     half = elements.shape[-1] // 2
     return np.array_equal(elements[..., :half], elements[..., half:])
 
 
-def _made_double(node: ir.Node, interleaved: bool) -> bool:
-    """Concat(f, f) and Tile for halves; a new axis of two copies, flattened, for both."""
+def _is_doubling_node(node: ir.Node, interleaved: bool) -> bool:
+    """Match Concat(f, f) and Tile for halves; a new axis of two copies, flattened, for both layouts."""
     shape = dims(node.outputs[0])
     if is_op(node, "Concat"):
-        last = attribute(node, "axis", 0) % len(shape) == len(shape) - 1
-        return not interleaved and last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+        is_last = attribute(node, "axis", 0) % len(shape) == len(shape) - 1
+        return not interleaved and is_last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
     if is_op(node, "Tile"):
-        repeats = integers(node, 1, "repeats")
+        repeats = read_integers(node, 1, "repeats")
         return not interleaved and repeats is not None and repeats[-1] == 2
-    wide = operand(node, 0)
-    copies = wide.producer()
+    expanded = operand(node, 0)
+    copies = expanded.producer()
     if not is_op(copies, "Expand", "Tile", "Concat"):
         return False
     assert copies is not None
     if is_op(copies, "Concat") and any(x is not copies.inputs[0] for x in copies.inputs):
         return False
-    thin, full, size = dims(operand(copies, 0)), dims(wide), shape[-1]
+    narrow_shape, full_shape, size = dims(operand(copies, 0)), dims(expanded), shape[-1]
     assert isinstance(size, int)
     if interleaved:
-        return thin[-2:] == (size // 2, 1) and full[-2:] == (size // 2, 2)
-    return thin[-2:] == (1, size // 2) and full[-2:] == (2, size // 2)
+        return narrow_shape[-2:] == (size // 2, 1) and full_shape[-2:] == (size // 2, 2)
+    return narrow_shape[-2:] == (1, size // 2) and full_shape[-2:] == (2, size // 2)
 
 
-def _keeps_last_axis(node: ir.Node) -> bool:
-    """Whether the result consists of the rows of the first input, whole."""
+def _has_whole_rows(node: ir.Node) -> bool:
+    """Return whether the result consists of whole rows of the first input."""
     data, result = dims(operand(node, 0)), dims(node.outputs[0])
     rank = len(data)
     if not rank or data[-1] != result[-1]:
@@ -95,6 +98,6 @@ def _keeps_last_axis(node: ir.Node) -> bool:
         width = dims(operand(node, 1))[-1:]
         return len(width) == 1 and isinstance(width[0], int) and attribute(node, "batch_dims", 0) + width[0] < rank
     if is_op(node, "Slice"):
-        axes = integers(node, 3, "axes")
+        axes = read_integers(node, 3, "axes")
         return axes is not None and all(axis % rank != rank - 1 for axis in axes)
     return True

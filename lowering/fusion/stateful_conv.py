@@ -1,11 +1,11 @@
-"""A causal convolution that carries its state on, written out: one CausalConvWithState of com.microsoft."""
+"""Fusion of a decomposed causal convolution with a carried state into CausalConvWithState of com.microsoft."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import Rewrite, array, attribute, dims, integers, is_op, operand, producer
-from .node_pass import DOMAIN, NodePass
+from .matching import Rewrite, attribute, dims, is_op, operand, producer, read_array, read_integers
+from .node_pass import MICROSOFT_DOMAIN, NodePass
 
 _LENGTH = 2  # axis of [batch, channels, length]
 _TO_THE_END = 2**31 - 1
@@ -13,19 +13,20 @@ _MOVES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 
 class FuseStatefulConvPass(NodePass):
-    """Makes one CausalConvWithState of a Conv of single channels over Concat(state, x), and a Slice of its last places.
+    """Fusion of a depthwise Conv over Concat(state, x) and a Slice of its last positions.
 
-    The state has as many places as the kernel reaches back, and so has the Slice, an output of the model.
+    The result is one CausalConvWithState. The state has as many positions as the kernel reaches back, and so has the
+    Slice, an output of the model.
 
     1. The Slice begins at a negative constant.
     2. It begins at the length of the Concat less a constant, and ends at that length or beyond.
 
-    Strides, padding, and readers of the Concat other than these two and Shape refuse the match.
+    The match is rejected for strides, padding, and readers of the Concat other than these two and Shape.
     """
 
     since = 11
     operators = ("Conv",)
-    domain = DOMAIN
+    domain = MICROSOFT_DOMAIN
 
     def rewrite(self, node: ir.Node) -> bool:
         return _try_fuse(node)
@@ -35,35 +36,40 @@ def _try_fuse(conv: ir.Node) -> bool:
     concat, weight = producer(operand(conv, 0), "Concat"), dims(operand(conv, 1))
     if concat is None or len(concat.inputs) != 2 or attribute(concat, "axis", 0) not in (_LENGTH, -1):
         return False
-    state, x, joined = operand(concat, 0), operand(concat, 1), concat.outputs[0]
-    dilation = _dilation(conv)
+    state, x, concatenated = operand(concat, 0), operand(concat, 1), concat.outputs[0]
+    dilation = _read_dilation(conv)
     if dilation is None or len(weight) != 3 or not isinstance(weight[2], int):
         return False
     reach = (weight[2] - 1) * dilation
-    last = [use.node for use in joined.uses() if is_op(use.node, "Slice")]
-    others = [use.node for use in joined.uses() if use.node is not conv and not is_op(use.node, "Slice", "Shape")]
-    if len(last) != 1 or others or joined.is_graph_output() or reach < 1 or dims(state)[-1:] != (reach,):
+    slices = [use.node for use in concatenated.uses() if is_op(use.node, "Slice")]
+    other_readers = [
+        use.node for use in concatenated.uses() if use.node is not conv and not is_op(use.node, "Slice", "Shape")
+    ]
+    if len(slices) != 1 or other_readers or concatenated.is_graph_output() or reach < 1 or dims(state)[-1:] != (reach,):
         return False
-    present = last[0].outputs[0]
-    if present.uses() or not present.is_graph_output() or not _takes_last(last[0], joined, reach):
+    present = slices[0].outputs[0]
+    if present.uses() or not present.is_graph_output() or not _is_last_slice(slices[0], concatenated, reach):
         return False
     new, y = Rewrite(conv), conv.outputs[0]
     bias = conv.inputs[2] if len(conv.inputs) > 2 else None
     fused = ir.node(
         "CausalConvWithState", [x, operand(conv, 1), bias, state], {"dilation": dilation} if dilation > 1 else {},
-        domain=DOMAIN, num_outputs=2, name=f"{new.origin}/CausalConvWithState",
+        domain=MICROSOFT_DOMAIN, num_outputs=2, name=f"{new.origin}/CausalConvWithState",
     )  # fmt: skip
     new.nodes.append(fused)
     for output, old in zip(fused.outputs, (y, present)):
         output.type, output.shape = old.type, old.shape
     present.replace_all_uses_with(fused.outputs[1], replace_graph_outputs=True)
     fused.outputs[1].name, present.name = present.name, None
-    new.replace([conv, last[0], concat], y, fused.outputs[0])
+    new.replace([conv, slices[0], concat], y, fused.outputs[0])
     return True
 
 
-def _dilation(conv: ir.Node) -> int | None:
-    """The dilation of a Conv of single channels along one axis, without strides and padding; None for any other."""
+def _read_dilation(conv: ir.Node) -> int | None:
+    """Return the dilation of a depthwise Conv along one axis; None for any other Conv.
+
+    Such a Conv has no strides and no padding.
+    """
     weight = dims(operand(conv, 1))
     is_plain = set(attribute(conv, "strides", [1])) == {1} and set(attribute(conv, "pads", [0])) == {0}
     is_by_channel = weight[1:2] == (1,) and attribute(conv, "group", 1) == weight[0]
@@ -73,42 +79,42 @@ def _dilation(conv: ir.Node) -> int | None:
     return int(dilations[0])
 
 
-def _takes_last(node: ir.Node, joined: ir.Value, count: int) -> bool:
-    """Whether a Slice gives the last so many places."""
-    axes = integers(node, 3, "axes")
-    if axes not in ([_LENGTH], [-1]) or (len(node.inputs) > 4 and integers(node, 4, "steps") != [1]):
+def _is_last_slice(node: ir.Node, concatenated: ir.Value, count: int) -> bool:
+    """Return whether a Slice returns the last `count` positions."""
+    axes = read_integers(node, 3, "axes")
+    if axes not in ([_LENGTH], [-1]) or (len(node.inputs) > 4 and read_integers(node, 4, "steps") != [1]):
         return False
-    start, end = (_bound(node.inputs[k], joined) for k in (1, 2))
+    start, end = (_read_bound(node.inputs[k], concatenated) for k in (1, 2))
     if start not in ((False, -count), (True, -count)) or end is None:
         return False
     return end == (True, 0) or (not end[0] and end[1] >= _TO_THE_END)
 
 
-def _bound(value: ir.Value | None, joined: ir.Value) -> tuple[bool, int] | None:
-    """A bound: whether it counts from the length of the Concat, and the constant that is added."""
-    elements = array(value)
+def _read_bound(value: ir.Value | None, concatenated: ir.Value) -> tuple[bool, int] | None:
+    """Return a bound: whether it counts from the length of the Concat, and the constant added to it."""
+    elements = read_array(value)
     if elements is not None:
         return (False, int(elements.reshape(-1)[0])) if elements.size == 1 else None
     node = value.producer() if value is not None else None
     if node is None:
         return None
     if is_op(node, *_MOVES):
-        return _bound(operand(node, 0), joined)
+        return _read_bound(operand(node, 0), concatenated)
     if is_op(node, "Sub", "Add"):
-        first, second = (_bound(operand(node, k), joined) for k in (0, 1))
+        first, second = (_read_bound(operand(node, k), concatenated) for k in (0, 1))
         if first is None or second is None or second[0]:
             return None
         return first[0], first[1] + (second[1] if is_op(node, "Add") else -second[1])
-    return (True, 0) if _is_length(node, joined) else None
+    return (True, 0) if _is_length(node, concatenated) else None
 
 
-def _is_length(node: ir.Node, joined: ir.Value) -> bool:
-    """Whether a node answers with the length of the Concat."""
+def _is_length(node: ir.Node, concatenated: ir.Value) -> bool:
+    """Return whether a node computes the length of the Concat."""
     if is_op(node, "Gather"):
-        shape, index = producer(operand(node, 0), "Shape"), array(operand(node, 1))
+        shape, index = producer(operand(node, 0), "Shape"), read_array(operand(node, 1))
         if shape is None or index is None or index.size != 1 or attribute(shape, "start", 0):
             return False
-        return operand(shape, 0) is joined and int(index.reshape(-1)[0]) in (_LENGTH, -1)
-    if not is_op(node, "Shape") or operand(node, 0) is not joined:
+        return operand(shape, 0) is concatenated and int(index.reshape(-1)[0]) in (_LENGTH, -1)
+    if not is_op(node, "Shape") or operand(node, 0) is not concatenated:
         return False
     return attribute(node, "start", 0) in (_LENGTH, -1) and attribute(node, "end", _LENGTH + 1) == _LENGTH + 1

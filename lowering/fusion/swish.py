@@ -1,25 +1,25 @@
-"""Swish, also called SiLU, written out: one Swish node (https://arxiv.org/abs/1710.05941)."""
+"""Fusion of a decomposed Swish, also called SiLU, into one Swish node (https://arxiv.org/abs/1710.05941)."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import Rewrite, dims, number, only_reader, operand, pairs, producer
+from .matching import Rewrite, dims, only_reader, operand, operand_orders, producer, read_number
 from .node_pass import NodePass
-from .opset import TARGET
-from .polynomial import polynomial
+from .opset import TARGET_OPSET
+from .polynomial import read_polynomial
 
 
 class FuseSwishPass(NodePass):
-    """Makes one Swish of x Sigmoid(alpha x).
+    """Fusion of x Sigmoid(alpha x) into one Swish.
 
     1. alpha is 1: the Sigmoid reads x itself.
-    2. alpha is a number by which x is multiplied, as in the quick Gelu of CLIP (1.702).
+    2. alpha is a constant factor of x, as in the quick Gelu of CLIP (1.702).
 
-    Another x inside than outside, and a Sigmoid that anybody else reads refuse the match.
+    The match is rejected for another x inside than outside, and for a Sigmoid that another node reads.
     """
 
-    since = TARGET
+    since = TARGET_OPSET
     operators = ("Sigmoid",)
 
     def rewrite(self, node: ir.Node) -> bool:
@@ -30,9 +30,9 @@ def _try_fuse(sigmoid: ir.Node) -> bool:
     multiply = only_reader(sigmoid.outputs[0], "Mul")
     if multiply is None:
         return False
-    x = next(other for own, other in pairs(multiply) if own is sigmoid.outputs[0])
-    inner = polynomial(operand(sigmoid, 0), x)
-    if number(x) is not None or inner is None or any(c for k, c in inner.items() if k != 1):
+    x = next(other for own, other in operand_orders(multiply) if own is sigmoid.outputs[0])
+    inner = read_polynomial(operand(sigmoid, 0), x)
+    if read_number(x) is not None or inner is None or any(c for k, c in inner.items() if k != 1):
         return False
     new, result = Rewrite(multiply), multiply.outputs[0]
     alpha = inner.get(1, 0.0)

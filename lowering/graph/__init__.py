@@ -1,1 +1,1 @@
-"""The model as ONNX: read, checked, said more exactly, rewritten."""
+"""The model as ONNX: loading, checks, inference of sizes and types, and rewrites."""

@@ -1,6 +1,7 @@
-"""GroupNormalization of opsets 18 to 20, which onnx's checker refuses as deprecated, as operators of every opset.
+"""Decomposition of GroupNormalization of opsets 18 to 20, which onnx's checker rejects as deprecated.
 
-Scale and bias have an element for each group, so the operator is InstanceNormalization of x [N, groups, rest].
+The result has operators of every opset. Scale and bias have an element for each group, so the operator is
+InstanceNormalization of x [N, groups, rest].
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ _VERSIONS = range(18, 21)
 
 
 def decompose_group_norms(model: ir.Model) -> None:
-    """Replace such nodes of the model and its functions, in place. A node without num_groups stays, and is refused."""
+    """Replace such nodes of the model and its functions, in place.
+
+    A node without num_groups stays, and is rejected later.
+    """
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for graph in graphs:
         if graph.opset_imports.get("", model.opset_imports.get("", 0)) in _VERSIONS:
@@ -27,9 +31,9 @@ def _decompose(node: ir.Node) -> None:
     groups = node.attributes["num_groups"].as_int()
     sizes = ir.node("Constant", [], {"value": ir.tensor(np.array([0, groups, -1], np.int64))})
     grouped = ir.node("Reshape", [x, sizes.outputs[0]])
-    given = [node.attributes["epsilon"]] if "epsilon" in node.attributes else []
+    attributes = [node.attributes["epsilon"]] if "epsilon" in node.attributes else []
     normalized = ir.node("InstanceNormalization", [grouped.outputs[0], scale, bias])
-    for attribute in given:
+    for attribute in attributes:
         normalized.attributes.add(attribute)
     shape = ir.node("Shape", [x])
     y = ir.node("Reshape", [normalized.outputs[0], shape.outputs[0]])

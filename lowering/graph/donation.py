@@ -1,7 +1,7 @@
-"""Which output takes over the memory of a donated input: the one that a chain of cache updates leads to.
+"""Choice of the output that reuses the memory of a donated input: the end of its chain of cache updates.
 
-Cache updates are TensorScatter, LinearAttention, attention operators of com.microsoft where the model declares one
-shape for a cache before and behind it, and serving operators (written_inputs.py).
+Cache updates are TensorScatter, LinearAttention, attention operators of com.microsoft if the model declares one shape
+for a cache before and after the call, and serving operators (written_inputs.py).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ _CACHES = {
     "MultiHeadAttention": {1: 6, 2: 7},
     "DecoderMaskedMultiHeadAttention": {1: 5, 2: 6},
 }
-"""Operators of com.microsoft, and which of their outputs are which input behind the call."""
+"""Operators of com.microsoft, with the cache input of each cache output."""
 
 
-def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
-    """Input name -> output name for every input whose whole name matches one of the regular expressions.
+def find_donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
+    """Return output name by input name for every input whose whole name matches a regular expression.
 
-    Raises InputError for a pattern that is no regular expression or matches no input, and for a matched input from
-    which no chain of cache updates leads to an output.
+    Raises:
+        InputError: A pattern is not a regular expression or matches no input, or no chain of cache updates leads from a
+            matched input to an output.
     """
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
     roots: dict[str, str] = {}
     for output in graph.outputs:
-        root = _root(output)
+        root = _find_root(output)
         if root is not None and root.name is not None and output.name is not None:
             roots.setdefault(root.name, output.name)
     pairs: dict[str, str] = {}
@@ -55,37 +56,37 @@ def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def _root(value: ir.Value) -> ir.Value | None:
-    """The graph input that `value` updates: through the cache inputs of cache updates, and Identity."""
+def _find_root(value: ir.Value) -> ir.Value | None:
+    """Return the graph input that `value` updates: through the cache inputs of cache updates, and Identity."""
     updated = value
     while True:
         node = updated.producer()
         if node is None:
             return updated if updated is not value and updated.is_graph_input() else None
-        source = _cache(node, updated)
+        source = _find_cache_input(node, updated)
         if source is None:
             return None
         updated = source
 
 
-def _cache(node: ir.Node, output: ir.Value) -> ir.Value | None:
-    """The input of the node whose memory that output can take over."""
+def _find_cache_input(node: ir.Node, output: ir.Value) -> ir.Value | None:
+    """Return the input of the node whose memory that output can reuse."""
     if node.domain in ("", "ai.onnx") and node.op_type in ("TensorScatter", "Identity"):
         return node.inputs[0]
     if node.op_type == "LinearAttention" and node.outputs.index(output) == 1:
         return node.inputs[3] if len(node.inputs) > 3 else None
     for write in WRITES.get((node.domain, node.op_type), ()):
         if write.output == node.outputs.index(output):
-            return write.input_of(node)
+            return write.find_input(node)
     if node.domain == "com.microsoft" and node.op_type in _CACHES:
-        place = _CACHES[node.op_type].get(node.outputs.index(output))
-        past = node.inputs[place] if place is not None and place < len(node.inputs) else None
-        return past if past is not None and declared_alike(past, output) else None
+        position = _CACHES[node.op_type].get(node.outputs.index(output))
+        past = node.inputs[position] if position is not None and position < len(node.inputs) else None
+        return past if past is not None and has_same_declared_shape(past, output) else None
     return None
 
 
-def declared_alike(one: ir.Value, other: ir.Value) -> bool:
-    """Whether the model declares both values with one shape, of numbers and names."""
-    if one.shape is None or other.shape is None:
+def has_same_declared_shape(first: ir.Value, second: ir.Value) -> bool:
+    """Return whether the model declares both values with one shape, of numbers and names."""
+    if first.shape is None or second.shape is None:
         return False
-    return list(one.shape) == list(other.shape) and all(isinstance(d, int) or d.value for d in one.shape)
+    return list(first.shape) == list(second.shape) and all(isinstance(d, int) or d.value for d in first.shape)

@@ -1,8 +1,8 @@
-"""Dynamic quantization of activations, replaced by float32 on request.
+"""Replacement of dynamic quantization of activations by float32, on request.
 
-DynamicQuantizeLSTM becomes LSTM; DynamicQuantizeLinear before MatMulInteger and ConvInteger, and DynamicQuantizeMatMul,
+DynamicQuantizeLSTM becomes LSTM. DynamicQuantizeLinear before MatMulInteger and ConvInteger, and DynamicQuantizeMatMul,
 become MatMul and Conv of the activations themselves. Weights are dequantized. Such a model is larger and slower than
-the one that quantizes, and free of the rounding of its activations.
+the quantized one, and has no rounding errors of activations.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..fusion.matching import Rewrite, array, dims, is_op, operand, remove_unused
+from ..fusion.matching import Rewrite, dims, is_op, operand, read_array, remove_unused
 
 _MICROSOFT = "com.microsoft"
 _FLOAT = ir.DataType.FLOAT
 _MATMULS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 
 
-def keep_floats(model: ir.Model) -> str:
-    """Rewrite a model of inferred types in place; return what was done, for the reader of the manifest."""
+def use_float_activations(model: ir.Model) -> str:
+    """Rewrite a model of inferred types in place; return a description for the manifest."""
     count = 0
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.domain == _MICROSOFT and node.op_type == "DynamicQuantizeLSTM":
@@ -40,26 +40,26 @@ def _replace_lstm(node: ir.Node) -> None:
     x, w, r, *states, w_scale, w_zero, r_scale, r_zero = node.inputs
     assert w is not None and r is not None
     matrices = [
-        rewrite.transpose(_floats(rewrite, weights, scale, zero, (0, 1, -1)), [0, 2, 1])
+        rewrite.emit_transpose(_dequantize(rewrite, weights, scale, zero, (0, 1, -1)), [0, 2, 1])
         for weights, scale, zero in ((w, w_scale, w_zero), (r, r_scale, r_zero))
     ]
-    made = ir.node("LSTM", [x, *matrices, *states], node.attributes, num_outputs=len(node.outputs), name=node.name)
-    rewrite.nodes.append(made)
-    _give_out(rewrite, made.outputs)
+    lstm = ir.node("LSTM", [x, *matrices, *states], node.attributes, num_outputs=len(node.outputs), name=node.name)
+    rewrite.nodes.append(lstm)
+    _replace_outputs(rewrite, lstm.outputs)
 
 
 def _replace_matmul(node: ir.Node) -> None:
     rewrite = Rewrite(node)
     a, b, scale, zero, bias = (*node.inputs, None, None)[:5]
     assert b is not None
-    y = rewrite.emit("MatMul", [a, _floats(rewrite, b, scale, zero)], dtype=_FLOAT)
+    y = rewrite.emit("MatMul", [a, _dequantize(rewrite, b, scale, zero)], dtype=_FLOAT)
     if bias is not None:
         y = rewrite.emit("Add", [y, bias], dtype=_FLOAT)
-    _give_out(rewrite, [y])
+    _replace_outputs(rewrite, [y])
 
 
 def _is_multiplied(node: ir.Node) -> bool:
-    """Whether a DynamicQuantizeLinear feeds matmuls alone, whose accumulators become floats and are scaled."""
+    """Return whether only matmuls read a DynamicQuantizeLinear, and their accumulators are cast and scaled."""
     quantized, scale, zero = node.outputs
     if quantized.is_graph_output() or zero.is_graph_output() or not quantized.uses():
         return False
@@ -79,54 +79,61 @@ def _is_float_cast(node: ir.Node) -> bool:
 
 
 def _replace_quantization(node: ir.Node) -> None:
-    """Multiply the activations in place of their quantized values, whose scale becomes 1."""
+    """Multiply the activations instead of their quantized values, whose scale becomes 1."""
     quantized, scale, _ = node.outputs
     for matmul in [reader for reader, _ in quantized.uses()]:
         rewrite = Rewrite(matmul)
         weights, zero = operand(matmul, 1), matmul.inputs[3] if len(matmul.inputs) > 3 else None
-        of_channels = (-1, *[1] * (len(dims(weights)) - 1)) if matmul.op_type == "ConvInteger" else None
-        matrix = _floats(rewrite, weights, None, zero, of_channels)
-        made = ir.node(
+        channel_shape = (-1, *[1] * (len(dims(weights)) - 1)) if matmul.op_type == "ConvInteger" else None
+        matrix = _dequantize(rewrite, weights, None, zero, channel_shape)
+        replacement = ir.node(
             _MATMULS[matmul.op_type], [node.inputs[0], matrix], matmul.attributes, num_outputs=1, name=matmul.name
         )
-        made.outputs[0].type = ir.TensorType(_FLOAT)
-        rewrite.nodes.append(made)
-        _give_out(rewrite, made.outputs)
+        replacement.outputs[0].type = ir.TensorType(_FLOAT)
+        rewrite.nodes.append(replacement)
+        _replace_outputs(rewrite, replacement.outputs)
     rewrite = Rewrite(node)
-    scale.replace_all_uses_with(rewrite.constant(np.array(1, np.float32), _FLOAT), replace_graph_outputs=False)
+    scale.replace_all_uses_with(rewrite.emit_constant(np.array(1, np.float32), _FLOAT), replace_graph_outputs=False)
     rewrite.insert()
     remove_unused([node])
 
 
-def _floats(
+def _dequantize(
     rewrite: Rewrite,
     quantized: ir.Value,
     scale: ir.Value | None,
     zero: ir.Value | None,
     spread: tuple[int, ...] | None = None,
 ) -> ir.Value:
-    """Return (quantized - zero) scale; spread is the shape to which Reshape brings scale and zero."""
-    known, *parts = (array(value) for value in (quantized, scale, zero))
-    if known is not None and all((part is None) == (value is None) for part, value in zip(parts, (scale, zero))):
-        given, middle = (part if part is None or spread is None else _reshaped(part, spread) for part in parts)
-        numbers = known.astype(np.float32)
-        numbers = numbers if middle is None else numbers - middle.astype(np.float32)
-        return rewrite.constant(numbers if given is None else numbers * given, _FLOAT)
-    floats = rewrite.cast(quantized, _FLOAT)
+    """Return (quantized - zero) * scale; spread is the shape to which Reshape brings scale and zero."""
+    elements, *parameters = (read_array(value) for value in (quantized, scale, zero))
+    if elements is not None and all(
+        (parameter is None) == (value is None) for parameter, value in zip(parameters, (scale, zero))
+    ):
+        scale_array, zero_array = (
+            parameter if parameter is None or spread is None else _reshape_array(parameter, spread)
+            for parameter in parameters
+        )
+        floats_array = elements.astype(np.float32)
+        floats_array = floats_array if zero_array is None else floats_array - zero_array.astype(np.float32)
+        return rewrite.emit_constant(floats_array if scale_array is None else floats_array * scale_array, _FLOAT)
+    floats = rewrite.emit_cast(quantized, _FLOAT)
     for operator, value in (("Sub", zero), ("Mul", scale)):
         if value is not None:
-            part = rewrite.cast(value, _FLOAT)
-            part = part if spread is None else rewrite.emit("Reshape", [part, rewrite.integers(*spread)])
-            floats = rewrite.emit(operator, [floats, part], shape=dims(quantized))
+            parameter = rewrite.emit_cast(value, _FLOAT)
+            parameter = (
+                parameter if spread is None else rewrite.emit("Reshape", [parameter, rewrite.emit_integers(*spread)])
+            )
+            floats = rewrite.emit(operator, [floats, parameter], shape=dims(quantized))
     return floats
 
 
-def _reshaped(part: np.ndarray, spread: tuple[int, ...]) -> np.ndarray:
-    return part.reshape([part.shape[axis] if size == 0 else size for axis, size in enumerate(spread)])
+def _reshape_array(elements: np.ndarray, spread: tuple[int, ...]) -> np.ndarray:
+    return elements.reshape([elements.shape[axis] if size == 0 else size for axis, size in enumerate(spread)])
 
 
-def _give_out(rewrite: Rewrite, values: Sequence[ir.Value]) -> None:
-    """Put values in the places of the outputs of the anchor, which goes."""
+def _replace_outputs(rewrite: Rewrite, values: Sequence[ir.Value]) -> None:
+    """Replace the outputs of the anchor by these values, and remove the anchor."""
     node = rewrite.anchor
     rewrite.insert()
     for old, new in zip(node.outputs, values):

@@ -1,7 +1,8 @@
-"""Rows times matrices that are gathered for them: no copy of a matrix for each row, and rows of one matrix together.
+"""Matmuls of rows and matrices gathered for them, grouped by matrix without a copy of a matrix for each row.
 
-Transformers exports experts so: MatMul(GatherND(W, chosen) [R, N, K], column [R, K, 1]), or with a row [R, 1, K] in
-front. After: the rows sorted by their matrix, GroupedMatMul, and the result back in the order of the rows.
+Transformers exports experts in this form: MatMul(GatherND(W, chosen) [R, N, K], column [R, K, 1]), or with a row [R, 1,
+K] before the matrices. After: the rows sorted by their matrix, GroupedMatMul, and the result in the original order of
+the rows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import numpy as np
 import onnx_ir as ir
 
 from ..fusion.matching import Rewrite, attribute, dims, is_op, operand
-from .expert_rows import SortedRows, constant
+from .expert_rows import SortedRows, read_constant
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """Matrices [E, ...] of which `chosen` [R, ...] takes one for each row; transposed: their columns are those of a
-    MatMul."""
+class _GatheredMatrices:
+    """Matrices [E, ...] of which `chosen` [R, ...] selects one for each row.
+
+    is_transposed: whether their columns are those of a MatMul.
+    """
 
     matrices: np.ndarray
     chosen: ir.Value
@@ -27,62 +30,67 @@ class _Gathered:
 
 def group_gathered_matmuls(graph: ir.Graph) -> bool:
     """Rewrite all of them, and return whether there were any."""
-    found = [node for node in graph if is_op(node, "MatMul") and _rewrite(node)]
-    return bool(found)
+    rewritten = [node for node in graph if is_op(node, "MatMul") and _rewrite(node)]
+    return bool(rewritten)
 
 
 def _rewrite(node: ir.Node) -> bool:
     for position in range(2):
-        gathered, vector = _gathered(operand(node, position)), operand(node, 1 - position)
+        gathered, vector = _match_gathered(operand(node, position)), operand(node, 1 - position)
         sizes = dims(vector)
-        # A column after the matrices, or a row in front.
-        one = 2 if position == 0 else 1
-        if gathered is None or len(sizes) != 3 or sizes[one] != 1 or choices(gathered.chosen) != len(gathered.matrices):
+        # A column after the matrices, or a row before them.
+        unit_axis = 2 if position == 0 else 1
+        if (
+            gathered is None
+            or len(sizes) != 3
+            or sizes[unit_axis] != 1
+            or count_choices(gathered.chosen) != len(gathered.matrices)
+        ):
             continue
         is_transposed = gathered.is_transposed != (position == 0)
         depth = gathered.matrices.shape[2 if is_transposed else 1]
-        if sizes[3 - one] != depth:
+        if sizes[3 - unit_axis] != depth:
             continue
         new = Rewrite(node)
         rows = SortedRows(new, gathered.chosen, len(gathered.matrices))
-        flat = new.emit("Reshape", [vector, new.integers(-1, depth)])
+        flat = new.emit("Reshape", [vector, new.emit_integers(-1, depth)])
         dtype = vector.dtype
         assert dtype is not None
         attributes = {"transB": int(is_transposed)}
-        y = rows.matmul(rows.sort(flat), [new.constant(gathered.matrices, dtype)], None, attributes)
-        y = new.emit("Unsqueeze", [rows.restore(y), new.integers(one)], shape=dims(node.outputs[0]))
+        y = rows.matmul(rows.sort(flat), [new.emit_constant(gathered.matrices, dtype)], None, attributes)
+        y = new.emit("Unsqueeze", [rows.restore(y), new.emit_integers(unit_axis)], shape=dims(node.outputs[0]))
         new.replace([node], node.outputs[0], y)
         return True
     return False
 
 
-def _gathered(value: ir.Value) -> _Gathered | None:
+def _match_gathered(value: ir.Value) -> _GatheredMatrices | None:
     node = value.producer()
     if node is None:
         return None
     if is_op(node, "Transpose") and list(attribute(node, "perm", ())) == [0, 2, 1]:
-        inner = _gathered(operand(node, 0))
-        return None if inner is None else _Gathered(inner.matrices, inner.chosen, not inner.is_transposed)
+        inner = _match_gathered(operand(node, 0))
+        return None if inner is None else _GatheredMatrices(inner.matrices, inner.chosen, not inner.is_transposed)
     is_whole = is_op(node, "Gather") and attribute(node, "axis", 0) == 0
     if is_op(node, "GatherND"):
         is_whole = attribute(node, "batch_dims", 0) == 0 and dims(operand(node, 1))[-1:] == (1,)
-    matrices = constant(operand(node, 0)) if is_whole else None
+    matrices = read_constant(operand(node, 0)) if is_whole else None
     if matrices is None or matrices.ndim != 3 or len(dims(value)) != 3:
         return None
-    return _Gathered(matrices, operand(node, 1), False)
+    return _GatheredMatrices(matrices, operand(node, 1), False)
 
 
-def choices(chosen: ir.Value) -> int | None:
-    """Return among how many numbers from 0 on `chosen` is, if TopK chose it."""
+def count_choices(chosen: ir.Value) -> int | None:
+    """Return the number of integers from 0 on among which TopK selected `chosen`, None if it did not."""
     node = chosen.producer()
     if node is None:
         return None
     if is_op(node, "Cast") and chosen.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
         return None
     if is_op(node, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Slice"):
-        return choices(operand(node, 0))
+        return count_choices(operand(node, 0))
     if is_op(node, "Concat"):
-        counts = {choices(operand(node, k)) for k in range(len(node.inputs))}
+        counts = {count_choices(operand(node, k)) for k in range(len(node.inputs))}
         return counts.pop() if len(counts) == 1 else None
     if not is_op(node, "TopK") or chosen is not node.outputs[1]:
         return None

@@ -1,6 +1,6 @@
-"""What onnx's checker leaves out: models that are legal by form, and yet cannot be read or would never end.
+"""Checks that onnx's checker omits: well-formed models that cannot be read, or whose processing would never end.
 
-Everything here takes time that is linear in what is written in the file, and reads no external data.
+All checks take time linear in the contents of the file, and read no external data.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import onnx_ir as ir
 from ..arithmetic import LARGEST_SIZE
 from ..errors import ModelError
 
-# Functions are inlined. A node of the file may stand for so many nodes on average, more than layers need that are
-# functions of functions; a few functions that call each other often would make any number of them.
-MOST_NODES, MOST_NODES_EACH = 10_000, 100
+# Functions are inlined. This limits the nodes that a node of the file expands to on average, to more than layers need
+# that are functions of functions. A few functions that call each other often would expand to any number of nodes.
+MAX_NODES, MAX_NODES_PER_NODE = 10_000, 100
 
-# Bodies inside bodies, and functions that call functions. Protobuf reads no deeper bodies than that from a file.
-DEEPEST = 32
+# Maximum depth of bodies inside bodies, and functions that call functions. Protobuf reads no deeper bodies from a file.
+MAX_DEPTH = 32
 
-# With numbers of axes beyond these onnx's inference of shapes reads foreign memory: it holds them in 32 bits.
-_NUMBERS = range(-(2**31), 2**31)
-_BOUNDED = {"axis": _NUMBERS, "axes": _NUMBERS, "batch_dims": range(2**31)}
+# Beyond these bounds onnx's shape inference reads out of bounds: it stores axes in 32 bits.
+_INT32_RANGE = range(-(2**31), 2**31)
+_BOUNDED = {"axis": _INT32_RANGE, "axes": _INT32_RANGE, "batch_dims": range(2**31)}
 
-MOST_ELEMENTS = 512
-"""Of a sequence: each takes its part of the compiler's time."""
+MAX_SEQUENCE_ELEMENTS = 512
+"""Maximum elements of a sequence: each adds to the compile time."""
 
 OWN_DOMAIN, OWN_OPSET = "onnx_lowering", 25
-"""Of the operators that the compiler itself puts into models. Attention of version 25 is that of ai.onnx with sinks."""
+"""Domain of the operators that the compiler inserts into models. Attention 25 is that of ai.onnx with sinks."""
 
 _DECLARED_OPSET = "onnx_lowering.declared_opset"
 
@@ -38,80 +38,83 @@ Body = ir.Graph | ir.Function
 
 def import_own_domain(model: ir.Model) -> None:
     """Declare the domain of the compiler's operators in a model that has some."""
-    if any(node.domain == OWN_DOMAIN for graph in graphs(model) for node in graph):
+    if any(node.domain == OWN_DOMAIN for graph in iterate_graphs(model) for node in graph):
         model.opset_imports[OWN_DOMAIN] = OWN_OPSET
 
 
-def remember_opset(model: ir.Model) -> None:
-    """Note the opset of ai.onnx that the model declares, before it is brought to another."""
+def record_opset(model: ir.Model) -> None:
+    """Record the opset of ai.onnx that the model declares, before it is converted."""
     version = next((v for d, v in model.opset_imports.items() if d in ("", "ai.onnx")), 0)
     model.metadata_props.setdefault(_DECLARED_OPSET, str(version))
 
 
 def declared_opset(model: ir.Model) -> int | None:
-    """Return what `remember_opset` has noted; None where the model has the opset that it came with."""
-    noted = model.metadata_props.get(_DECLARED_OPSET, "")
-    return int(noted) if noted.isdecimal() else None
+    """Return the opset recorded by `record_opset`; None if the model has its original one."""
+    recorded = model.metadata_props.get(_DECLARED_OPSET, "")
+    return int(recorded) if recorded.isdecimal() else None
 
 
 def check_domains(model: ir.Model) -> None:
-    """Raises ModelError for operators that no model may have when it comes: Attention checks its inputs, and may."""
-    for graph in graphs(model):
-        own = next((node for node in graph if node.domain == OWN_DOMAIN and node.op_type != "Attention"), None)
-        if own is not None:
+    """Raise ModelError for operators that no loaded model may have.
+
+    Attention is accepted, since it checks its inputs.
+    """
+    for graph in iterate_graphs(model):
+        internal = next((node for node in graph if node.domain == OWN_DOMAIN and node.op_type != "Attention"), None)
+        if internal is not None:
             raise ModelError(
-                f"node '{own.name}' ({own.op_type}) is of the domain {OWN_DOMAIN}, in which the "
+                f"node '{internal.name}' ({internal.op_type}) is of the domain {OWN_DOMAIN}, in which the "
                 "compiler keeps its own operators. Compile the model that it was made from."
             )
 
 
 def check_bodies(model: ir.Model) -> None:
-    """Raises ModelError where bodies or functions lie too deep, or would be too many nodes when they are inlined."""
+    """Raise ModelError if bodies or functions are nested too deep, or expand to too many nodes."""
     written = 0
-    # What each function stands for: its nodes when everything is inlined, and how deep that goes.
+    # By function, the number of nodes when everything is inlined, and the depth.
     sizes: dict[ir.OperatorIdentifier, tuple[int, int]] = {}
-    for name in _callees_first(model):
-        nodes, calls, bodies = _contents(model.functions[name], f"function '{_text(name)}'")
+    for name in _order_by_callees(model):
+        nodes, calls, bodies = _count_nodes(model.functions[name], f"function '{_format_identifier(name)}'")
         written += nodes
-        sizes[name] = _expanded(nodes, bodies, calls, sizes)
-        if sizes[name][1] > DEEPEST:
+        sizes[name] = _count_expanded(nodes, bodies, calls, sizes)
+        if sizes[name][1] > MAX_DEPTH:
             raise ModelError(
-                f"function '{_text(name)}' calls functions and has bodies {sizes[name][1]} deep; at most {DEEPEST} are "
-                "compiled. Inline the inner ones."
+                f"function '{_format_identifier(name)}' calls functions and has bodies {sizes[name][1]} deep; at most "
+                f"{MAX_DEPTH} are compiled. Inline the inner ones."
             )
-    nodes, calls, bodies = _contents(model.graph, "the graph")
-    expanded, depth = _expanded(nodes, bodies, calls, sizes)
-    limit = MOST_NODES + MOST_NODES_EACH * (written + nodes)
-    if depth > DEEPEST:
-        raise ModelError(f"the graph has bodies and functions {depth} deep; at most {DEEPEST} are compiled.")
+    nodes, calls, bodies = _count_nodes(model.graph, "the graph")
+    expanded, depth = _count_expanded(nodes, bodies, calls, sizes)
+    limit = MAX_NODES + MAX_NODES_PER_NODE * (written + nodes)
+    if depth > MAX_DEPTH:
+        raise ModelError(f"the graph has bodies and functions {depth} deep; at most {MAX_DEPTH} are compiled.")
     if calls and expanded > limit:
         largest = max(calls, key=lambda name: sizes.get(name, (0, 0))[0])
         raise ModelError(
             f"with its functions inlined, the model has {expanded:,} nodes; a file of {written + nodes:,} nodes may "
-            f"have {limit:,}. Most are in function '{_text(largest)}', which stands for {sizes[largest][0]:,}: its "
-            "functions call each other too often."
+            f"have {limit:,}. Most are in function '{_format_identifier(largest)}', which stands for "
+            f"{sizes[largest][0]:,}: its functions call each other too often."
         )
 
 
-def _contents(body: Body, where: str) -> tuple[int, list[ir.OperatorIdentifier], int]:
-    """Nodes, those in inner bodies included, the operators that they are, and the depth of the bodies."""
+def _count_nodes(body: Body, where: str) -> tuple[int, list[ir.OperatorIdentifier], int]:
+    """Return the number of nodes, including inner bodies, their operators, and the depth of the bodies."""
     nodes, operators, deepest = 0, [], 0
     todo: list[tuple[Body, int]] = [(body, 0)]
     while todo:
         inner, depth = todo.pop()
         deepest = max(deepest, depth)
-        if depth > DEEPEST:
-            raise ModelError(f"{where} has bodies {depth} deep (If, Loop, Scan); at most {DEEPEST} are compiled.")
+        if depth > MAX_DEPTH:
+            raise ModelError(f"{where} has bodies {depth} deep (If, Loop, Scan); at most {MAX_DEPTH} are compiled.")
         for node in inner:
             nodes += 1
             operators.append(node.op_identifier())
-            todo += [(graph, depth + 1) for graph in _bodies(node)]
+            todo += [(graph, depth + 1) for graph in _iterate_bodies(node)]
     return nodes, operators, deepest
 
 
-def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
+def _iterate_bodies(node: ir.Node) -> Iterator[ir.Graph]:
     for attribute in node.attributes.values():
-        if attribute.is_ref() or attribute.value is None:  # which check_attributes refuses
+        if attribute.is_ref() or attribute.value is None:  # check_attributes rejects it
             continue
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
@@ -119,15 +122,19 @@ def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
             yield from attribute.as_graphs()
 
 
-def _expanded(
+def _count_expanded(
     nodes: int, bodies: int, operators: list[ir.OperatorIdentifier], sizes: dict[ir.OperatorIdentifier, tuple[int, int]]
 ) -> tuple[int, int]:
     called = [sizes[name] for name in operators if name in sizes]
     return nodes + sum(n - 1 for n, _ in called), bodies + max((depth + 1 for _, depth in called), default=0)
 
 
-def _callees_first(model: ir.Model) -> list[ir.OperatorIdentifier]:
-    """The functions, each behind those that it calls. Raises ModelError for one that calls itself."""
+def _order_by_callees(model: ir.Model) -> list[ir.OperatorIdentifier]:
+    """Return the functions, each after those that it calls.
+
+    Raises:
+        ModelError: A function calls itself.
+    """
     order: list[ir.OperatorIdentifier] = []
     done: set[ir.OperatorIdentifier] = set()
     for start in model.functions:
@@ -135,32 +142,36 @@ def _callees_first(model: ir.Model) -> list[ir.OperatorIdentifier]:
         following: ir.OperatorIdentifier | None = start
         while following is not None:
             if following in path:
-                raise ModelError(f"function '{_text(following)}' calls itself, which ONNX does not allow.")
+                raise ModelError(f"function '{_format_identifier(following)}' calls itself, which ONNX does not allow.")
             if following not in done:
-                _, operators, _ = _contents(model.functions[following], f"function '{_text(following)}'")
+                _, operators, _ = _count_nodes(
+                    model.functions[following], f"function '{_format_identifier(following)}'"
+                )
                 path[following] = iter([name for name in dict.fromkeys(operators) if name in model.functions])
             following = None
             while path and following is None:
-                last = next(reversed(path))
-                following = next((name for name in path[last] if name not in done), None)
+                innermost = next(reversed(path))
+                following = next((name for name in path[innermost] if name not in done), None)
                 if following is None:
-                    del path[last]
-                    done.add(last)
-                    order.append(last)
+                    del path[innermost]
+                    done.add(innermost)
+                    order.append(innermost)
     return order
 
 
-def _text(name: ir.OperatorIdentifier) -> str:
-    return ".".join(part for part in name if part)
+def _format_identifier(name: ir.OperatorIdentifier) -> str:
+    return ".".join(component for component in name if component)
 
 
 # -- values and attributes --------------------------------------------------------------------------------------------
 
 
 def check_tensors(model: ir.Model) -> None:
-    """Raises ModelError for an initializer whose data is not what its type and shape say, for impossible sizes, and for
-    inputs and outputs whose element type is unknown."""
-    for graph in graphs(model):
+    """Raise ModelError for inconsistent initializers, impossible sizes, and unknown element types.
+
+    The data of an initializer must match its type and shape. Inputs and outputs must have an element type.
+    """
+    for graph in iterate_graphs(model):
         _check_names(graph)
         for value in [*graph.inputs, *graph.outputs]:
             _check_value(value)
@@ -187,12 +198,14 @@ def _check_names(graph: ir.Graph) -> None:
 
 
 def check_attributes(model: ir.Model) -> None:
-    """Raises ModelError for an attribute whose value is none of its type, and for nodes that hold what no node can.
+    """Raise ModelError for attributes whose value is not of their type, and for malformed nodes.
 
-    Of a model whose functions are inlined: only functions have attributes that stand for others.
+    The model's functions are inlined before: only attributes in functions refer to others.
     """
     for node in model.graph.all_nodes():
-        where = f"{_text(node.op_identifier())} '{node.name or ', '.join(v.name or '' for v in node.outputs)}'"
+        where = (
+            f"{_format_identifier(node.op_identifier())} '{node.name or ', '.join(v.name or '' for v in node.outputs)}'"
+        )
         if not node.outputs:
             raise ModelError(f"{where} has no output.")
         for attribute in node.attributes.values():
@@ -225,13 +238,13 @@ def _check_attribute(where: str, attribute: ir.Attr) -> None:
         raise ModelError(f"{where} is no text: its bytes are no UTF-8.")
 
 
-def graphs(model: ir.Model) -> Iterator[ir.Graph]:
-    """The model's graph, and the bodies in it."""
+def iterate_graphs(model: ir.Model) -> Iterator[ir.Graph]:
+    """Yield the model's graph, and the bodies in it."""
     todo = [model.graph]
     while todo:
         graph = todo.pop()
         yield graph
-        todo += [body for node in graph for body in _bodies(node)]
+        todo += [body for node in graph for body in _iterate_bodies(node)]
 
 
 def _check_value(value: ir.Value) -> None:
@@ -249,10 +262,10 @@ def _check_sizes(where: str, dims: list[int]) -> None:
 
 def _check_tensor(where: str, tensor: ir.TensorProtocol) -> None:
     try:
-        known = tensor.dtype != ir.DataType.UNDEFINED
+        has_dtype = tensor.dtype != ir.DataType.UNDEFINED
     except ValueError:
-        known = False
-    if not known:
+        has_dtype = False
+    if not has_dtype:
         raise ModelError(f"{where} has no element type, or one that ONNX does not have.")
     dims = list(tensor.shape.numpy())
     _check_sizes(where, dims)
@@ -261,12 +274,12 @@ def _check_tensor(where: str, tensor: ir.TensorProtocol) -> None:
         path = Path(tensor.path)
         if not path.is_file():
             raise ModelError(f"{where} is in the file {path}, which does not exist.")
-        begin, length, there = tensor.offset or 0, tensor.length, path.stat().st_size
+        begin, length, file_size = tensor.offset or 0, tensor.length, path.stat().st_size
         if length is not None and length != tensor.nbytes:
             raise ModelError(f"{where} is {kind}, which takes {tensor.nbytes} bytes; its data has {length}.")
-        if begin < 0 or begin + tensor.nbytes > there:
+        if begin < 0 or begin + tensor.nbytes > file_size:
             raise ModelError(
-                f"{where} is in bytes {begin} to {begin + tensor.nbytes} of {path}, which has {there}. "
+                f"{where} is in bytes {begin} to {begin + tensor.nbytes} of {path}, which has {file_size}. "
                 "The file is cut off, or another model's."
             )
         return
@@ -276,8 +289,8 @@ def _check_tensor(where: str, tensor: ir.TensorProtocol) -> None:
             raise ModelError(f"{where} is {kind}, which takes {tensor.nbytes} bytes; its data has {len(raw.raw_data)}.")
         return
     try:
-        found = tensor.numpy().size
+        element_count = tensor.numpy().size
     except Exception as error:
         raise ModelError(f"{where} is {kind}, and its data has another number of elements.") from error
-    if found != tensor.size:
-        raise ModelError(f"{where} is {kind}, which has {tensor.size} elements; its data has {found}.")
+    if element_count != tensor.size:
+        raise ModelError(f"{where} is {kind}, which has {tensor.size} elements; its data has {element_count}.")

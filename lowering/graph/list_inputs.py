@@ -1,12 +1,12 @@
-"""Inputs that are sequences of tensors, or optional values, become tensors: how many is said when compiling.
+"""Conversion of inputs that are sequences or optional values to tensors, whose number is set at compile time.
 
 With dims={"x": 2, "m": 0}
 
     inputs  x: sequence of float[N, 3], m: optional float[N]
     become  x[0]: float[n, 3], x[1]: float[m, 3]    and nodes    x = SequenceConstruct(x[0], x[1]), m = Optional()
 
-An optional input with an element is that element. Tensors of a sequence have sizes of their own: what its type calls N
-is another number in each, as in the node cases of ONNX, unless dims gives it. The manifest says which belong together.
+An optional input with an element is that element. Tensors of a sequence have sizes of their own: N of its type is
+another number in each, as in the node cases of ONNX, unless dims sets it. The manifest groups them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import onnx_ir as ir
 from ..errors import InputError, ModelError
 from ..manifest import ListSpec
 from ..runtime.checks import check_integer
-from .declared_sizes import Dims, forget_unknown_sizes, symbolic_dimensions, with_sizes
-from .legality import MOST_ELEMENTS, graphs
+from .declared_sizes import Dims, forget_unknown_sizes, list_symbolic_dimensions, set_sizes
+from .legality import MAX_SEQUENCE_ELEMENTS, iterate_graphs
 
-_TENSOR = ir.TensorType | None  # what says nothing is inferred, or refused, as a tensor
+_TENSOR = ir.TensorType | None  # an undeclared type is inferred, or rejected, as a tensor
 
 
 @dataclass(frozen=True)
 class SplitInputs:
-    """A model whose inputs are tensors, which of them are elements of a list, and what is said of its dimensions."""
+    """A model whose inputs are tensors, which of them are elements of a list, and its dimensions."""
 
     model: ir.Model
     lists: tuple[ListSpec, ...]
@@ -35,51 +35,51 @@ class SplitInputs:
 
 
 def split_list_inputs(model: ir.Model, dims: Dims) -> SplitInputs:
-    """Return a model that takes the elements of its lists one by one, with the sizes that dims gives.
+    """Return a model that takes the elements of its lists one by one, with the sizes in dims.
 
     Args:
-        model: What `load_model` gives. It stays as it is.
-        dims: What is said of symbolic dimensions, and by the name of an input that is a list the number of its
-            elements. For an optional input 0 says that it is None, and another number that it is not.
+        model: The result of `load_model`, which is not modified.
+        dims: Sizes of symbolic dimensions, and by the name of an input that is a list the number of its
+            elements. For an optional input 0 means that it is None, and another number that it is not.
 
     Raises:
-        InputError: The number of elements of an input is not said, or cannot be, or as `with_sizes`.
+        InputError: The number of elements of an input is missing or invalid, or as in `set_sizes`.
         ModelError: An input is a list of something else than tensors, or its elements have no shape.
     """
     lists = {value.name for value in model.graph.inputs if not isinstance(value.type, _TENSOR)}
     if not lists:
-        return SplitInputs(with_sizes(model, dims), (), dims)
-    for name in lists & symbolic_dimensions(model) & dims.keys():
+        return SplitInputs(set_sizes(model, dims), (), dims)
+    for name in lists & list_symbolic_dimensions(model) & dims.keys():
         raise InputError(f"dims: '{name}' is an input and a symbolic dimension. Rename one of them in the model.")
-    rest = {name: said for name, said in dims.items() if name not in lists}
-    model = with_sizes(model, rest).clone()
-    taken = _names(model)
+    tensor_dims = {name: bounds for name, bounds in dims.items() if name not in lists}
+    model = set_sizes(model, tensor_dims).clone()
+    used_names = _list_names(model)
     inputs: list[ir.Value] = []
     specs: list[ListSpec] = []
-    made: list[tuple[ir.Value, list[ir.Value]]] = []
+    elements_by_list: list[tuple[ir.Value, list[ir.Value]]] = []
     for value in model.graph.inputs:
         if isinstance(value.type, _TENSOR):
             inputs.append(value)
             continue
-        count, is_optional = _count(value, dims), isinstance(value.type, ir.OptionalType)
+        count, is_optional = _read_count(value, dims), isinstance(value.type, ir.OptionalType)
         if is_optional and count and isinstance(value.type.elem_type, ir.TensorType):
             value.type = value.type.elem_type
             inputs.append(value)
             continue
         specs.append(ListSpec(value.name or "", len(inputs), None if is_optional and not count else count))
-        elements = [_element(value, name) for name in element_names(value.name or "", count, taken)]
+        elements = [_make_element(value, name) for name in choose_element_names(value.name or "", count, used_names)]
         inputs += elements
-        made.append((value, elements))
+        elements_by_list.append((value, elements))
     model.graph.inputs[:] = inputs
-    nodes = [_node(value, elements) for value, elements in made]
+    nodes = [_make_list_node(value, elements) for value, elements in elements_by_list]
     first = next(iter(model.graph), None)
     model.graph.extend(nodes) if first is None else model.graph.insert_before(first, nodes)
     forget_unknown_sizes(model)
-    return SplitInputs(model, tuple(specs), rest)
+    return SplitInputs(model, tuple(specs), tensor_dims)
 
 
-def element_names(name: str, count: int, taken: set[str]) -> list[str]:
-    """Return names for the elements of a list, which are then taken: x[0], x[1] and so on."""
+def choose_element_names(name: str, count: int, taken: set[str]) -> list[str]:
+    """Return names for the elements of a list, x[0], x[1] and so on, and add them to `taken`."""
     names = []
     for k in range(count):
         element = f"{name}[{k}]"
@@ -90,21 +90,21 @@ def element_names(name: str, count: int, taken: set[str]) -> list[str]:
     return names
 
 
-def _names(model: ir.Model) -> set[str]:
-    """The names of all values."""
-    found: set[str] = set()
-    for graph in graphs(model):
+def _list_names(model: ir.Model) -> set[str]:
+    """Return the names of all values."""
+    names: set[str] = set()
+    for graph in iterate_graphs(model):
         values: Iterable[ir.Value] = (
             *graph.inputs,
             *graph.initializers.values(),
             *(value for node in graph for value in node.outputs),
         )
-        found |= {value.name or "" for value in values}
-    return found
+        names |= {value.name or "" for value in values}
+    return names
 
 
-def _count(value: ir.Value, dims: Dims) -> int:
-    """How many elements an input has. Raises InputError and ModelError as `split_list_inputs`."""
+def _read_count(value: ir.Value, dims: Dims) -> int:
+    """Return the number of elements of an input; raise errors as `split_list_inputs`."""
     kind, name = value.type, value.name or ""
     is_optional = isinstance(kind, ir.OptionalType)
     inner = kind.elem_type if isinstance(kind, ir.OptionalType) else kind
@@ -112,20 +112,20 @@ def _count(value: ir.Value, dims: Dims) -> int:
     tensor = inner.elem_type if isinstance(inner, ir.SequenceType) else inner
     if not isinstance(tensor, ir.TensorType):
         raise ModelError(f"Input '{name}' is {kind}. Inputs are tensors, or sequences and optional values of tensors.")
-    most = MOST_ELEMENTS if is_sequence else 1
-    said = dims.get(name)
-    if said is None:
+    limit = MAX_SEQUENCE_ELEMENTS if is_sequence else 1
+    bounds = dims.get(name)
+    if bounds is None:
         what = "a sequence, whose length" if not is_optional else "an optional value. Whether it is None"
         how = "NAME=K for K tensors" if is_sequence else "NAME=1 for a value"
-        none = ", NAME=0 for None" if is_optional else ""
+        none_hint = ", NAME=0 for None" if is_optional else ""
         raise InputError(
             f"input '{name}' is {what} must be known to compile the model. Say it with dims= (--dim): "
-            f"{(how + none).replace('NAME', name)}."
+            f"{(how + none_hint).replace('NAME', name)}."
         )
-    low, high = said if isinstance(said, tuple) else (said, said)
+    low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
     if low != high:
         raise InputError(f"dims: input '{name}' has one number of elements, not {low} to {high}. Give that number.")
-    count = check_integer(low, f"dims: the number of elements of input '{name}'", 0, most)
+    count = check_integer(low, f"dims: the number of elements of input '{name}'", 0, limit)
     if count and value.shape is None:
         raise ModelError(
             f"Input '{name}' is {kind} of no declared shape. Declare it in the model, in the tensor_type of "
@@ -134,15 +134,15 @@ def _count(value: ir.Value, dims: Dims) -> int:
     return count
 
 
-def _element(value: ir.Value, name: str) -> ir.Value:
-    """A tensor of a sequence."""
+def _make_element(value: ir.Value, name: str) -> ir.Value:
+    """Return a tensor of a sequence."""
     assert value.dtype is not None and value.shape is not None
     sizes = [dim if isinstance(dim, int) else None for dim in value.shape]
     return ir.Value(name=name, type=ir.TensorType(value.dtype), shape=ir.Shape(sizes))
 
 
-def _node(value: ir.Value, elements: list[ir.Value]) -> ir.Node:
-    """The node that makes a list of its elements, which are none for None and for an empty sequence."""
+def _make_list_node(value: ir.Value, elements: list[ir.Value]) -> ir.Node:
+    """Return the node that builds a list of its elements; None and an empty sequence have no elements."""
     if elements:
         return ir.Node("", "SequenceConstruct", elements, outputs=[value])
     assert value.type is not None and value.dtype is not None

@@ -1,4 +1,4 @@
-"""Reads an ONNX model: path, bytes or protobuf in, a checked `onnx_ir.Model` without model-local functions out."""
+"""Loading of ONNX models: a path, bytes or protobuf in, a checked `onnx_ir.Model` without model-local functions out."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import ModelError
-from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
+from . import schemas  # noqa: F401  (registers operators of onnxruntime for onnx's checker)
 from .declared_sizes import forget_unknown_sizes
 from .deprecated_norms import decompose_group_norms
-from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
+from .legality import check_attributes, check_bodies, check_domains, check_tensors, iterate_graphs
 from .model_file import check_format, check_model_file
 from .sparse_tensors import make_dense
-from .undeclared import declare_inputs, declare_outputs, forget_unknown_types, is_incomplete, with_stand_ins
+from .undeclared import add_stand_ins, declare_inputs, declare_outputs, forget_unknown_types, is_incomplete
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
-# What onnx_ir notes of illegal models, with tracebacks, is for programs that ask for records; our errors are for users.
+# onnx_ir logs illegal models with tracebacks. These records are for programs that ask for them; users see ModelError.
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())
 
-_FUSED_AGAIN = {
+_FUSED_BY_PASSES = {
     "BiasGelu", "BiasSplitGelu", "FastGelu", "Gelu", "QuickGelu", "SimplifiedLayerNormalization",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 }  # fmt: skip
 
-# What onnx's checker says of models that are repaired.
+# Errors of onnx's checker after which the model is repaired.
 _REPAIRED = ("topologically sorted", "GroupNormalization is deprecated")
 
-# Protobuf cannot serialize more, which the checker would need to do.
-_PROTOBUF_LIMIT = 2**31 - 1
+# Protobuf cannot serialize more bytes, which the checker would have to do.
+_MAX_PROTOBUF_BYTES = 2**31 - 1
 
 
 def load_model(model: ModelLike) -> ir.Model:
-    """The model, legal and without model-local functions: inlined, or nodes of an operator that the compiler has.
+    """Return the model, legal and without model-local functions.
 
-    External data stays in its file until it is used. Raises ModelError if there is no such file, if it is no ONNX
-    model, or if onnx's checker or `lowering.graph.legality` refuses it.
+    Functions are inlined, or become nodes of an operator that the compiler has. External data stays in its file until
+    it is used.
+
+    Raises:
+        ModelError: There is no such file, it is not an ONNX model, or onnx's checker or `legality` rejects it.
     """
     try:
         loaded = _read(model)
@@ -49,12 +52,12 @@ def load_model(model: ModelLike) -> ir.Model:
         forget_unknown_types(loaded)
         check_tensors(loaded)
         check_bodies(loaded)
-        inlined = common.InlinePass(lambda function: not _is_known(function))(loaded).model
-        inlined.functions.clear()  # those left are called by nobody
+        inlined = common.InlinePass(lambda function: not _is_supported(function))(loaded).model
+        inlined.functions.clear()  # the remaining ones are not called
         check_attributes(inlined)
         check_domains(inlined)
-        _forget_what_says_nothing(inlined)
-        inlined.graph.outputs[:] = dict.fromkeys(inlined.graph.outputs)  # results have names, each once
+        _clear_unused_declarations(inlined)
+        inlined.graph.outputs[:] = dict.fromkeys(inlined.graph.outputs)  # results are named, so each name occurs once
         declare_inputs(inlined)
         forget_unknown_sizes(inlined)
         declare_outputs(inlined)
@@ -62,27 +65,28 @@ def load_model(model: ModelLike) -> ir.Model:
     except ModelError:
         raise
     except onnx.checker.ValidationError as error:
-        raise ModelError(f"{_name(model)} is no legal ONNX model: {str(error).strip()}") from error
+        raise ModelError(f"{_label(model)} is no legal ONNX model: {str(error).strip()}") from error
     except Exception as error:
         raise ModelError(
-            f"{_name(model)} cannot be read as an ONNX model: it is damaged, or holds something that no reader knows. "
+            f"{_label(model)} cannot be read as an ONNX model: it is damaged, or holds something that no reader knows. "
             "The cause of this error has the details (-v on the command line)."
         ) from error
 
 
-def _is_known(function: ir.Function) -> bool:
-    """Whether the nodes of a function are operators that the compiler has: of com.microsoft, with those attributes.
+def _is_supported(function: ir.Function) -> bool:
+    """Return whether the nodes of a function are operators that the compiler has.
 
-    Norms and activations are inlined all the same: passes know the operators that their bodies are made of.
+    Such operators are of com.microsoft, with those attributes. Norms and activations are inlined all the same: the
+    passes recognize the operators of their bodies.
     """
     name, domain = function.name, function.domain
-    if domain != "com.microsoft" or name in _FUSED_AGAIN or not onnx.defs.has(name, domain):
+    if domain != "com.microsoft" or name in _FUSED_BY_PASSES or not onnx.defs.has(name, domain):
         return False
     schema = onnx.defs.get_schema(name, domain)
     return len(function.inputs) <= schema.max_input and function.attributes.keys() <= schema.attributes.keys()
 
 
-def _name(model: ModelLike) -> str:
+def _label(model: ModelLike) -> str:
     return str(model) if isinstance(model, (str, os.PathLike)) else "The model"
 
 
@@ -93,57 +97,63 @@ def _read(model: ModelLike) -> ir.Model:
         path = Path(model)
         check_model_file(path)
         check_format(path)
-        return _checked(lambda: onnx.checker.check_model(str(path)), lambda: _loaded(path))
+        return _read_checked(lambda: onnx.checker.check_model(str(path)), lambda: _read_file(path))
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(
             f"A {type(model).__name__} is no ONNX model: give a path, bytes, an onnx.ModelProto or an onnx_ir.Model. "
             "torch.onnx.export makes one of a PyTorch module."
         )
     proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
-    if proto.ByteSize() > _PROTOBUF_LIMIT:
+    if proto.ByteSize() > _MAX_PROTOBUF_BYTES:
         return ir.from_proto(make_dense(proto))
-    return _checked(lambda: onnx.checker.check_model(proto), lambda: ir.from_proto(make_dense(proto)))
+    return _read_checked(lambda: onnx.checker.check_model(proto), lambda: ir.from_proto(make_dense(proto)))
 
 
-def _loaded(path: Path) -> ir.Model:
-    """The model of a file, whose external data stays where it is."""
+def _read_file(path: Path) -> ir.Model:
+    """Return the model of a file, whose external data stays in its files."""
     folder = str(path.parent)
     model = ir.from_proto(make_dense(onnx.load(path, load_external_data=False), folder))
     ir.external_data.set_base_dir(model.graph, folder)
     return model
 
 
-def _checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Model:
-    """The model that is read, once onnx's checker has passed it. Nodes in any order are sorted first, deprecated norms
-    written out, and inputs and outputs need no shape, and outputs no type."""
+def _read_checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Model:
+    """Return the model that `read` returns, once onnx's checker has accepted it.
+
+    Nodes in any order are sorted first and deprecated norms decomposed. Inputs and outputs need no shape, and outputs
+    no type.
+    """
     try:
         check()
         return read()
     except onnx.checker.ValidationError as error:
-        refused = error
-    is_repaired = any(text in str(refused) for text in _REPAIRED)
+        rejection = error
+    is_repaired = any(text in str(rejection) for text in _REPAIRED)
     try:
         model = read()
-    except Exception:  # what cannot be read either
-        raise refused from None
+    except Exception:  # the model cannot be read either
+        raise rejection from None
     if not is_repaired and not any(map(is_incomplete, (*model.graph.inputs, *model.graph.outputs))):
-        raise refused
+        raise rejection
     decompose_group_norms(model)
     try:
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             graph.sort()
-        proto = ir.to_proto(with_stand_ins(model))
-    except (ValueError, RuntimeError):  # nodes that need each other, or what nobody computes
-        raise refused from None
+        proto = ir.to_proto(add_stand_ins(model))
+    except (ValueError, RuntimeError):  # nodes that depend on each other, or values that no node computes
+        raise rejection from None
     onnx.checker.check_model(proto)
     return model
 
 
-def _forget_what_says_nothing(model: ir.Model) -> None:
-    """Takes declarations off inner values that do not say an element type, as some exporters write; off nodes how they
-    are spread over devices; and off everything what only people read, which may be no text."""
+def _clear_unused_declarations(model: ir.Model) -> None:
+    """Clear declarations that the compiler does not read.
+
+    Inner values lose types without an element type, as some exporters write them. Nodes lose their distribution over
+    devices. Everything loses documentation and metadata, which need not be text.
+    """
     model.metadata_props.clear()
-    for graph in graphs(model):
+    for graph in iterate_graphs(model):
         outputs = [value for node in graph for value in node.outputs]
         attributes = [attribute for node in graph for attribute in node.attributes.values()]
         tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
@@ -161,7 +171,7 @@ def _forget_what_says_nothing(model: ir.Model) -> None:
 
 
 def dtype_name(dtype: ir.DataType | None) -> str:
-    """NumPy's or ml_dtypes' name of an ONNX element type, or "string"."""
+    """Return NumPy's or ml_dtypes' name of an ONNX element type, or "string"."""
     if dtype is None:
         raise ModelError("A value of the model has no element type.")
     return "string" if dtype == ir.DataType.STRING else dtype.numpy().name

@@ -1,4 +1,4 @@
-"""Whether there is a file of a model, before anything that takes time is imported."""
+"""Checks that a model's file exists, before slow imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ModelError
 from ..manifest import FILE
 
 _ENDING = ".onnx"
-_ENTRIES = 10_000  # of a folder that are compared with a misspelt name
+_MAX_ENTRIES = 10_000  # maximum entries of a folder that are compared with a misspelt name
 
 
 def check_model_file(path: Path) -> None:
@@ -21,29 +21,29 @@ def check_model_file(path: Path) -> None:
         what = "a compiled artifact" if (path / FILE).is_file() else "a folder"
         raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
     if not path.is_file():
-        near = _near(path)
+        similar = _find_similar(path)
         raise ModelError(
-            f"There is no file {path}." + (f" Did you mean {' or '.join(map(str, near))}?" if near else "")
+            f"There is no file {path}." + (f" Did you mean {' or '.join(map(str, similar))}?" if similar else "")
         )
 
 
 def check_format(path: Path) -> None:
-    """Raise ModelError for a file that is known to be of another format, with what to do."""
+    """Raise ModelError for a file of a recognized other format, with a remedy."""
     with path.open("rb") as file:
-        begin = file.read(_BEGIN)
-    what = "it is empty. Write or download it again." if not begin else None
-    for is_of, words in _FORMATS:
-        if what is None and is_of(begin):
-            what = words
-    if what is not None:
-        raise ModelError(f"{path} is not an ONNX model: {what}")
+        header = file.read(_HEADER_BYTES)
+    problem = "it is empty. Write or download it again." if not header else None
+    for has_format, message in _FORMATS:
+        if problem is None and has_format(header):
+            problem = message
+    if problem is not None:
+        raise ModelError(f"{path} is not an ONNX model: {problem}")
 
 
-def _is_safetensors(begin: bytes) -> bool:
-    return begin[8:10] == b'{"' and 0 < int.from_bytes(begin[:8], "little") < 1 << 32
+def _is_safetensors(header: bytes) -> bool:
+    return header[8:10] == b'{"' and 0 < int.from_bytes(header[:8], "little") < 1 << 32
 
 
-_BEGIN = 64  # bytes that tell a format
+_HEADER_BYTES = 64  # bytes that identify a format
 _EXPORT = "Export the module by torch.onnx.export."
 _FORMATS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
     (lambda b: b.startswith(b"PK\x03\x04"), f"it is a zip file, as PyTorch's checkpoints and programs are. {_EXPORT}"),
@@ -63,18 +63,18 @@ _FORMATS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
 )
 
 
-def _near(path: Path) -> list[Path]:
+def _find_similar(path: Path) -> list[Path]:
     """Return files whose path differs from this one in the name of one folder, or of the file, by a few letters."""
     try:
-        missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
+        missing = next(ancestor for ancestor in (*reversed(path.parents), path) if not ancestor.exists())
         with os.scandir(missing.parent) as entries:
-            names = [entry.name for entry in itertools.islice(entries, _ENTRIES)]
-        rest = path.relative_to(missing)
-        if missing == path:  # the ending, which all have, would make all of them alike
+            names = [entry.name for entry in itertools.islice(entries, _MAX_ENTRIES)]
+        remainder = path.relative_to(missing)
+        if missing == path:  # the common ending would make all names similar
             stems = [name.removesuffix(_ENDING) for name in names if name.endswith(_ENDING)]
-            near = [stem + _ENDING for stem in difflib.get_close_matches(path.name.removesuffix(_ENDING), stems)]
+            similar = [stem + _ENDING for stem in difflib.get_close_matches(path.name.removesuffix(_ENDING), stems)]
         else:
-            near = difflib.get_close_matches(missing.name, names)
-        return [file for name in near if (file := missing.with_name(name) / rest).is_file()]
-    except (OSError, ValueError, StopIteration):  # folders that nobody may read, or names that none can have
+            similar = difflib.get_close_matches(missing.name, names)
+        return [file for name in similar if (file := missing.with_name(name) / remainder).is_file()]
+    except (OSError, ValueError, StopIteration):  # unreadable folders, or invalid names
         return []

@@ -1,7 +1,7 @@
-"""What a decoder computes of positions alone: angles, embeddings of positions, masks. Never of tokens or caches.
+"""Values that a decoder computes from positions alone: angles, position embeddings, masks, but not tokens or caches.
 
-Such values can be computed before the model runs, for every position that there will be. Here they are found, and
-evaluated by onnx's own reference evaluator for one sequence of any number of new tokens behind any number of others.
+Such values can be computed before the model runs, for every possible position. This module finds them, and evaluates
+them by onnx's own reference evaluator for one sequence of any number of new tokens after any number of others.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from ..errors import ModelError
-from ..fusion.matching import Size, attribute, dims, is_op, numbers, operand
+from ..fusion.matching import Size, attribute, dims, is_op, operand, read_static_sizes
 from ..fusion.opset import opset
 from .cache_forms import LENGTH_AXIS
 
-# New tokens behind others, of which rows of one position are compared; and the most positions that these are.
-_FEW, _MORE, _BEHIND = (0, 5), (0, 7), (3, 4)
-_COMPARED = 7
+# Numbers of earlier and of new tokens for which rows of one position are compared; and the maximum of these positions.
+_SHORT_CALL, _LONGER_CALL, _LATER_CALL = (0, 5), (0, 7), (3, 4)
+_MIN_POSITIONS = 7
 
 
 class Positions:
-    """The values of a graph that depend on its mask and position ids, by what these are, and on sizes alone.
+    """The values of a graph that depend only on sizes, and on the meaning of its mask and position ids.
 
-    ids [1, S] are the token ids, or embeddings [1, S, H]; mask [1, P + S] and position_ids [1, S], or [n, 1, S] of n
-    times the same, are there or not; pasts are the caches [1, H, P, D]; every other input is data, as these are.
+    ids [1, S] are the token ids, or embeddings [1, S, H]. mask [1, P + S] and position_ids are optional; the latter are
+    [1, S], or [n, 1, S] of n times the same. pasts are the caches [1, H, P, D]. Every other input is data, as these
+    are.
     """
 
     def __init__(
@@ -39,78 +40,81 @@ class Positions:
         pasts: Sequence[ir.Value],
     ) -> None:
         self._model, self._ids, self._mask, self._position_ids, self._pasts = model, ids, mask, position_ids, pasts
-        told = {value for value in (mask, position_ids) if value is not None}
-        self._data: set[ir.Value] = {value for value in model.graph.inputs if value not in told}
-        self._varying = set(told)
+        position_inputs = {value for value in (mask, position_ids) if value is not None}
+        self._data: set[ir.Value] = {value for value in model.graph.inputs if value not in position_inputs}
+        self._varying = set(position_inputs)
         for node in model.graph:
-            is_size, read = is_op(node, "Shape", "Size"), _read(node)
-            if not is_size and any(value in self._data for value in read):
+            is_size, read_values = is_op(node, "Shape", "Size"), _list_read_values(node)
+            if not is_size and any(value in self._data for value in read_values):
                 self._data.update(node.outputs)
-            elif any(value in self._varying or (is_size and value in self._data) for value in read):
+            elif any(value in self._varying or (is_size and value in self._data) for value in read_values):
                 self._varying.update(node.outputs)
-        # of node outputs and inputs: initializers are what they are
-        self._computed = {v for node in model.graph for v in node.outputs if v not in self._data} | told
+        # node outputs and inputs, but not initializers, which are constant
+        self._computed = {v for node in model.graph for v in node.outputs if v not in self._data} | position_inputs
 
     def __contains__(self, value: ir.Value | None) -> bool:
-        """Whether it is computed of positions and sizes."""
+        """Return whether the value is computed from positions and sizes."""
         return value in self._computed
 
     def varies(self, value: ir.Value | None) -> bool:
-        """Whether it is computed of positions and sizes, and not of constants alone."""
+        """Return whether the value is computed from positions and sizes, and not from constants alone."""
         return value in self._varying
 
     def is_data(self, value: ir.Value | None) -> bool:
-        """Whether it depends on tokens."""
+        """Return whether the value depends on tokens."""
         return value in self._data
 
-    def of_data(self, node: ir.Node) -> bool:
-        """Whether the node's results depend on tokens."""
+    def is_data_node(self, node: ir.Node) -> bool:
+        """Return whether the node's results depend on tokens."""
         return any(output in self._data for output in node.outputs)
 
     def at(self, values: Sequence[ir.Value], past: int, new: int, padding: int = 0) -> list[np.ndarray]:
-        """The values for `new` tokens behind `past` others, all of which count but for the first so many.
+        """Return the values for `new` tokens after `past` others; the first `padding` tokens are padding.
 
-        Raises ModelError where they cannot be told.
+        Raises:
+            ModelError: The values cannot be computed.
         """
-        feeds = self._feeds(past, new, padding)
+        feeds = self._make_feeds(past, new, padding)
         needed: dict[ir.Node, None] = {}
         for value in values:
-            self._need(value.producer(), needed, feeds, lambda size: self._size(size, past, new))
+            self._collect_nodes(value.producer(), needed, feeds, lambda size: self._evaluate_size(size, past, new))
         graph = onnx.helper.make_graph(
             [ir.to_proto(node) for node in self._model.graph if node in needed],
             "positions",
-            [onnx.helper.make_tensor_value_info(n, _element(a), a.shape) for n, a in feeds.items()],
+            [onnx.helper.make_tensor_value_info(n, _element_type(a), a.shape) for n, a in feeds.items()],
             [onnx.helper.make_value_info(v.name or "", onnx.TypeProto()) for v in values],
         )
         imports = [onnx.helper.make_opsetid("", opset(self._model))]
         try:
             evaluator = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports))
             with np.errstate(all="ignore"):  # the lowest float32 is -inf in float16, and hides keys as well
-                found = evaluator.run(None, feeds)
+                arrays = evaluator.run(None, feeds)
         except Exception as error:
             names = ", ".join(f"'{value.name}'" for value in values)
             raise ModelError(
                 f"serve: {names}, which the model computes of positions, cannot be computed for positions "
                 f"{past} to {past + new - 1}: {error}. Is `context` longer than the model's own limit?"
             ) from error
-        return [np.asarray(array) for array in found]
+        return [np.asarray(array) for array in arrays]
 
-    def _feeds(self, past: int, new: int, padding: int) -> dict[str, np.ndarray]:
-        tokens_shape = numbers([1, new, *dims(self._ids)[2:]]) or ()
-        feeds = {str(self._ids.name): np.zeros(tokens_shape, _numpy(self._ids))}
+    def _make_feeds(self, past: int, new: int, padding: int) -> dict[str, np.ndarray]:
+        tokens_shape = read_static_sizes([1, new, *dims(self._ids)[2:]]) or ()
+        feeds = {str(self._ids.name): np.zeros(tokens_shape, _numpy_dtype(self._ids))}
         if self._mask is not None:
-            feeds[str(self._mask.name)] = (np.arange(past + new) >= padding).astype(_numpy(self._mask))[None]
+            feeds[str(self._mask.name)] = (np.arange(past + new) >= padding).astype(_numpy_dtype(self._mask))[None]
         if self._position_ids is not None:
             tokens = np.maximum(np.arange(past, past + new) - padding, 0)
-            places = numbers([*dims(self._position_ids)[:-2], 1, new]) or ()
-            feeds[str(self._position_ids.name)] = np.broadcast_to(tokens.astype(_numpy(self._position_ids)), places)
+            position_shape = read_static_sizes([*dims(self._position_ids)[:-2], 1, new]) or ()
+            feeds[str(self._position_ids.name)] = np.broadcast_to(
+                tokens.astype(_numpy_dtype(self._position_ids)), position_shape
+            )
         for value in self._pasts:
             shape = [past if axis == LENGTH_AXIS else size for axis, size in enumerate(dims(value))]
-            feeds[str(value.name)] = np.broadcast_to(np.zeros((), _numpy(value)), numbers(shape) or ())
+            feeds[str(value.name)] = np.broadcast_to(np.zeros((), _numpy_dtype(value)), read_static_sizes(shape) or ())
         return feeds
 
-    def _size(self, size: Size, past: int, new: int) -> int | None:
-        """A size of some value, where it is a number, S, P or their sum."""
+    def _evaluate_size(self, size: Size, past: int, new: int) -> int | None:
+        """Return a size of a value, if it is a number, S, P or their sum."""
         if isinstance(size, int):
             return size
         tokens = str(dims(self._ids)[1])
@@ -121,29 +125,29 @@ class Positions:
             sizes.setdefault(str(dims(self._mask)[1]), past + new)
         return sizes.get(str(size))
 
-    def _need(
+    def _collect_nodes(
         self,
         last: ir.Node | None,
         needed: dict[ir.Node, None],
         feeds: dict[str, np.ndarray],
-        known: Callable[[Size], int | None],
+        evaluate_size: Callable[[Size], int | None],
     ) -> None:
-        """Adds what the results of a node are computed by."""
+        """Add the nodes and feeds that the results of a node are computed from."""
         pending = [last]
         while pending:
             node = pending.pop()
             if node is None or node in needed or str(node.outputs[0].name) in feeds:
                 continue
             if is_op(node, "Shape") and str(operand(node, 0).name) not in feeds:
-                sizes = [known(size) for size in dims(operand(node, 0))]
+                sizes = [evaluate_size(size) for size in dims(operand(node, 0))]
                 if operand(node, 0) in self._data and None not in sizes:
-                    part = slice(attribute(node, "start", 0), attribute(node, "end", None))
-                    feeds[str(node.outputs[0].name)] = np.array(sizes[part], np.int64)
+                    bounds = slice(attribute(node, "start", 0), attribute(node, "end", None))
+                    feeds[str(node.outputs[0].name)] = np.array(sizes[bounds], np.int64)
                     continue
             needed[node] = None
-            for value in _read(node):
+            for value in _list_read_values(node):
                 if value.is_initializer():
-                    feeds[str(value.name)] = _array(value)
+                    feeds[str(value.name)] = _read_elements(value)
                 elif value in self._data and not value.is_graph_input():
                     raise ModelError(
                         f"serve: node '{node.name}' ({node.op_type}) asks for the shape of '{value.name}', which the "
@@ -154,26 +158,30 @@ class Positions:
                 pending.append(value.producer())
 
 
-def rows_by_position(
+def evaluate_rows(
     positions: Positions, values: Sequence[ir.Value], context: int
 ) -> dict[ir.Value, tuple[np.ndarray, int]]:
-    """Of the values those that have a row for each token: rows for all positions up to the context, and the axis that
-    is over them. The others are what all tokens share, and sizes.
+    """Return the values that have a row for each token: rows for all positions up to the context, and their axis.
 
-    Raises ModelError for a value that depends on more than the position.
+    The other values are shared by all tokens, and sizes.
+
+    Raises:
+        ModelError: A value depends on more than the position.
     """
     if not values:
         return {}
-    few, more, behind = (positions.at(values, *at) for at in (_FEW, _MORE, _BEHIND))
+    short_arrays, longer_arrays, later_arrays = (
+        positions.at(values, *call) for call in (_SHORT_CALL, _LONGER_CALL, _LATER_CALL)
+    )
     axes = {
         value: axis
-        for value, arrays in zip(values, zip(few, more, behind))
-        if (axis := _row_axis(value, *arrays)) is not None
+        for value, arrays in zip(values, zip(short_arrays, longer_arrays, later_arrays))
+        if (axis := _find_row_axis(value, *arrays)) is not None
     }
-    rows = dict(zip(axes, positions.at(list(axes), 0, max(context, _COMPARED)))) if axes else {}
-    for value, *parts in zip(values, few, behind):
-        for part, (first, count) in zip(parts, (_FEW, _BEHIND)) if value in axes else ():
-            if not np.allclose(part, np.take(rows[value], range(first, first + count), axes[value]), 1e-6, 1e-6):
+    rows = dict(zip(axes, positions.at(list(axes), 0, max(context, _MIN_POSITIONS)))) if axes else {}
+    for value, *compared in zip(values, short_arrays, later_arrays):
+        for array, (first, count) in zip(compared, (_SHORT_CALL, _LATER_CALL)) if value in axes else ():
+            if not np.allclose(array, np.take(rows[value], range(first, first + count), axes[value]), 1e-6, 1e-6):
                 raise ModelError(
                     f"serve: '{value.name}' of one position depends on how long its sequence is, as dynamic and long "
                     "rotary scalings do."
@@ -181,40 +189,40 @@ def rows_by_position(
     return {value: (rows[value], axis) for value, axis in axes.items()}
 
 
-def _row_axis(value: ir.Value, few: np.ndarray, more: np.ndarray, behind: np.ndarray) -> int | None:
-    """The axis that is over tokens, None if there is none."""
-    axes = [axis for axis, (x, y) in enumerate(zip(few.shape, more.shape)) if x != y]
-    if few.ndim == more.ndim == behind.ndim and not axes:
-        # Integers that differ are sizes: those of the packed rows from now on.
-        if few.dtype.kind != "i" and not (np.array_equal(few, more) and np.array_equal(few, behind)):
+def _find_row_axis(value: ir.Value, short: np.ndarray, longer: np.ndarray, later: np.ndarray) -> int | None:
+    """Return the axis over tokens, None if there is none."""
+    axes = [axis for axis, (x, y) in enumerate(zip(short.shape, longer.shape)) if x != y]
+    if short.ndim == longer.ndim == later.ndim and not axes:
+        # Integers that differ are sizes, from now on those of the packed rows.
+        if short.dtype.kind != "i" and not (np.array_equal(short, longer) and np.array_equal(short, later)):
             raise ModelError(f"serve: '{value.name}' depends on how many tokens a call has, or came before.")
         return None
-    if len(axes) != 1 or behind.shape[axes[0]] != _BEHIND[1]:
+    if len(axes) != 1 or later.shape[axes[0]] != _LATER_CALL[1]:
         raise ModelError(f"serve: '{value.name}' is neither a row for each position nor the same for all.")
     return axes[0]
 
 
-def _read(node: ir.Node) -> list[ir.Value]:
-    """What the node reads, and what its bodies read of the graph around them."""
-    found = [value for value in node.inputs if value is not None]
-    for given in node.attributes.values():
-        bodies = [given.value] if given.type == ir.AttributeType.GRAPH else []
-        bodies = list(given.value) if given.type == ir.AttributeType.GRAPHS else bodies
+def _list_read_values(node: ir.Node) -> list[ir.Value]:
+    """Return the values that the node reads, and that its bodies read of the graph around them."""
+    values = [value for value in node.inputs if value is not None]
+    for stored in node.attributes.values():
+        bodies = [stored.value] if stored.type == ir.AttributeType.GRAPH else []
+        bodies = list(stored.value) if stored.type == ir.AttributeType.GRAPHS else bodies
         for body in bodies:
             for inner in body.all_nodes():
-                found += [v for v in inner.inputs if v is not None and v.graph is not body]
-    return found
+                values += [v for v in inner.inputs if v is not None and v.graph is not body]
+    return values
 
 
-def _array(value: ir.Value) -> np.ndarray:
+def _read_elements(value: ir.Value) -> np.ndarray:
     assert value.const_value is not None
     return value.const_value.numpy()
 
 
-def _numpy(value: ir.Value) -> np.dtype:
+def _numpy_dtype(value: ir.Value) -> np.dtype:
     assert value.dtype is not None
     return np.dtype(value.dtype.numpy())
 
 
-def _element(array: np.ndarray) -> int:
+def _element_type(array: np.ndarray) -> int:
     return onnx.helper.np_dtype_to_tensor_dtype(array.dtype)

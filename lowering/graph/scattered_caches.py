@@ -8,14 +8,17 @@ import onnx_ir as ir
 
 from ..errors import ModelError
 from ..fusion.attention_node import NONPAD, PAST_KEY, attention_input, is_attention
-from ..fusion.matching import Size, attribute, dims, is_op, numbers, operand
+from ..fusion.matching import Size, attribute, dims, is_op, operand, read_static_sizes
 from ..fusion.sizes import InferSizesPass
 
 
 @dataclass(frozen=True)
 class ScatteredCaches:
-    """caches: output by input. starts is the input, int [B], of the slots that new rows go to; ends is that of
-    nonpad_kv_seqlen, "" where attention has none."""
+    """The caches of a model; caches: output by input.
+
+    starts is the input, int [B], with the slots of new rows; ends is that of nonpad_kv_seqlen, "" if attention has
+    none.
+    """
 
     capacity: int
     caches: dict[str, str]
@@ -24,11 +27,14 @@ class ScatteredCaches:
 
 
 def find_scattered_caches(model: ir.Model) -> ScatteredCaches | None:
-    """Return the caches of a model whose sizes are inferred, None if it has none or writes them at several places."""
-    updates = [node for node in model.graph if _updates(node)]
-    starts = {_root(operand(node, 2)) for node in updates}
+    """Return the caches of a model whose sizes are inferred.
+
+    None if it has none, or writes them at different slots.
+    """
+    updates = [node for node in model.graph if _is_cache_update(node)]
+    starts = {_find_length_input(operand(node, 2)) for node in updates}
     ends = {
-        _root(operand(node, NONPAD))
+        _find_length_input(operand(node, NONPAD))
         for node in model.graph
         if is_attention(node) and attention_input(node, NONPAD) is not None
     }
@@ -43,7 +49,7 @@ def find_scattered_caches(model: ir.Model) -> ScatteredCaches | None:
 
 
 def check_capacity(scattered: ScatteredCaches, capacity: int) -> None:
-    """Raise ModelError where the model has caches of another capacity."""
+    """Raise ModelError if the model has caches of another capacity."""
     if scattered.capacity != capacity:
         raise ModelError(
             f"static_cache: the model writes caches of {scattered.capacity} slots itself, not of {capacity}. Compile "
@@ -52,16 +58,18 @@ def check_capacity(scattered: ScatteredCaches, capacity: int) -> None:
 
 
 def grow_scattered_caches(model: ir.Model) -> None:
-    """Make caches that a model writes itself, if all are read by Attention as they are, past inputs that grow.
+    """Convert caches that a model writes itself to past inputs that grow.
+
+    All of them must be read by Attention as they are.
 
     Before: TensorScatter(cache, rows, starts), read by an Attention up to nonpad_kv_seqlen. After: an Attention of the
-    new rows behind past_key and past_value [B, Hkv, P, D], under the names of the caches.
+    new rows after past_key and past_value [B, Hkv, P, D], under the names of the caches.
     """
     InferSizesPass()(model)
     scattered = find_scattered_caches(model)
     if scattered is None or not scattered.ends:
         return
-    readers = [node for node in model.graph if is_attention(node) and _reads_updates(node)]
+    readers = [node for node in model.graph if is_attention(node) and _is_read_of_updates(node)]
     if 2 * len(readers) != len(scattered.caches):
         return
     for node in readers:
@@ -70,23 +78,26 @@ def grow_scattered_caches(model: ir.Model) -> None:
         model.graph.inputs.remove(value)
 
 
-def _reads_updates(node: ir.Node) -> bool:
-    """Whether keys and values of an Attention are caches that nothing else reads, with known heads and sizes."""
+def _is_read_of_updates(node: ir.Node) -> bool:
+    """Return whether keys and values of an Attention are caches that no other node reads.
+
+    Their heads and sizes must be static.
+    """
     if attention_input(node, NONPAD) is None or any(node.inputs[PAST_KEY:NONPAD]):
         return False
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
     for value in node.inputs[1:3]:
         update = value.producer() if value is not None else None
-        if value is None or update is None or not _updates(update) or len(value.uses()) != 1:
+        if value is None or update is None or not _is_cache_update(update) or len(value.uses()) != 1:
             return False
-        if numbers(_heads_and_size(node, value)) is None or len(operand(update, 0).uses()) != 1:
+        if read_static_sizes(_read_heads_and_size(node, value)) is None or len(operand(update, 0).uses()) != 1:
             return False
     return True
 
 
-def _heads_and_size(node: ir.Node, cache: ir.Value) -> tuple[Size, Size]:
-    """Of a cache [B, Hkv, slots, D] or [B, slots, Hkv * D]."""
+def _read_heads_and_size(node: ir.Node, cache: ir.Value) -> tuple[Size, Size]:
+    """Return the heads and the size of a cache [B, Hkv, slots, D] or [B, slots, Hkv * D]."""
     sizes, heads = dims(cache), attribute(node, "kv_num_heads", 0)
     if len(sizes) == 4:
         return sizes[1], sizes[3]
@@ -100,7 +111,7 @@ def _grow(graph: ir.Graph, node: ir.Node) -> None:
     for k, update in enumerate(updates, 1):
         assert update is not None
         past, present, grown = operand(update, 0), update.outputs[0], node.outputs[k]
-        heads, size = _heads_and_size(node, present)
+        heads, size = _read_heads_and_size(node, present)
         batch = dims(past)[0]
         past.shape = ir.Shape([batch, heads, ir.SymbolicDim("past_slots"), size])
         grown.type, grown.shape = present.type, ir.Shape([batch, heads, ir.SymbolicDim(None), size])
@@ -111,16 +122,16 @@ def _grow(graph: ir.Graph, node: ir.Node) -> None:
         graph.remove(update, safe=True)
 
 
-def _updates(node: ir.Node) -> bool:
-    """Whether the node writes rows of a cache that is an input and an output of the model."""
+def _is_cache_update(node: ir.Node) -> bool:
+    """Return whether the node writes rows of a cache that is an input and an output of the model."""
     if not is_op(node, "TensorScatter") or attribute(node, "mode", "linear") != "linear" or len(node.inputs) < 3:
         return False
     indices = node.inputs[2]
     return indices is not None and operand(node, 0).is_graph_input() and node.outputs[0].is_graph_output()
 
 
-def _root(value: ir.Value) -> ir.Value | None:
-    """Return the input [B] that the value is, but for its type."""
+def _find_length_input(value: ir.Value) -> ir.Value | None:
+    """Return the input [B] that the value equals, apart from its type."""
     while is_op(node := value.producer(), "Cast", "Identity"):
         assert node is not None
         value = operand(node, 0)

@@ -1,15 +1,15 @@
-"""Schemas of what onnxruntime's optimizers write, for onnx's checker and its inference of types and shapes.
+"""Schemas of operators that onnxruntime's optimizers write, for onnx's checker and its inference of types and shapes.
 
-LayerNormalization came into ai.onnx with opset 17 and SimplifiedLayerNormalization not at all, but onnxruntime has both
-there. Its other operators are those of lowering/ops/microsoft. The compiler's own Attention has a schema, too.
-Importing this module registers all, once per process.
+LayerNormalization came to ai.onnx with opset 17 and SimplifiedLayerNormalization never, but onnxruntime has both there.
+Its other operators are those of lowering/ops/microsoft. The compiler's own Attention has a schema, too. Importing this
+module registers all, once per process.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import onnx.reference  # noqa: F401  (first: it does not import once two operators of one name are registered)
+import onnx.reference  # noqa: F401  (first: its import fails once two operators of one name are registered)
 from onnx import defs
 
 from .legality import OWN_DOMAIN
@@ -34,7 +34,7 @@ from .type_inference import (
     infer_paged_attention,
     infer_q_attention,
     infer_q_embedding,
-    infer_rows_of_codes,
+    infer_quantized_rows,
 )
 
 _OPTION = defs.OpSchema.FormalParameterOption
@@ -46,7 +46,7 @@ _ATTRIBUTE = {
     "string": defs.OpSchema.AttrType.STRING,
     "strings": defs.OpSchema.AttrType.STRINGS,
 }
-# Types are checked by the lowerings, which say more.
+# Types are checked by the lowerings, which have more specific errors.
 _ANY = [
     f"tensor({name})"
     for name in ("float16", "bfloat16", "float", "double", "int8", "int32", "int64", "uint8", "bool", "float8e4m3fn")
@@ -54,7 +54,10 @@ _ANY = [
 
 
 def _register(name: str, inputs: str, outputs: str, attributes: str, infer: Inference, domain: str) -> None:
-    """inputs and outputs are names, optional ones with ?; attributes are name:type, with ! where required."""
+    """Register a schema.
+
+    inputs and outputs are names, optional ones with ?; attributes are name:type, with ! if required.
+    """
 
     def parameters(names: str, letter: str) -> list[defs.OpSchema.FormalParameter]:
         return [
@@ -64,21 +67,21 @@ def _register(name: str, inputs: str, outputs: str, attributes: str, infer: Infe
             for k, n in enumerate(names.split())
         ]
 
-    given, made = parameters(inputs, "T"), parameters(outputs, "U")
+    formal_inputs, formal_outputs = parameters(inputs, "T"), parameters(outputs, "U")
     pairs = [text.split(":") for text in attributes.split()]
     schema = defs.OpSchema(
         name,
         domain,
         1,
-        inputs=given,
-        outputs=made,
-        type_constraints=[(parameter.type_str, _ANY, "") for parameter in (*given, *made)],
+        inputs=formal_inputs,
+        outputs=formal_outputs,
+        type_constraints=[(parameter.type_str, _ANY, "") for parameter in (*formal_inputs, *formal_outputs)],
         attributes=[
             defs.OpSchema.Attribute(n, _ATTRIBUTE[kind.rstrip("!")], "", required=kind.endswith("!"))
             for n, kind in pairs
         ],
     )
-    count = len(made)
+    count = len(formal_outputs)
 
     def inference(context: Any) -> None:
         for k, kind in infer(context).items():
@@ -161,7 +164,7 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "data indices scales zero_points?",
         "output",
         "bits:int block_size:int gather_axis:int quantize_axis:int",
-        infer_rows_of_codes,
+        infer_quantized_rows,
     ),
     (
         "MoE",

@@ -1,4 +1,4 @@
-"""How a decoder is to be served: what `compile` is told of caches and requests."""
+"""Options of a served decoder: its caches and requests, as passed to `compile`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from ..runtime.checks import check_integer
 class Serve:
     """A decoder for packed tokens of many requests over one paged cache: `compile(model, serve=Serve(context=4096))`.
 
-    context is the largest number of tokens of a request, tokens_per_block a power of two. cache is the element type of
-    keys and values: "model", the one that the model computes in, or "int8" with a float32 scale for each token and
-    head. States of convolutions and recurrences keep their type. ids, mask and positions are the names of the model's
-    inputs, as for `Model.decoder`; they are found by what they feed if "".
+    States of convolutions and recurrences keep their type.
+
+    Args:
+        context: The largest number of tokens of a request.
+        tokens_per_block: The number of tokens of a block, a power of two.
+        cache: The element type of keys and values: "model", the one that the model computes in, or "int8" with a
+            float32 scale for each token and head.
+        ids: The name of the model's input of tokens, as for `Model.decoder`; if "", it is found by its readers.
+        mask: The name of the input of the attention mask, likewise.
+        positions: The name of the input of positions, likewise.
+
+    Raises:
+        InputError: An option is out of range.
     """
 
     context: int

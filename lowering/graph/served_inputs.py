@@ -1,4 +1,4 @@
-"""The inputs of a decoder that is to be served, by what they are for."""
+"""The inputs of a decoder to be served, by role."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import onnx_ir as ir
 from ..errors import InputError, ModelError
 from ..fusion.matching import dims
 from ..fusion.sizes import InferSizesPass
-from .roles import Roles, find_roles, table_rows
+from .roles import InputRoles, find_roles, read_table_rows
 from .serve import Serve
 
 
 @dataclass(frozen=True)
 class ServedInputs:
-    """What a decoder reads: token ids or embeddings, its mask, positions, and what else each token has."""
+    """Inputs of a decoder: token ids or embeddings, its mask, positions, and further inputs per token."""
 
     ids: ir.Value
     mask: ir.Value | None
@@ -24,16 +24,20 @@ class ServedInputs:
     per_token: list[ir.Value]
 
     def vocabularies(self) -> dict[str, int]:
-        """The rows of the table that each input of ids picks rows of, as far as they are known."""
-        rows = {str(value.name): table_rows(value) for value in (self.ids, *self.per_token)}
+        """Return the number of rows of the table that each input of ids indexes, if static."""
+        rows = {str(value.name): read_table_rows(value) for value in (self.ids, *self.per_token)}
         return {name: count for name, count in rows.items() if isinstance(count, int)}
 
 
 def find_inputs(model: ir.Model, serve: Serve) -> ServedInputs:
-    """Return the inputs of a model whose sizes are inferred. Raises InputError where none holds tokens."""
+    """Return the inputs of a model whose sizes are inferred.
+
+    Raises:
+        InputError: No input contains tokens.
+    """
     inputs = {value.name: value for value in model.graph.inputs}
     caches = [str(name) for name, value in inputs.items() if len(dims(value)) > 3]
-    roles = find_roles(model, Roles(serve.ids, serve.mask, serve.positions), caches)
+    roles = find_roles(model, InputRoles(serve.ids, serve.mask, serve.positions), caches)
     ids = inputs.get(roles.ids)
     if ids is None or len(dims(ids)) not in (2, 3):
         names = ", ".join(str(name) for name in inputs)
@@ -45,9 +49,13 @@ def find_inputs(model: ir.Model, serve: Serve) -> ServedInputs:
     return ServedInputs(ids, inputs.get(roles.mask), inputs.get(roles.positions), per_token)
 
 
-def batch_of(model: ir.Model, serve: Serve) -> str | None:
-    """The name of the batch dimension, None if it is 1. Raises InputError where there are no such tokens, ModelError
-    for a decoder of another form."""
+def find_batch_dimension(model: ir.Model, serve: Serve) -> str | None:
+    """Return the name of the batch dimension, None if it is 1.
+
+    Raises:
+        InputError: There are no such tokens.
+        ModelError: The decoder has another form.
+    """
     sized = model.clone()
     InferSizesPass()(sized)
     ids = find_inputs(sized, serve).ids
@@ -60,24 +68,24 @@ def batch_of(model: ir.Model, serve: Serve) -> str | None:
     return None if isinstance(batch, int) else batch.value
 
 
-def nodes_of(graph: ir.Graph, names: Collection[str]) -> list[ir.Node]:
+def find_dependent_nodes(graph: ir.Graph, names: Collection[str]) -> list[ir.Node]:
     """Return the nodes whose results depend on some of these inputs, and on no others."""
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
-    own = {value for value in inputs if value.name in names}
-    others, nodes = set(inputs) - own, list[ir.Node]()
+    dependent = {value for value in inputs if value.name in names}
+    independent, nodes = set(inputs) - dependent, list[ir.Node]()
     for node in graph:
         has_bodies = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
-        if has_bodies or not others.isdisjoint(node.inputs):
-            others.update(node.outputs)
-        elif not own.isdisjoint(node.inputs):
-            own.update(node.outputs)
+        if has_bodies or not independent.isdisjoint(node.inputs):
+            independent.update(node.outputs)
+        elif not dependent.isdisjoint(node.inputs):
+            dependent.update(node.outputs)
             nodes.append(node)
     return nodes
 
 
-def check_known(others: list[ir.Value], setup: ir.Model | None) -> None:
-    """Raise ModelError for an input that is neither what a decoder keeps nor keys and values of a source."""
-    for value in others:
+def reject_inputs(inputs: list[ir.Value], setup: ir.Model | None) -> None:
+    """Raise ModelError for an input that is neither state of a decoder nor keys and values of a source."""
+    for value in inputs:
         if setup is not None and any(value.name == output.name for output in setup.graph.outputs):
             node, names = next(iter(value.uses())).node, ", ".join(f"'{source.name}'" for source in setup.graph.inputs)
             raise ModelError(

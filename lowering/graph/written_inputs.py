@@ -1,9 +1,9 @@
-"""Operators that write into their inputs: what they leave there becomes an output of theirs.
+"""Functional form of operators that write to their inputs: the written tensor becomes an output of the node.
 
-Serving operators update caches where they are, and give out the attention alone. Here such a node gets the outputs that
-it has none of, and every later reader of the tensor reads them, so that a model says what it computes. Where the tensor
-is an input of the model, its last version becomes an output that takes over the input's memory: the array that the
-caller passes is updated.
+Serving operators update caches in place, and return only the attention. Here such a node gets the missing outputs, and
+every later reader of the tensor reads them, so that a model states what it computes. If the tensor is an input of the
+model, its last version becomes an output that takes over the input's memory: the array that the caller passes is
+updated.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from ..errors import ModelError
 
 @dataclass(frozen=True)
 class Write:
-    """Output number `output` of a node is what becomes of its input number `source`; with `unless_zero` only where that
-    attribute is there and not 0."""
+    """A write of a node: output number `output` is the updated input number `source`.
+
+    With `unless_zero` the node only writes if that attribute is present and not 0.
+    """
 
     source: int
     output: int
     unless_zero: str = ""
 
-    def input_of(self, node: ir.Node) -> ir.Value | None:
-        """What the node writes to, if it does."""
+    def find_input(self, node: ir.Node) -> ir.Value | None:
+        """Return the input that the node writes to, if it does."""
         value = node.inputs[self.source] if self.source < len(node.inputs) else None
         attribute = node.attributes.get(self.unless_zero)
-        happens = not self.unless_zero or (attribute is not None and attribute.value != 0)
-        return value if happens else None
+        is_written = not self.unless_zero or (attribute is not None and attribute.value != 0)
+        return value if is_written else None
 
 
 WRITES: dict[tuple[str, str], tuple[Write, ...]] = {("tensorrt_llm", "GptAttention"): (Write(1, 1),)}
-"""By domain and operator."""
+"""Writes, by domain and operator."""
 
 WRITES["com.microsoft", "PagedAttention"] = Write(3, 1), Write(4, 2)
 for _domain in ("opmx.dynamic_batching", "pmx.dynamic_batching"):
@@ -42,34 +44,35 @@ for _domain in ("opmx.dynamic_batching", "pmx.dynamic_batching"):
 
 
 def name_written_inputs(model: ir.Model) -> dict[str, str]:
-    """Adds the outputs; by input of the model that is written without being given out, the output that holds it.
+    """Add the outputs; return, by input that is written but not returned, the output with its new value.
 
-    Raises ModelError for a constant that a node writes to.
+    Raises:
+        ModelError: A node writes to a constant.
     """
     if not any((node.domain, node.op_type) in WRITES for node in model.graph):
         return {}
-    naming = _Naming(model.graph)
+    naming = _WrittenOutputs(model.graph)
     for node in list(model.graph):
         for write in WRITES.get((node.domain, node.op_type), ()):
-            value = write.input_of(node)
+            value = write.find_input(node)
             named = write.output < len(node.outputs) and node.outputs[write.output].name
             if value is not None and not named:
-                naming.give(node, value, write.output)
-    return naming.finish()
+                naming.add_output(node, value, write.output)
+    return naming.add_graph_outputs()
 
 
-class _Naming:
-    """Outputs for what nodes write, in the order in which nodes stand."""
+class _WrittenOutputs:
+    """Outputs for the writes of nodes, in the order of the nodes."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
         self.position = {node: k for k, node in enumerate(graph)}
-        self.taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
-        self.taken |= {v.name for node in graph for v in node.outputs}
-        self.last: dict[ir.Value, ir.Value] = {}  # by what was written first, its newest version
+        self.used_names = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+        self.used_names |= {v.name for node in graph for v in node.outputs}
+        self.newest: dict[ir.Value, ir.Value] = {}  # by the original value, its newest version
 
-    def give(self, node: ir.Node, value: ir.Value, output: int) -> None:
-        original = next((first for first, now in self.last.items() if now is value), value)
+    def add_output(self, node: ir.Node, value: ir.Value, output: int) -> None:
+        original = next((source for source, latest in self.newest.items() if latest is value), value)
         if original.is_initializer():
             raise ModelError(
                 f"node '{node.name or node.op_type}' writes to the constant '{original.name}'. Make it an input of the "
@@ -77,27 +80,27 @@ class _Naming:
             )
         if output >= len(node.outputs):
             node.resize_outputs(output + 1)
-        made = node.outputs[output]
-        made.name = self.free(f"{original.name}_written")
-        made.type, made.shape = value.type, value.shape
+        written = node.outputs[output]
+        written.name = self.choose_name(f"{original.name}_written")
+        written.type, written.shape = value.type, value.shape
         for reader, index in list(value.uses()):
             if reader is not node and self.position.get(reader, -1) > self.position[node]:
-                reader.replace_input_with(index, made)
-        self.last[original] = made
+                reader.replace_input_with(index, written)
+        self.newest[original] = written
 
-    def finish(self) -> dict[str, str]:
-        """Makes the last versions of the model's inputs outputs of it; their names by those of the inputs."""
+    def add_graph_outputs(self) -> dict[str, str]:
+        """Make the last versions of the model's inputs its outputs; return their names by input."""
         donated: dict[str, str] = {}
-        for value, now in self.last.items():
+        for value, latest in self.newest.items():
             if value.is_graph_input() and value.name is not None:
-                donated[value.name] = now.name = self.free(f"{value.name}_updated")
-                self.graph.outputs.append(now)
+                donated[value.name] = latest.name = self.choose_name(f"{value.name}_updated")
+                self.graph.outputs.append(latest)
         return donated
 
-    def free(self, name: str) -> str:
-        """The name, or one like it that nothing has yet."""
-        found, k = name, 1
-        while found in self.taken:
-            found, k = f"{name}_{k}", k + 1
-        self.taken.add(found)
-        return found
+    def choose_name(self, name: str) -> str:
+        """Return the name, or a similar one that is not used yet."""
+        candidate, k = name, 1
+        while candidate in self.used_names:
+            candidate, k = f"{name}_{k}", k + 1
+        self.used_names.add(candidate)
+        return candidate

@@ -19,7 +19,7 @@ from tvm import relax
 
 from .. import ops
 from ..errors import LoweringError, ModelError, NodeError
-from ..graph.fold import fold
+from ..graph.fold import fold_node
 from ..graph.legality import declared_opset
 from ..graph.model import dtype_name
 from .function_body import read_function_body
@@ -344,7 +344,9 @@ class Importer(FunctionTensors):
     def _results(self, node: ir.Node, version: int, inputs: list[Value | None]) -> list[Value | None]:
         arrays = [None if v is None else v.constant for v in inputs]
         if all(a is not None or v is None for a, v in zip(arrays, inputs)):
-            folded = fold(node, version, arrays, _SMALL_BYTES) if self.recipes else fold(node, version, arrays)
+            folded = (
+                fold_node(node, version, arrays, _SMALL_BYTES) if self.recipes else fold_node(node, version, arrays)
+            )
             if folded is not None:
                 return [None if a is None else self.constant(a) for a in folded]
         lowering = ops.lookup(node.domain, node.op_type, version)

@@ -12,7 +12,7 @@ from tvm import relax, te, tirx
 from tvm.ir import prim
 
 from ..errors import NodeError
-from ..graph.donation import declared_alike
+from ..graph.donation import has_same_declared_shape
 from .open_sizes import broadcast_open_sizes
 from .quantized_matrix import QuantizedMatrix
 from .values import (
@@ -104,7 +104,7 @@ class Node:
     def declares_same_shape(self, input: int, output: int) -> bool:
         """Return whether the model declares the input and the output with the same shape of numbers and names."""
         source, result = self._ir.inputs[input], self._ir.outputs[output]
-        return source is not None and declared_alike(source, result)
+        return source is not None and has_same_declared_shape(source, result)
 
     def declared_size(self, output: int, axis: int) -> int | None:
         """Return the number that the model declares for that dimension of that output, None if it declares none."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from ..graph.list_inputs import element_names
+from ..graph.list_inputs import choose_element_names
 from ..graph.model import dtype_name
 from ..manifest import ListSpec
 from .imported_model import Port
@@ -26,7 +26,7 @@ def make_output_ports(
             ports.append(as_port(name, value.dtype, value.shape))
             continue
         lists.append(ListSpec(name, len(ports), None if isinstance(value, AbsentValue) else len(value.items)))
-        names = element_names(name, len(value.items), taken)
+        names = choose_element_names(name, len(value.items), taken)
         ports += [as_port(n, item.dtype, item.shape) for n, item in zip(names, value.items)]
     return ports, lists
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runtime.gpu import read_gpu_card, load_device_runtime
+from ..runtime.gpu import load_device_runtime, read_gpu_card
 from ..runtime.library import load_runtime
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -9,17 +9,17 @@ from typing import Any
 from tvm import te, tirx
 
 from ..importing.compute import (
+    MAXIMUM,
+    SUM,
     Element,
     Reducer,
     dtype_of,
-    MAXIMUM,
     maximum,
     minimum,
     pointwise,
     read_element,
     reduce_axes,
     require_numbers,
-    SUM,
 )
 from ..importing.node import Node
 from ..importing.values import Value

@@ -178,7 +178,11 @@ def require(node: Node, value: Value, condition: Size, text: str, *numbers: Size
     last = value.channels_last
     check = check_condition(node.tensor(value) if last is None else last, condition, f"{node.where}: {text}", numbers)
     checked = node.importer.builder.emit(check)
-    return node.keep_name_after_check(value, checked) if last is None else node.keep_name(replace(value, channels_last=checked), value)
+    return (
+        node.keep_name_after_check(value, checked)
+        if last is None
+        else node.keep_name(replace(value, channels_last=checked), value)
+    )
 
 
 def assert_requests(node: Node, check: str, tables: Sequence[Value | None], sizes: Sequence[Size]) -> Value:

@@ -16,7 +16,7 @@ from tvm import relax, tirx
 from ..attention.problem import Mask, Offset, Window
 from ..graph.legality import OWN_DOMAIN
 from ..importing import symbolic
-from ..importing.compute import unify_sizes, number
+from ..importing.compute import number, unify_sizes
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
 from . import op

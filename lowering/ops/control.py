@@ -44,7 +44,9 @@ def if_(node: Node, condition: Value) -> tuple[Value, ...]:
     move = functools.partial(_move, node, condition)
     with importer.roll_back_on(UndecidedTypeError):
         try:
-            branches = [importer.lower_branch(functools.partial(_lower_body, node, importer, name)) for name in _BRANCHES]
+            branches = [
+                importer.lower_branch(functools.partial(_lower_body, node, importer, name)) for name in _BRANCHES
+            ]
         except UndecidedTypeError as error:
             raise UndecidedTypeError(error, move) from None
         for k, (a, b) in enumerate(zip(*(values for _, values in branches))):

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from ..importing.compute import Element, Extent, unify_sizes, read_element, reduce_axes, require_numbers, SUM, assert_shape
+from ..importing.compute import (
+    SUM,
+    Element,
+    Extent,
+    cast_shape,
+    read_element,
+    reduce_axes,
+    require_numbers,
+    unify_sizes,
+)
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, is_one, prod
 from . import op
@@ -81,7 +90,7 @@ def _unify_sizes(node: Node, values: Sequence[Value], operands: Sequence[Labels]
     result = []
     for value, labels in zip(values, operands):
         shape = tuple(1 if is_one(size) else sizes[label] for label, size in zip(labels, value.shape))
-        result.append(assert_shape(node, value, shape))
+        result.append(cast_shape(node, value, shape))
     return result
 
 

@@ -15,15 +15,15 @@ from tvm import relax, te, tirx
 
 from ..importing import symbolic
 from ..importing.compute import (
+    PRODUCT,
     Element,
     broadcast_shape,
-    dtype_of,
     combine_in_groups,
+    dtype_of,
     is_float,
     maximum,
     minimum,
     pointwise,
-    PRODUCT,
     read_element,
     relax_call,
     require_numbers,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..importing.compute import unify_sizes, combine_in_groups, number
+from ..importing.compute import combine_in_groups, number, unify_sizes
 from ..importing.node import Node
 from ..importing.values import ABSENT, Size, Value
 from . import op

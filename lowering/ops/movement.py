@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.channels import unify_layouts, channels_second, channels_second_axes
+from ..importing.channels import channels_second, channels_second_axes, unify_layouts
 from ..importing.compute import combine_in_groups
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, is_empty, storage_dtype
@@ -66,7 +66,9 @@ def concatenate_values(node: Node, values: Sequence[Value], axis: int) -> Value:
         joined = np.concatenate([value.contents for value in values if value.contents is not None], axis=axis)
         if fits_contents(joined.shape):
             return fold_contents(
-                node, values[0] if all(symbolic.has_contents(value) for value in values) else node.constant(joined), joined
+                node,
+                values[0] if all(symbolic.has_contents(value) for value in values) else node.constant(joined),
+                joined,
             )
     values = tuple(_align_shape(node, value, values[0].shape, axis) for value in values)
     values = tuple(value for value in values if not is_empty((value.shape[axis],))) or values[:1]

@@ -15,7 +15,7 @@ import onnx
 from tvm import te, tirx
 
 from ..importing.channels import unify_layouts
-from ..importing.compute import Element, Extent, is_float, read_element, reduce_axes, require_numbers, SUM, widen_dtype
+from ..importing.compute import SUM, Element, Extent, is_float, read_element, reduce_axes, require_numbers, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op

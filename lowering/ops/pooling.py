@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tvm import te, tirx
 
-from ..importing.channels import unify_layouts, channels_last, channels_second
-from ..importing.compute import Element, Reducer, is_float, MAXIMUM, reduce_axes, require_numbers, SUM, widen_dtype
+from ..importing.channels import channels_last, channels_second, unify_layouts
+from ..importing.compute import MAXIMUM, SUM, Element, Reducer, is_float, reduce_axes, require_numbers, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op

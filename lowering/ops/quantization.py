@@ -181,7 +181,9 @@ def _index_scale(index: Any, scale: Value, axis: int, size: int) -> Any:
     return (index[axis],) if scale.rank else ()
 
 
-def _read_matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> QuantizedMatrix | None:
+def _read_matrix(
+    x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype
+) -> QuantizedMatrix | None:
     """Return the result as a matrix of quantized values, if all of it is constant."""
     quantized_values, scales, zeros = (None if v is None else v.constant for v in (x, scale, zero))
     if (

@@ -15,17 +15,17 @@ from tvm import te, tirx
 from ..importing import symbolic
 from ..importing.channels import unify_layouts
 from ..importing.compute import (
+    MAXIMUM,
+    MINIMUM,
+    PRODUCT,
+    SUM,
     Element,
     Extent,
     Reducer,
     dtype_of,
     is_float,
-    MAXIMUM,
-    PRODUCT,
     reduce_axes,
     require_numbers,
-    MINIMUM,
-    SUM,
     widen_dtype,
 )
 from ..importing.node import Node

@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
-from ..importing.compute import Reducer, is_float, MAXIMUM, read_element, MINIMUM
+from ..importing.compute import MAXIMUM, MINIMUM, Reducer, is_float, read_element
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, prod, storage_dtype
 from ..tensorir.along_rows import ATTRIBUTE, RunningSum, Top, is_less, to_json

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
-from ..graph.legality import MOST_ELEMENTS
+from ..graph.legality import MAX_SEQUENCE_ELEMENTS
 from ..importing.node import Node
 from ..importing.values import ABSENT, SequenceValue, Size, Value
 from . import op
@@ -24,8 +24,8 @@ from .run_time import bind_sizes
 
 def _make_sequence(node: Node, dtype: str, items: Sequence[Value]) -> SequenceValue:
     """Return a sequence of these items, whose number is limited."""
-    if len(items) > MOST_ELEMENTS:
-        raise node.error(f"its sequence has {len(items)} tensors; at most {MOST_ELEMENTS} are compiled.")
+    if len(items) > MAX_SEQUENCE_ELEMENTS:
+        raise node.error(f"its sequence has {len(items)} tensors; at most {MAX_SEQUENCE_ELEMENTS} are compiled.")
     return SequenceValue(dtype, (), items=tuple(items))
 
 
@@ -128,8 +128,10 @@ def _read_lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> l
             f"the number of parts depends on dimension {axis}, which is the symbolic size {size}.",
             "Give it a number, with dims= (--dim), or the lengths of all parts as input split.",
         )
-    if size > length * MOST_ELEMENTS:
-        raise node.error(f"its sequence has {-(-size // length)} tensors; at most {MOST_ELEMENTS} are compiled.")
+    if size > length * MAX_SEQUENCE_ELEMENTS:
+        raise node.error(
+            f"its sequence has {-(-size // length)} tensors; at most {MAX_SEQUENCE_ELEMENTS} are compiled."
+        )
     return [min(length, size - begin) for begin in range(0, size, length)]
 
 

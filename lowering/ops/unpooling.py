@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
 from ..importing.channels import channels_second
-from ..importing.compute import is_float, MAXIMUM
+from ..importing.compute import MAXIMUM, is_float
 from ..importing.node import Node
 from ..importing.values import Size, Value, prod, storage_dtype
 from ..tensorir.independent_loops import independent_loops

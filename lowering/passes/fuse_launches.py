@@ -140,7 +140,9 @@ class _LaunchFuser(CallRewriter):
             functions = [_renew_variables(self.mod[kernel]) for kernel in kernels]
             launches = [launch for launch in map(read_launch, functions) if launch is not None]
             attributes = {"tirx.noalias": True, "op_pattern": 8, schedules.ATTRIBUTE: RULE}
-            func = tirx.PrimFunc(_list_parameters(functions, has_new_result), merge_launches(launches)).with_attr(attributes)
+            func = tirx.PrimFunc(_list_parameters(functions, has_new_result), merge_launches(launches)).with_attr(
+                attributes
+            )
             self.fused_kernels[key] = self.builder.add_func(func, "_and_".join(names))
             plain = [_renew_variables(self.unscheduled[name]) for name in names]
             body = tirx.stmt_seq(*(member.body for member in plain))

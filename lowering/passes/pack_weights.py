@@ -84,7 +84,10 @@ def pack_weights(
 
 
 def _pack_panels(
-    mod: tvm.IRModule, weights: dict[str, np.ndarray | QuantizedMatrix], cpu: CpuFeatures, compression: Compression | None
+    mod: tvm.IRModule,
+    weights: dict[str, np.ndarray | QuantizedMatrix],
+    cpu: CpuFeatures,
+    compression: Compression | None,
 ) -> tuple[tvm.IRModule, WeightArrays]:
     packer = _PanelPacker(mod, weights, cpu, compression)
     body = packer.visit_expr(mod["main"].body)

@@ -51,7 +51,8 @@ def format_headline(profile: Profile) -> list[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
     total = profile.total()
     lines = [
-        f"{units.format_time(profile.seconds)} a run (p90 {units.format_time(slow.p90)}, p99 {units.format_time(slow.p99)}), CPU time "
+        f"{units.format_time(profile.seconds)} a run (p90 {units.format_time(slow.p90)}, "
+        f"p99 {units.format_time(slow.p99)}), CPU time "
         f"{units.format_time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
         + (f"; {sizes}" if sizes else ""),
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",

@@ -43,7 +43,9 @@ class Throughput:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        latency = ", ".join(f"{name} {units.format_time(value)}" for name, value in dataclasses.asdict(self.latency).items())
+        latency = ", ".join(
+            f"{name} {units.format_time(value)}" for name, value in dataclasses.asdict(self.latency).items()
+        )
         return (
             f"{self.requests_per_second:.1f} requests per second, callers: {self.callers}, threads of each: "
             f"{self.threads}" + (f"; {sizes}" if sizes else "") + "\n"

@@ -57,7 +57,9 @@ def read_geometry(problem: AttentionProblem, chosen: Mapping[str, Any] | None, r
         case {"variant": "mma" | "wgmma" as name, "tiles": {"prefill": prefill}}:
             if name == "mma":
                 return TileGeometry("prefill by mma.sync", prefill["q"], prefill["kv"], 1)
-            return TileGeometry("prefill by wgmma", 64 * prefill["consumers"], prefill["kv"], count_packed_heads(problem))
+            return TileGeometry(
+                "prefill by wgmma", 64 * prefill["consumers"], prefill["kv"], count_packed_heads(problem)
+            )
     return None
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..manifest import (
     BLOCK_TABLE,
-    MODEL,
     MAX_THREADS,
+    MODEL,
     PAST_LENGTHS,
     ROW_STARTS,
     SETUP,

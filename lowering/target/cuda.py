@@ -10,7 +10,7 @@ import tvm
 from schedules.cuda.device import DEVICES
 
 from ..errors import ArtifactError, TargetError
-from ..runtime.gpu import read_gpu_architecture, choose_architecture, load_device_runtime, runs_on
+from ..runtime.gpu import choose_architecture, load_device_runtime, read_gpu_architecture, runs_on
 from .record import Target
 
 ARCHITECTURES = tuple(DEVICES)

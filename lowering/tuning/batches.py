@@ -23,7 +23,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from ..errors import InputError
 from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, read_batch, read_results
-from ..measuring.isolated import Cause, CandidateFailure
+from ..measuring.isolated import CandidateFailure, Cause
 from ..measuring.trial import is_win
 from ..target import Target, resolve
 from .choices import read_choice, read_trace_choice
@@ -144,7 +144,11 @@ def file_results(folder: Path, database: Path, target: str) -> FilingResult:
 
 
 def _file_task(
-    records: TuningDatabase, module: tvm.IRModule, traces: list[Trace], read_results: list[Result], target: tvm.target.Target
+    records: TuningDatabase,
+    module: tvm.IRModule,
+    traces: list[Trace],
+    read_results: list[Result],
+    target: tvm.target.Target,
 ) -> tuple[int, bool]:
     """File the results of a task. Return the number of trials, and whether a candidate has won."""
     space = create_space(module, target)

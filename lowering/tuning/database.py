@@ -100,7 +100,9 @@ class TuningDatabase:
         with lock_folder(self.folder):
             self._trials.commit(task, trace, seconds, target)
 
-    def record_failure(self, task: tvm.IRModule, candidate: str, failed: CandidateFailure, predicted: float = 0.0) -> TrialRecord:
+    def record_failure(
+        self, task: tvm.IRModule, candidate: str, failed: CandidateFailure, predicted: float = 0.0
+    ) -> TrialRecord:
         """Append a failed trial."""
         trial = TrialRecord(hash_task(task), candidate, None, predicted, time.time(), failed.cause, failed.text)
         self._failures.append(trial)

@@ -22,7 +22,7 @@ from tvm.s_tir import meta_schedule as ms
 from ..compiling.build import warm_up
 from ..errors import InputError
 from ..measuring.batch import DEFAULT
-from ..measuring.isolated import Cause, CandidateFailure, Helper
+from ..measuring.isolated import CandidateFailure, Cause, Helper
 from ..measuring.machine import read_tuning_machine
 from ..measuring.measure import Job, Measurement, expect
 from ..measuring.trial import RUN_MEMORY, compare_candidate, runner, try_candidate

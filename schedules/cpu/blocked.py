@@ -9,7 +9,7 @@ from dataclasses import replace
 from tvm import DataType, ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_int, flatten_index, substitute, uses
+from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis
@@ -89,7 +89,9 @@ class BlockedMatmul:
         a, zero = self.matmul.a, tirx.const(0, "int64")
         # Subtract per index, because the symbolic sizes multiplied into an offset do not cancel.
         steps = [self.results.simplify(i - substitute(i, {self.matmul.k.var: zero})) for i in a.indices]
-        values = [self.results.simplify(position) for position in self.expand_step(flatten_index(a.source.shape, steps))]
+        values = [
+            self.results.simplify(position) for position in self.expand_step(flatten_index(a.source.shape, steps))
+        ]
         is_complete = self.packing is None or self.is_whole
         runs = None if self.depends_on_rows(values[0]) or not is_complete else find_runs(values, self.k, self.results)
         if runs is not None:
@@ -119,7 +121,10 @@ class BlockedMatmul:
 
     def step_offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
         """Return the offsets of the elements of step k."""
-        return [self.results.simplify(position) for position in self.expand_step(flatten_index(operand.source.shape, indices))]
+        return [
+            self.results.simplify(position)
+            for position in self.expand_step(flatten_index(operand.source.shape, indices))
+        ]
 
     def is_dense(self, offsets: list[Expr], var: tirx.Var, step: int) -> bool:
         """Return whether elements of a step are consecutive, and `step` elements before those at var + 1."""

@@ -14,7 +14,7 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_function, is_int, loads, flatten_index, uses, walk
+from lowering.tensorir.expressions import Expr, flatten_index, is_function, is_int, loads, uses, walk
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, volume

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, is_int, loads, flatten_index, substitute
+from lowering.tensorir.expressions import Expr, flatten_index, is_int, loads, substitute
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import is_half

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
-from lowering.tensorir.expressions import Expr, is_int, flatten_index, substitute
+from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume

@@ -100,7 +100,7 @@ def _launch(segment: _Segment, params: Sequence[tirx.Var]) -> None:
     for loop in segment.loops:
         count = count * loop.extent.astype("int64")
     number = tirx.Var("number", "int64")
-    body, workspaces = _allocate_arrays(tirx.stmt_seq(*segment.statements), count, number if segment.loops else None)
+    body, workspaces = _place_arrays(tirx.stmt_seq(*segment.statements), count, number if segment.loops else None)
     for workspace in workspaces:
         _check_size(workspace, params)
         T.add_to_parent(tirx.AllocBuffer(workspace))
@@ -119,7 +119,7 @@ def _launch(segment: _Segment, params: Sequence[tirx.Var]) -> None:
         T.add_to_parent(body)
 
 
-def _allocate_arrays(body: tirx.Stmt, threads: Expr, thread: tirx.Var | None) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+def _place_arrays(body: tirx.Stmt, threads: Expr, thread: tirx.Var | None) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
     """Return the body whose arrays are local memory or workspaces, and the workspaces.
 
     Args:

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_int, flatten_index, substitute, uses
+from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF

@@ -131,7 +131,7 @@ class _Network:
         """Return whether index a of a row comes before index b."""
         result = alloc_registers(1, "bool")
         store_element(result, 0, a < b)
-        with T.If(tirx.total(a < self.n, b < self.n)), T.Then():
+        with T.If(tirx.all(a < self.n, b < self.n)), T.Then():
             x, y = (let(self.x[self.element(row, index)]) for index in (a, b))
             earlier, later = (is_less(y, x), is_less(x, y)) if self.top.largest else (is_less(x, y), is_less(y, x))
             store_element(result, 0, tirx.Or(earlier, tirx.And(tirx.Not(later), a < b)))

@@ -8,7 +8,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, is_int, loads, flatten_index, substitute
+from lowering.tensorir.expressions import Expr, flatten_index, is_int, loads, substitute
 
 from .stages import Stage
 

@@ -16,9 +16,9 @@ from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, is_int, loads, flatten_index, rebuild, rewrite, walk
+from lowering.tensorir.expressions import Expr, flatten_index, is_int, loads, rebuild, rewrite, walk
 from lowering.tensorir.facts import Facts
-from lowering.tensorir.moves import BITS, to_bits, constant_to_bits, is_reinterpreted, find_moved_loads, read_choice
+from lowering.tensorir.moves import BITS, constant_to_bits, find_moved_loads, is_reinterpreted, read_choice, to_bits
 
 from ..half_precision import is_half, narrow, rounded, widen
 from .stages import Stage

@@ -17,7 +17,7 @@ from test_runtime_wheel import check_record
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import Manifest, TensorSpec
-from lowering.packaging.module import make_identifiers, generate_module
+from lowering.packaging.module import generate_module, make_identifiers
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>

@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from lowering.graph.mask_patterns import Pattern, as_bias, follows, pattern_of, windows_of
+from lowering.graph.mask_patterns import MaskPattern, convert_to_bias, find_left_windows, is_pattern_of, match_pattern
 from lowering.graph.positions import Positions
 
 TOKENS = 37
@@ -24,20 +24,20 @@ def added(seen: np.ndarray, bias: np.ndarray | float = 0.0, dtype: str = "float3
 
 WINDOW = CAUSAL & (TOKEN - KEY < 9)
 CASES = {
-    "causal, bool": (CAUSAL[None], Pattern(None)),
-    "causal, added": (added(CAUSAL), Pattern(None)),
-    "causal, in half precision": (added(CAUSAL, dtype="float16"), Pattern(None)),
-    "window": (WINDOW[None], Pattern(8)),
-    "window of one": ((TOKEN == KEY)[None], Pattern(0)),
+    "causal, bool": (CAUSAL[None], MaskPattern(None)),
+    "causal, added": (added(CAUSAL), MaskPattern(None)),
+    "causal, in half precision": (added(CAUSAL, dtype="float16"), MaskPattern(None)),
+    "window": (WINDOW[None], MaskPattern(8)),
+    "window of one": ((TOKEN == KEY)[None], MaskPattern(0)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_windows(name: str) -> None:
     mask, wanted = CASES[name]
-    assert pattern_of(mask, 0) == wanted
+    assert match_pattern(mask, 0) == wanted
     for past in range(TOKENS):
-        assert follows(wanted, mask[:, past:, :], past)
+        assert is_pattern_of(wanted, mask[:, past:, :], past)
 
 
 @pytest.mark.parametrize(
@@ -45,30 +45,30 @@ def test_windows(name: str) -> None:
 )
 def test_biases(bias: np.ndarray, by: str) -> None:
     mask = added(CAUSAL, bias.astype(np.float32))
-    found = pattern_of(mask, 0)
+    found = match_pattern(mask, 0)
     assert found is not None and found.by == by and found.bias is not None
-    np.testing.assert_allclose(np.exp(found.expected(0, TOKENS)), np.exp(as_bias(mask)), 1e-5)
+    np.testing.assert_allclose(np.exp(found.compute_bias(0, TOKENS)), np.exp(convert_to_bias(mask)), 1e-5)
 
 
 def test_the_last_tokens_tell_as_much() -> None:
     for mask, wanted in CASES.values():
-        assert pattern_of(mask[:, -4:], TOKENS - 4) == wanted
+        assert match_pattern(mask[:, -4:], TOKENS - 4) == wanted
 
 
 @pytest.mark.parametrize(
     "seen", [np.ones_like(CAUSAL), TOKEN + 2 > KEY, TOKEN > KEY], ids=["all", "next", "not itself"]
 )
 def test_what_is_not_causal(seen: np.ndarray) -> None:
-    assert pattern_of(seen[None], 0) is None
+    assert match_pattern(seen[None], 0) is None
 
 
 def test_one_bit_decides() -> None:
     mask = WINDOW.copy()
     mask[20, 14] = False
-    assert not follows(Pattern(8), mask[None], 0)
-    found = pattern_of(mask[None], 0)
+    assert not is_pattern_of(MaskPattern(8), mask[None], 0)
+    found = match_pattern(mask[None], 0)
     assert found is not None and found.by == "pair"
-    assert pattern_of(mask[None, 18:], 18) is None  # a table of all pairs needs all of them
+    assert match_pattern(mask[None, 18:], 18) is None  # a table of all pairs needs all of them
 
 
 def test_layers_of_one_mask_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_layers_of_one_mask_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
     compute = positions.at
     monkeypatch.setattr(positions, "at", lambda values, *where: calls.append(values) or compute(values, *where))
     attentions = [node for node in model.graph if node.op_type == "Attention"]
-    windows = windows_of(positions, attentions[:3], 100)
+    windows = find_left_windows(positions, attentions[:3], 100)
     once = len(calls)
     assert list(windows.values()) == [5, None, None]
-    assert list(windows_of(positions, attentions, 100).values()) == [5, None, None] * 10
+    assert list(find_left_windows(positions, attentions, 100).values()) == [5, None, None] * 10
     assert len(calls) == 2 * once

@@ -50,7 +50,9 @@ def answer(ratio: float, run: float = 0.9) -> Any:
     def runs(self: LocalBench, was: Path, became: Path, sizes: Any, seconds: float) -> WholeRunTimes:
         true = compare_whole_runs(str(was), str(became), sizes, 1, 0.0)
         assert all(len(m.ratios) == len(true.runs.ratios) >= 7 for m in true.calls.values())
-        return WholeRunTimes(Measurement(1e-3, (run,), 0.0), {call: Measurement(1e-4, (ratio,), 0.0) for call in true.calls})
+        return WholeRunTimes(
+            Measurement(1e-3, (run,), 0.0), {call: Measurement(1e-4, (ratio,), 0.0) for call in true.calls}
+        )
 
     return runs
 

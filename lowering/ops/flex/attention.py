@@ -15,8 +15,8 @@ from ...attention.expr.node import Expr, canonical, number, renamed
 from ...attention.flex_node import DOMAIN, FULL, PARTIAL, Settings
 from ...attention.formula import CHANGE, Formula
 from ...attention.problem import AttentionProblem
-from ...importing.compute import unify_sizes
 from ...importing.compute import number as require_static
+from ...importing.compute import unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op

@@ -10,7 +10,7 @@ import math
 
 from ...attention.cache_layout import Beams
 from ...importing import symbolic
-from ...importing.compute import unify_sizes, number
+from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
@@ -153,7 +153,9 @@ def _check_beam_width(node: Node, q: Value, beam_width: Value | None, beams: Bea
     if beam_width is None:
         return q
     static_sizes = read_sizes(beam_width)
-    count: Size = static_sizes[0] if static_sizes is not None else bind_sizes(node, node.reshape_to(beam_width, (1,)))[0]
+    count: Size = (
+        static_sizes[0] if static_sizes is not None else bind_sizes(node, node.reshape_to(beam_width, (1,)))[0]
+    )
     expected = 1 if beams is None else beams.count
     text = f"beam_width is {{}}, and cache_indirection has {expected} beams."
     if beams is None:

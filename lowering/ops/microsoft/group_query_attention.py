@@ -16,7 +16,7 @@ from tvm import relax, tirx
 from ...attention.cache_layout import CacheLayout, Codec
 from ...attention.kv_write import KvWrite
 from ...attention.problem import Window
-from ...importing.compute import Element, unify_sizes, number
+from ...importing.compute import Element, number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one, static, storage_dtype
 from ...tensorir.scatter import CacheUpdate, make_copying_update

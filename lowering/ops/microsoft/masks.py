@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ...importing.compute import Element, unify_sizes, pointwise
+from ...importing.compute import Element, pointwise, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one
 from ..assertions import assert_shape

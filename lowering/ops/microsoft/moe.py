@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ...graph.mixture import ACTIVATIONS, ALL, CHOSEN, GIVEN, Layer, Mixture, mixture_graph
-from ...importing.compute import number, assert_shape
+from ...graph.mixture import (
+    ACTIVATIONS,
+    WEIGHTS_GIVEN,
+    WEIGHTS_OVER_ALL,
+    WEIGHTS_OVER_CHOSEN,
+    ExpertLayer,
+    ExpertMixture,
+    build_mixture_graph,
+)
+from ...importing.compute import cast_shape, number
 from ...importing.node import Node
 from ...importing.values import Value, prod
 from .. import op
@@ -22,7 +30,7 @@ from .matmul_n_bits import unpack_bits
 
 _GATED = ("swiglu", "geglu")
 _LAYERS = ("the gate of fc1", "fc2", "fc3, or the linear part of fc1,")
-_Layers = tuple[Layer, Layer, Layer | None]
+_Layers = tuple[ExpertLayer, ExpertLayer, ExpertLayer | None]
 
 
 @op("MoE", since=1, domain=DOMAIN)
@@ -43,7 +51,9 @@ def moe(
         (fc2_experts_weights, fc2_experts_bias),
         (fc3_experts_weights, fc3_experts_bias),
     )
-    return _emit_mixture(node, x, router_probs, None, [_read_layer(node, *pair) for pair in layer_inputs], ALL)
+    return _emit_mixture(
+        node, x, router_probs, None, [_read_layer(node, *pair) for pair in layer_inputs], WEIGHTS_OVER_ALL
+    )
 
 
 @op("QMoE", since=1, domain=DOMAIN)
@@ -63,7 +73,9 @@ def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> V
         _read_quantized_layer(node, k, [*padded_inputs[3 * k : 3 * k + 3], padded_inputs[9 + k]]) for k in range(3)
     ]
     weights = padded_inputs[12]
-    return _emit_mixture(node, x, router_probs, weights, layers, CHOSEN if weights is None else GIVEN)
+    return _emit_mixture(
+        node, x, router_probs, weights, layers, WEIGHTS_OVER_CHOSEN if weights is None else WEIGHTS_GIVEN
+    )
 
 
 def _read_array(node: Node, value: Value | None) -> np.ndarray | None:
@@ -72,15 +84,15 @@ def _read_array(node: Node, value: Value | None) -> np.ndarray | None:
     return None if value is None else value.constant
 
 
-def _read_layer(node: Node, weights: Value | None, bias: Value | None) -> Layer | None:
+def _read_layer(node: Node, weights: Value | None, bias: Value | None) -> ExpertLayer | None:
     matrices = _read_array(node, weights)
     if weights is not None and matrices is not None and matrices.ndim != 3:
         name = node.describe(weights, full=False)
         raise node.error(f"{name} has rank {matrices.ndim}.", "Make weights [experts, columns, depth].")
-    return None if matrices is None else Layer(matrices, None, None, _read_array(node, bias), {"transB": 1})
+    return None if matrices is None else ExpertLayer(matrices, None, None, _read_array(node, bias), {"transB": 1})
 
 
-def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) -> Layer | None:
+def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) -> ExpertLayer | None:
     """Return a quantized layer; inputs are the weights, scales, bias and zero points."""
     packed, scales, bias, zeros = (_read_array(node, value) for value in inputs)
     if packed is None:
@@ -104,11 +116,11 @@ def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) ->
     # MatMulNBits, whose layout is used, has whole blocks.
     missing = -(-depth // block) * block * bits // 8 - packed.shape[2] if block else 0
     packed = np.pad(packed, ((0, 0), (0, 0), (0, missing)))
-    return Layer(packed, scales, zeros, bias, {"K": depth, "N": columns, "bits": bits, "block_size": block})
+    return ExpertLayer(packed, scales, zeros, bias, {"K": depth, "N": columns, "bits": bits, "block_size": block})
 
 
 def _emit_mixture(
-    node: Node, x: Value, router: Value, weights: Value | None, layers: Sequence[Layer | None], routing: str
+    node: Node, x: Value, router: Value, weights: Value | None, layers: Sequence[ExpertLayer | None], routing: str
 ) -> Value:
     if x.rank not in (2, 3) or router.rank != 2:
         raise node.error(
@@ -123,11 +135,11 @@ def _emit_mixture(
     gate_layers = _split_gate(node, layers)
     _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))
-    arguments = [x, *(assert_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
+    arguments = [x, *(cast_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
     inputs = [_make_input(f"input_{n}", value) for n, value in enumerate(arguments)]
     normalizes = bool(node.attr("normalize_routing_weights", 0))
-    mixture = Mixture(gate_layers, experts, per_token, routing, normalizes, *_read_activation(node))
-    graph = mixture_graph(mixture, inputs, node.name or node.outputs[0])
+    mixture = ExpertMixture(gate_layers, experts, per_token, routing, normalizes, *_read_activation(node))
+    graph = build_mixture_graph(mixture, inputs, node.name or node.outputs[0])
     return node.importer.lower_body(graph, arguments, f" in {node.where}")[0]
 
 
@@ -148,7 +160,7 @@ def _read_activation(node: Node) -> tuple[str, float, float, float]:
     return kind, alpha, beta, node.attr("swiglu_limit", math.inf)
 
 
-def _split_gate(node: Node, layers: Sequence[Layer | None]) -> _Layers:
+def _split_gate(node: Node, layers: Sequence[ExpertLayer | None]) -> _Layers:
     """Return the layers of the gate, of the output, and of the linear part if there is one."""
     first, second, third = layers
     if first is None or second is None:
@@ -166,7 +178,7 @@ def _split_gate(node: Node, layers: Sequence[Layer | None]) -> _Layers:
         gate, linear = ((slice(0, None, 2), slice(1, None, 2)), (slice(0, half_width), slice(half_width, None)))[
             fusion - 1
         ]
-        return first.columns(gate), second, first.columns(linear)
+        return first.select_columns(gate), second, first.select_columns(linear)
     if third is None:
         raise node.error("swiglu_fusion is 0, and fc3_experts_weights is missing.", "Add it, or fuse it in fc1.")
     return first, second, third

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...attention.problem import Window
-from ...importing.compute import unify_sizes, number
+from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op

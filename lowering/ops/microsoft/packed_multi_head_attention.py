@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from ...attention.cache_layout import CacheLayout, Offset
 from ...attention.formula import Formula
 from ...attention.parameters import int64
-from ...importing.compute import unify_sizes, number, relax_call
+from ...importing.compute import number, relax_call, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op

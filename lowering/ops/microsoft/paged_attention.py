@@ -23,7 +23,7 @@ from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...attention.problem import Window
 from ...importing import symbolic
-from ...importing.compute import Element, unify_sizes, number
+from ...importing.compute import Element, number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...importing.compute import Element, unify_sizes, number, widen_dtype
+from ...importing.compute import Element, number, unify_sizes, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from ..assertions import assert_shape

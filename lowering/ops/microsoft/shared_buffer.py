@@ -13,7 +13,7 @@ from tvm import relax, tirx
 from ...attention.cache_layout import Beams
 from ...attention.parameters import int64
 from ...importing import symbolic
-from ...importing.compute import Element, unify_sizes, number
+from ...importing.compute import Element, number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from ...tensorir.scatter import CacheUpdate, make_copying_update

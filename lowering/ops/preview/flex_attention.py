@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from ...attention import given_scores
-from ...importing.compute import unify_sizes, number
+from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from .. import op

@@ -123,7 +123,9 @@ def assert_close(got: np.ndarray, expected: np.ndarray, label: str, tolerance: f
     np.testing.assert_allclose(got.astype(np.float64), wide, rtol=0, atol=atol, err_msg=label)
 
 
-def imported(operator: str, inputs: Sequence[tuple[str, Dims] | None], results: int = 1, **attributes: Any) -> ImportedModel:
+def imported(
+    operator: str, inputs: Sequence[tuple[str, Dims] | None], results: int = 1, **attributes: Any
+) -> ImportedModel:
     """One node, imported and not compiled: for what is refused."""
     names = ["" if given is None else f"x{k}" for k, given in enumerate(inputs)]
     outputs = [f"y{k}" for k in range(results)]
