@@ -12,7 +12,7 @@ import tvm_ffi
 from rich.console import Console
 from rich.table import Table
 
-from lowering.attention.cache_layout import CacheLayout, Codec, Pages
+from lowering.attention.cache_layout import CacheLayout, KvQuantization, Pages
 from lowering.attention.kv_write import KvWrite, write_in_place
 from lowering.passes.guard_divisions import guard_divisions
 from lowering.target import resolve
@@ -23,9 +23,9 @@ HEADS, DIM, PAGE, CAPACITY, LAYERS = 32, 128, 16, 64, 4
 STORES = {
     "float32": CacheLayout(),
     "float32 in pages": CacheLayout("phtd", Pages(PAGE)),
-    "int8, a scale, in pages": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", 0)),
-    "int8, scales of 8, in pages": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", 8)),
-    "int8, a scale a token, in pages": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
+    "int8, a scale, in pages": CacheLayout("phtd", Pages(PAGE), quantization=KvQuantization("int8", 0)),
+    "int8, scales of 8, in pages": CacheLayout("phtd", Pages(PAGE), quantization=KvQuantization("int8", 8)),
+    "int8, a scale a token, in pages": CacheLayout("phtd", Pages(PAGE), quantization=KvQuantization("int8", DIM)),
 }
 BATCHES = (1, 8, 64)
 """Requests, each of which has one new token."""
@@ -83,9 +83,9 @@ def _arguments(record: KvWrite, batch: int) -> dict[str, np.ndarray]:
         "row_counts": np.ones(batch, np.int64),
         "starts": rng.integers(0, CAPACITY, batch),
     }
-    group = DIM if layout.codec is None else layout.codec.group or DIM
+    group = DIM if layout.quantization is None else layout.quantization.group or DIM
     for name in "kv":
-        found[name] = np.ones(shape, "float32" if layout.codec is None else layout.codec.dtype)
+        found[name] = np.ones(shape, "float32" if layout.quantization is None else layout.quantization.dtype)
         found[f"{name}_scale"] = np.ones([*shape[:-1], DIM // group], np.float32)
         found[f"new_{name}"] = rng.standard_normal((batch, HEADS, DIM), np.float32)
     return {name: found[name] for name in record.inputs()}

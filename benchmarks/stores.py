@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 import schedules
-from lowering.attention.cache_layout import CacheLayout, Codec, Offset, Pages
-from lowering.attention.plain import plain
+from lowering.attention.cache_layout import CacheLayout, KvQuantization, Offset, Pages
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from lowering.errors import LoweringError
 from lowering.target import resolve
 
@@ -63,16 +63,16 @@ def comparisons() -> list[Comparison]:
             "offsets": CacheLayout("thd", Offset()),
             f"pages of {PAGE}": CacheLayout("phtd", Pages(PAGE)),
             "pages of 128": CacheLayout("phtd", Pages(128)),
-            "int8, a scale": CacheLayout("bhtd", codec=Codec("int8", 0)),
-            "int8, scales of 8": CacheLayout("bhtd", codec=Codec("int8", 8)),
-            "int8, a scale a token": CacheLayout("bhtd", codec=Codec("int8", DIM)),
-            f"the same in pages of {PAGE}": CacheLayout("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
-            "float8, a scale": CacheLayout("bhtd", codec=Codec("float8_e4m3fn", 0)),
+            "int8, a scale": CacheLayout("bhtd", quantization=KvQuantization("int8", 0)),
+            "int8, scales of 8": CacheLayout("bhtd", quantization=KvQuantization("int8", 8)),
+            "int8, a scale a token": CacheLayout("bhtd", quantization=KvQuantization("int8", DIM)),
+            f"the same in pages of {PAGE}": CacheLayout("phtd", Pages(PAGE), quantization=KvQuantization("int8", DIM)),
+            "float8, a scale": CacheLayout("bhtd", quantization=KvQuantization("float8_e4m3fn", 0)),
         }
         calls = {name: (Call(problem(kv_heads, layout), (1,), (keys,)),) for name, layout in stores.items()}
         bars = {"offsets": 0.95, f"pages of {PAGE}": 0.95, "pages of 128": 0.95}
         if keys == 4096:
-            bars |= {name: 2.5 for name, layout in stores.items() if layout.codec is not None}
+            bars |= {name: 2.5 for name, layout in stores.items() if layout.quantization is not None}
             bars["float8, a scale"] = 1.5
         found.append(Comparison(f"decode, {HEADS} heads on {kv_heads}, {keys} keys", calls, bars))
     rows = (300, 1, 77, 512, 1, 1, 130, 1)
@@ -124,7 +124,7 @@ def _bound(call: Call) -> Callable[[], None]:
     kernel, names, inputs = _kernel(call.problem), call.problem.parameters(), _inputs(call)
     layers = [{name: x if isinstance(x, int) else _tensor(x) for name, x in inputs.items()} for _ in range(LAYERS)]
     kernel(*(layers[0][name] for name in names))
-    expected = reference(call.problem, **{name: x for name, x in inputs.items() if name != "y"})["y"]
+    expected = compute_reference(call.problem, **{name: x for name, x in inputs.items() if name != "y"})["y"]
     if (off := error(layers[0]["y"].numpy(), expected)) > TOLERANCE:
         raise LoweringError(f"Y of {call} is off by {off:.1e} of its range.")
     arguments = itertools.cycle([[tensors[name] for name in names] for tensors in layers])
@@ -142,7 +142,7 @@ def _kernel(p: AttentionProblem) -> Any:
     if p not in _kernels:
         target = resolve("cpu")[0].tvm
         provide()
-        module = schedules.apply(tvm.IRModule({"attention": plain(p)}), target)
+        module = schedules.apply_schedules(tvm.IRModule({"attention": build_plain_attention(p)}), target)
         _kernels[p] = tvm.compile(module, target=target)["attention"]
     return _kernels[p]
 
@@ -161,11 +161,11 @@ def _inputs(call: Call) -> dict[str, Any]:
         sizes["t"], found["slot_starts"] = batch * most, np.arange(batch) * most
     shape = [sizes[axis] for axis in p.layout.axes]
     for name in "kv":
-        found[name] = _codes(rng, shape, p.layout.codec)
-        if p.layout.codec is not None:
-            group = p.layout.codec.group
+        found[name] = _codes(rng, shape, p.layout.quantization)
+        if p.layout.quantization is not None:
+            group = p.layout.quantization.group
             found[f"{name}_scale"] = np.full([*shape[:-1], DIM // group] if group else [1], 0.02, np.float32)
-    rows = sum(call.rows) if p.packed else max(call.rows)
+    rows = sum(call.rows) if p.is_ragged else max(call.rows)
     found["row_starts"] = np.concatenate([[0], np.cumsum(call.rows)])
     width = {"te": (rows, HEADS * DIM), "bte": (batch, rows, HEADS * DIM), "bhtd": (batch, HEADS, rows, DIM)}
     found["q"] = rng.standard_normal(width[p.row_axes], np.float32)
@@ -173,7 +173,7 @@ def _inputs(call: Call) -> dict[str, Any]:
     return {name: found[name] for name in p.parameters()}
 
 
-def _codes(rng: np.random.Generator, shape: list[int], codec: Codec | None) -> np.ndarray:
+def _codes(rng: np.random.Generator, shape: list[int], codec: KvQuantization | None) -> np.ndarray:
     values = rng.standard_normal(shape, np.float32)
     return values if codec is None else (values * 30).astype(codec.dtype)
 

@@ -13,7 +13,7 @@ from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 
 from . import cpu, cuda
 from .rejections import collect_rejections
-from .variant import Choose, Code, Variant, described, made
+from .variant import Choose, ExternalCode, Variant, describe_choice, made
 
 ATTRIBUTE = "lowering.schedule"
 """Of a function that a rule made: the name of the rule."""
@@ -35,7 +35,7 @@ RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
 
 ROW_BLOCKS = "row_blocks"
-"""The name of the rule that takes rows through several matmuls (reading/row_parts.py), where a target has one."""
+"""The name of the rule that takes rows through several matmuls (reading/row_segments.py), where a target has one."""
 
 PROLOGUE_MATMUL = "prologue_matmul"
 """The name of the rule that takes matmuls whose rows are computed first, where a target has one."""
@@ -46,7 +46,7 @@ EPILOGUE_MATMUL = "epilogue_matmul"
 _ACCEPTS_SIBLINGS = {"llvm": cpu.accepts_siblings, "cuda": cuda.accepts_siblings}
 
 
-class Known(Protocol):
+class CodeLookup(Protocol):
     """Tells of which kernels there is code, from before."""
 
     def key(self, func: tirx.PrimFunc, how: str) -> str | None:
@@ -56,8 +56,8 @@ class Known(Protocol):
         """Whether there is that code."""
 
 
-def apply(
-    mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None, known: Known | None = None
+def apply_schedules(
+    mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None, known: CodeLookup | None = None
 ) -> tvm.IRModule:
     """Replaces each PrimFunc by a variant of the first rule of the target that has any; the others stay as they are.
 
@@ -74,7 +74,7 @@ def apply(
     return scheduled
 
 
-def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Sequence[Variant]] | None:
+def find_variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Sequence[Variant]] | None:
     """The name of the first rule of the target that takes a function, and the ways to run it, the default first."""
     for rule in RULES.get(target.kind.name, ()):
         found = rule(func, target)
@@ -90,25 +90,25 @@ def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | N
 
 
 def _scheduled(
-    func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, known: Known | None
+    func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, known: CodeLookup | None
 ) -> tirx.PrimFunc:
     with collect_rejections() as rejected:
-        rule, found = variants(func, target) or ("", ())
+        rule, found = find_variants(func, target) or ("", ())
     choice = None if choose is None else choose(func, found)
     noted: dict[str, Any] = {"rejected": {each.kernel: each.needs for each in rejected}}
     if not found and choice is None:
         return func.with_attr(CONSIDERED, json.dumps(noted)) if rejected else func
-    marks = {ATTRIBUTE: LOOPS if isinstance(choice, Code) else rule}
+    marks = {ATTRIBUTE: LOOPS if isinstance(choice, ExternalCode) else rule}
     if choice is not None and choice.source:
         marks[SOURCE] = choice.source
-    if known is not None and not isinstance(choice, Code):
+    if known is not None and not isinstance(choice, ExternalCode):
         key = known.key(func, repr((rule, choice)))
         if key is not None:
             marks[CODE] = key
             if known.has(key):
                 return func.with_attr(marks)
     new = made(func, found, choice)
-    noted |= {"variants": [variant.name for variant in found], "chosen": described(found, choice)}
+    noted |= {"variants": [variant.name for variant in found], "chosen": describe_choice(found, choice)}
     marks[CONSIDERED] = json.dumps(noted)
     for name, value in func.attrs.items():
         if name != BLOCK_ATTRIBUTE:

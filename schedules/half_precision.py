@@ -30,7 +30,7 @@ def narrow(x: Expr, dtype: str) -> Expr:
     return tirx.reinterpret(dtype, (_bfloat16_bits(x) >> _u32(16)).astype("uint16"))
 
 
-def rounded(x: Expr, dtype: str) -> Expr:
+def round_to_half(x: Expr, dtype: str) -> Expr:
     """float32 with the precision of `dtype`. x occurs several times: pass a variable."""
     if dtype == "float16":
         return x.astype(dtype).astype("float32")

@@ -16,13 +16,13 @@ class Rejection:
     needs: tuple[str, ...]
 
 
-_HEARD: ContextVar[list[Rejection] | None] = ContextVar("heard", default=None)
+_COLLECTED: ContextVar[list[Rejection] | None] = ContextVar("heard", default=None)
 
 
 def fits(kernel: str, needs: Mapping[str, bool]) -> bool:
     """Whether all that the kernel needs holds, by what it says; what does not is told to who listens."""
     broken = tuple(need for need, holds in needs.items() if not holds)
-    heard = _HEARD.get()
+    heard = _COLLECTED.get()
     if broken and heard is not None:
         heard.append(Rejection(kernel, broken))
     return not broken
@@ -32,8 +32,8 @@ def fits(kernel: str, needs: Mapping[str, bool]) -> bool:
 def collect_rejections() -> Iterator[list[Rejection]]:
     """Gives a list that fills with what kernels reject inside."""
     heard: list[Rejection] = []
-    token = _HEARD.set(heard)
+    token = _COLLECTED.set(heard)
     try:
         yield heard
     finally:
-        _HEARD.reset(token)
+        _COLLECTED.reset(token)

@@ -65,7 +65,7 @@ class Tiles(ABC):
         Raises ValueError where nothing in the space is legal.
         """
         space = self.space(problem, machine)
-        start = tuple(nearest_place(values, getattr(self, name)) for name, values in space.items())
+        start = tuple(find_nearest_index(values, getattr(self, name)) for name, values in space.items())
         queue, seen = [(0, start)], {start}
         while queue:
             steps, places = heapq.heappop(queue)
@@ -90,7 +90,7 @@ class Tiles(ABC):
         return cls(**data)
 
 
-def nearest_place(values: tuple[Value, ...], value: Value) -> int:
+def find_nearest_index(values: tuple[Value, ...], value: Value) -> int:
     """The place of the value, or of the one nearest to it."""
     if value in values:
         return values.index(value)

@@ -69,13 +69,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Size:
+class RuntimeSize:
     """A size that a function has at run time: a dimension of a parameter, or with axis None the parameter, a number."""
 
     parameter: int
     axis: int | None
 
-    def of(self, func: tirx.PrimFunc) -> Expr:
+    def read(self, func: tirx.PrimFunc) -> Expr:
         parameter = func.params[self.parameter]
         return parameter if self.axis is None else parameter.shape[self.axis]
 
@@ -84,8 +84,8 @@ class Size:
 class BySize:
     """A choice that a function makes at run time: one where the size is at most so large, the other above."""
 
-    size: Size
-    most: int
+    size: RuntimeSize
+    max_size: int
     small: Choice | BySize
     large: Choice | BySize
 
@@ -95,38 +95,40 @@ class BySize:
 
 
 @dataclass(frozen=True, eq=False)
-class Code:
+class ExternalCode:
     """A function that was scheduled elsewhere, for sizes that are all fixed; at tells which of the sizes that are known
     at run time must be what, and otherwise what runs where they are not.
     """
 
     func: tirx.PrimFunc
-    at: Mapping[Size, int]
-    otherwise: Choice | BySize | Code | None
+    at: Mapping[RuntimeSize, int]
+    otherwise: Choice | BySize | ExternalCode | None
     source: str
 
 
 Rule = Callable[[tirx.PrimFunc, tvm.target.Target], Sequence[Variant] | None]
 """How a function can run, the default first; None for "not mine"."""
 
-Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | BySize | Code | None]
+Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | BySize | ExternalCode | None]
 """Which of a function's variants is to run, with which tiles, or other code; None leaves it to the default. A function
 that no rule takes has no variants."""
 
 
-def made(func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySize | Code | None) -> tirx.PrimFunc:
+def made(
+    func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySize | ExternalCode | None
+) -> tirx.PrimFunc:
     """What was chosen for a function. Raises ValueError for a choice that is none of the variants, or illegal."""
     if choice is None:
         return variants[0].make() if variants else func
     if isinstance(choice, BySize):
         small, large = made(func, variants, choice.small), made(func, variants, choice.large)
-        condition = choice.size.of(small) <= choice.most
+        condition = choice.size.read(small) <= choice.max_size
         return small.with_body(tirx.IfThenElse(condition, small.body, _with_parameters_of(small, large).body))
-    if isinstance(choice, Code):
+    if isinstance(choice, ExternalCode):
         if not choice.at:
             return choice.func
         other = lower_blocks(made(func, variants, choice.otherwise))
-        condition = functools.reduce(tirx.And, [size.of(other) == value for size, value in choice.at.items()])
+        condition = functools.reduce(tirx.And, [size.read(other) == value for size, value in choice.at.items()])
         own = _with_parameters_of(other, lower_blocks(choice.func))
         return other.with_body(tirx.IfThenElse(condition, own.body, other.body))
     for variant in variants:
@@ -135,14 +137,14 @@ def made(func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySi
     raise ValueError(f"There is no variant '{choice.variant}'; there are {', '.join(v.name for v in variants)}.")
 
 
-def described(variants: Sequence[Variant], choice: Choice | BySize | Code | None) -> dict[str, Any]:
+def describe_choice(variants: Sequence[Variant], choice: Choice | BySize | ExternalCode | None) -> dict[str, Any]:
     """What `made` makes, as JSON can hold it: a variant with the tiles of its kernels, {"variant", "tiles"}; by size
     {"most", "small", "large"}; and for code of others {"otherwise"}, what runs at other sizes, or None."""
     if isinstance(choice, BySize):
-        sides = {"small": described(variants, choice.small), "large": described(variants, choice.large)}
-        return {"most": choice.most, **sides}
-    if isinstance(choice, Code):
-        return {"otherwise": described(variants, choice.otherwise) if choice.at and variants else None}
+        sides = {"small": describe_choice(variants, choice.small), "large": describe_choice(variants, choice.large)}
+        return {"most": choice.max_size, **sides}
+    if isinstance(choice, ExternalCode):
+        return {"otherwise": describe_choice(variants, choice.otherwise) if choice.at and variants else None}
     found = variants[0] if choice is None else next(v for v in variants if v.name == choice.variant)
     tiles = found.tiles if choice is None else {**found.tiles, **choice.tiles}
     return {"variant": found.name, "tiles": {name: each.to_data() for name, each in tiles.items()}}

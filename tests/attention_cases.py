@@ -18,8 +18,14 @@ from hypothesis import strategies as st
 from placed_arrays import borrow, guarded
 
 from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem, Mask, Offset, Window
-from lowering.attention.reference import Dense, by_batch, dense, reference, scores
+from lowering.attention.problem import AttentionProblem, Mask, Window, WindowOffset
+from lowering.attention.reference import (
+    DenseInputs,
+    compute_reference,
+    compute_scores,
+    read_dense_inputs,
+    split_batches,
+)
 from lowering.passes.guard_divisions import guard_divisions
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
@@ -81,11 +87,11 @@ def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
         dtype, dims = rng.choice(["float16", "bfloat16"]), (rng.choice([8, 16, 40, 64]), rng.choice([8, 32, 64]))
         if p.qk_mode is None and "float64" not in (p.mask.dtype if p.mask else ""):
             types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
-            if p.layout.codec is not None:  # codes and their groups are whole chunks
+            if p.layout.quantization is not None:  # codes and their groups are whole chunks
                 dims = rng.choice([16, 64]), rng.choice([16, 32, 64])
-                codec = dataclasses.replace(p.layout.codec, group=8 if p.layout.codec.group else 0)
-                types["layout"] = dataclasses.replace(p.layout, codec=codec)
-            head_dim, v_head_dim = dims if not p.layout.joint else dims[:1] * 2
+                codec = dataclasses.replace(p.layout.quantization, group=8 if p.layout.quantization.group else 0)
+                types["layout"] = dataclasses.replace(p.layout, quantization=codec)
+            head_dim, v_head_dim = dims if not p.layout.is_joint else dims[:1] * 2
             score = formula_cases.change(rng, "float32") if p.score is not None else None
             return dataclasses.replace(p, **types, score=score, head_dim=head_dim, v_head_dim=v_head_dim)
 
@@ -100,18 +106,18 @@ def _problem(rng: random.Random) -> AttentionProblem:
     layout = cache_layout_cases.layout(rng)
     rows = rng.choice(["bhtd", "bhtd", "bte", "thd", "te", "htd"])
     packed = "b" not in rows
-    q_len, kv_len = None if packed and not q_len else q_len, None if layout.mapped and not kv_len else kv_len
-    lengths = rng.choice([False, True]) or (packed and layout.looked_up)
+    q_len, kv_len = None if packed and not q_len else q_len, None if layout.is_mapped and not kv_len else kv_len
+    lengths = rng.choice([False, True]) or (packed and layout.has_lookup)
     full = (1 if packed else batch, q_heads, None if packed else q_len, kv_len)  # of a mask
     mask = rng.choice([None, _mask(rng, full, dtype), formula_cases.formula(rng)])
     if isinstance(mask, Mask) and mask.pad and mask.dims[0] == 1 and mask.dims[3] is None and rng.random() < 0.3:
         mask = dataclasses.replace(mask, starts=True)
     dims = [1, 2, 5, 7, 8, 9, 16, 17, 32, 40, 64]
-    whole = layout.codec is not None and (layout.codec.group or layout.packing > 1)
+    whole = layout.quantization is not None and (layout.quantization.group or layout.packing > 1)
     head_dim = rng.choice([16, 40, 64] if whole else dims)
     v_head_dim = rng.choice([head_dim, rng.choice([8, 32, 64] if whole else dims)])
     sides = [None, None, 0, 1, 2, 5, 100]
-    offsets: list[Offset] = ["zero", "past", "lengths"] if lengths else ["zero", "past"]
+    offsets: list[WindowOffset] = ["zero", "past", "lengths"] if lengths else ["zero", "past"]
     sinks, free = rng.choice([0, 0, 1, 3, 20]), rng.random() < 0.2
     window = Window(rng.choice(sides), rng.choice([*sides, 0]), rng.choice(offsets), sinks, free)
     window = rng.choice([None, window])
@@ -124,9 +130,9 @@ def _problem(rng: random.Random) -> AttentionProblem:
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        v_head_dim=head_dim if layout.joint else v_head_dim,
+        v_head_dim=head_dim if layout.is_joint else v_head_dim,
         dtype=dtype,
-        v_dtype=dtype if layout.joint else v_dtype,
+        v_dtype=dtype if layout.is_joint else v_dtype,
         acc_dtype=acc_dtype,
         scale=rng.choice([head_dim**-0.5, 0.0, 0.3, 2.0, None]),
         score=formula_cases.change(rng, acc_dtype) if rng.random() < 0.2 else None,
@@ -173,7 +179,7 @@ def arrays(case: Case) -> dict[str, Any]:
     p, rng = case.problem, np.random.default_rng(case.seed)
     result: dict[str, Any] = {}
     tokens = case.q_len
-    if p.packed:
+    if p.is_ragged:
         result["row_starts"] = starts = cache_layout_cases.row_starts(rng, case.batch, case.q_len)
         tokens = int(starts[-1]) + int(rng.integers(0, 3))
         if p.q_len is None:
@@ -231,7 +237,7 @@ def outputs(case: Case, inputs: dict[str, Any]) -> Results:
     shapes = {
         "y": tuple(sizes[axis] for axis in p.row_axes),
         "qk": (case.batch, p.q_heads, case.q_len, case.kv_len),
-        "lse": (sizes["t"], p.q_heads) if p.packed else (case.batch, p.q_heads, case.q_len),
+        "lse": (sizes["t"], p.q_heads) if p.is_ragged else (case.batch, p.q_heads, case.q_len),
     }
     shapes["max"] = shapes["lse"]
     types = {"y": p.dtype, "qk": p.dtype, "lse": p.acc_dtype, "max": p.acc_dtype}
@@ -266,22 +272,22 @@ def check(case: Case, inputs: dict[str, Any], results: Results, rounding: float 
     so must be packed rows of no batch.
     """
     p = case.problem
-    want, given = reference(p, **inputs), dense(p, inputs)
-    logits = scores(p, given, inputs).masked
+    want, given = compute_reference(p, **inputs), read_dense_inputs(p, inputs)
+    logits = compute_scores(p, given, inputs).masked
     size = _magnitude(case, inputs, given, logits)
     with np.errstate(all="ignore"):
         clean = ~_sees_poison(case, inputs, given)
         epsilon = max(float(np.finfo(dtype).eps) for dtype in (p.acc_dtype, *_computed(p)))
-        codec = p.layout.codec
+        codec = p.layout.quantization
         scaled = codec is not None and (codec.channels or codec.group > 0)
         by_row = epsilon * 32 + (epsilon * 8 + (rounding if scaled else 0)) * size.max(-1, initial=0)
         v_size = np.nanmax(np.where(np.isfinite(given.v), abs(given.v), 0), initial=0)
-        got = {name: by_batch(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
-        want = {name: by_batch(p, name, x, inputs) for name, x in want.items()}
+        got = {name: split_batches(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
+        want = {name: split_batches(p, name, x, inputs) for name, x in want.items()}
         there = np.arange(case.q_len) < given.rows[:, None, None]
         by_element = (by_row[..., None] + rounding) * v_size
         _assert_close(got["y"], want["y"], by_element, (clean & there)[..., None], p.dtype, "Y")
-        if p.packed:
+        if p.is_ragged:
             _assert_untouched(case, inputs, results)
         for name in {"lse", "max"} & {*got}:
             _assert_close(got[name], want[name], by_row, clean & there, p.acc_dtype, name)
@@ -309,18 +315,18 @@ def _assert_untouched(case: Case, inputs: dict[str, Any], results: Results) -> N
         assert np.isnan(x.take(range(starts[-1], x.shape[axis]), axis=axis).astype(np.float64)).all()
 
 
-def _sees_poison(case: Case, inputs: dict[str, Any], given: Dense) -> np.ndarray:
+def _sees_poison(case: Case, inputs: dict[str, Any], given: DenseInputs) -> np.ndarray:
     """Whether a row sees a key with NaN or inf in K, V or the mask: [B, Hq, S]."""
-    bias = scores(case.problem, given, inputs).bias
+    bias = compute_scores(case.problem, given, inputs).bias
     finite = np.isfinite(given.k).all(-1) & np.isfinite(given.v).all(-1)
     return ((bias != -np.inf) & (~finite[:, :, None] | ~np.isfinite(bias))).any(-1)
 
 
-def _magnitude(case: Case, inputs: dict[str, Any], given: Dense, logits: np.ndarray) -> np.ndarray:
+def _magnitude(case: Case, inputs: dict[str, Any], given: DenseInputs, logits: np.ndarray) -> np.ndarray:
     """What rounding errors of a logit are relative to: the sum of the sizes of its terms."""
     p = case.problem
     sizes = dataclasses.replace(given, q=abs(given.q), k=abs(given.k))
-    size = abs(scores(p, sizes, inputs).raw)
+    size = abs(compute_scores(p, sizes, inputs).raw)
     size = np.where(np.isfinite(size), size, 0)  # a soft cap can make a finite logit of it
     # In float64 tanh is good to an absolute epsilon, which the soft cap multiplies.
     size = size + (p.softcap if p.acc_dtype == "float64" else 0)

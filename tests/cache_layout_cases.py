@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowering.attention.cache_layout import Beams, CacheLayout, Codec, GivenRing, Offset, Pages, Ring, Whole
+from lowering.attention.cache_layout import Beams, CacheLayout, GivenRing, KvQuantization, Offset, Pages, Ring, Whole
 from lowering.attention.problem import AttentionProblem
 
 _LAYERS = 3
@@ -26,7 +26,9 @@ def layout(rng: random.Random) -> CacheLayout:
         ring = Ring(sinks, sinks + rng.choice([0, 3]), rng.choice([1, 7, 16]))
     codec = None
     if rng.random() < 0.4:
-        codec = Codec(rng.choice(["int8", "float8_e4m3fn"]), rng.choice([0, 8, 4]), rng.choice(["float32", "float16"]))
+        codec = KvQuantization(
+            rng.choice(["int8", "float8_e4m3fn"]), rng.choice([0, 8, 4]), rng.choice(["float32", "float16"])
+        )
         if not codec.group:
             four, channels = rng.random() < 0.35, rng.random() < 0.5
             codec = replace(codec, dtype="int4" if four else codec.dtype, channels=channels)
@@ -69,7 +71,7 @@ def arrays(p: AttentionProblem, batch: int, keys: int, rng: np.random.Generator)
         ring = Ring(sinks, sinks + int(rng.choice([0, 3])), int(rng.choice([1, 7, 16])))
         found["ring"] = np.array([ring.sinks, ring.first, ring.capacity])
     needed = keys if ring is None else ring.first + ring.capacity
-    sizes = {"b": batch + 2 * layout.looked_up, "h": p.kv_heads, "t": keys}
+    sizes = {"b": batch + 2 * layout.has_lookup, "h": p.kv_heads, "t": keys}
     sizes |= {"l": _LAYERS, "c": 2}
     if ring is not None:
         sizes["t"] = needed + 1
@@ -91,10 +93,10 @@ def arrays(p: AttentionProblem, batch: int, keys: int, rng: np.random.Generator)
         requests = -(-batch // layout.beams.count)
         found["prompts"] = rng.integers(0, keys + 2, requests)
         found["beam_of"] = rng.integers(0, layout.beams.count, (requests, layout.beams.count, keys + 1))
-    if layout.mapped and p.kv_len is None:
+    if layout.is_mapped and p.kv_len is None:
         found["most_keys"] = keys
     for name, dim in ("kv", p.head_dim), ("k", p.head_dim), ("v", p.v_head_dim):
-        if (name == "kv") == layout.joint:
+        if (name == "kv") == layout.is_joint:
             found |= _rows(p, name, sizes, dim, rng)
     return found
 
@@ -103,7 +105,7 @@ def _rows(
     p: AttentionProblem, name: str, sizes: dict[str, int], dim: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """A buffer of the cache, and its scales."""
-    codec, axes = p.layout.codec, p.layout.axes
+    codec, axes = p.layout.quantization, p.layout.axes
 
     def drawn(elements: int) -> np.ndarray:
         return rng.standard_normal([(sizes | {"d": elements, "e": p.kv_heads * elements})[axis] for axis in axes])

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from lowering.attention.expr.node import Expr, canonical, number, renamed
-from lowering.attention.formula import CHANGE, Formula
+from lowering.attention.expr.node import Expr, canonicalize, make_number, rename_parameters
+from lowering.attention.formula import SCORE_MOD_PREFIX, Formula
 
 _TABLE = 8  # elements; positions are remainders
 _LOWEST = float(np.finfo(np.float32).min)
@@ -16,7 +16,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 def formula(rng: random.Random) -> Formula:
     """Bool or float32, over some of the indices; a few sizes and tables."""
     draw = _Draw(rng)
-    value, _ = renamed(canonical(draw.condition(2) if rng.random() < 0.5 else draw.bias(2)))
+    value, _ = rename_parameters(canonicalize(draw.condition(2) if rng.random() < 0.5 else draw.bias(2)))
     return Formula(value, rng.random() < 0.2)
 
 
@@ -25,12 +25,12 @@ def change(rng: random.Random, dtype: str) -> Formula:
     draw, s = _Draw(rng), Expr("index", dtype, value="s")
     kind = rng.choice(["add", "scale", "select"])
     if kind == "scale":
-        value = Expr("mul", dtype, (s, number(rng.choice([0.5, -1.0]), dtype)))
+        value = Expr("mul", dtype, (s, make_number(rng.choice([0.5, -1.0]), dtype)))
     elif kind == "add":
         value = Expr("add", dtype, (s, Expr("cast", dtype, (draw.bias(1),))))
     else:
-        value = Expr("select", dtype, (draw.condition(1), s, number(rng.choice([0.25, -3.0]), dtype)))
-    return Formula(renamed(canonical(value), CHANGE)[0])
+        value = Expr("select", dtype, (draw.condition(1), s, make_number(rng.choice([0.25, -3.0]), dtype)))
+    return Formula(rename_parameters(canonicalize(value), SCORE_MOD_PREFIX)[0])
 
 
 def parameters(formula: Formula, kv_len: int, rng: np.random.Generator) -> dict[str, np.ndarray | int]:
@@ -65,9 +65,9 @@ class _Draw:
         if kind == "scalar":
             return Expr("scalar", "int64", value=self.rng.choice("mn"))
         if kind == "number":
-            return number(self.rng.randint(-3, 5), "int64")
+            return make_number(self.rng.randint(-3, 5), "int64")
         if kind == "scaled":
-            return Expr("mul", "int64", (number(self.rng.choice([-1, 2, 3]), "int64"), self.integer(depth - 1)))
+            return Expr("mul", "int64", (make_number(self.rng.choice([-1, 2, 3]), "int64"), self.integer(depth - 1)))
         if kind == "rest":
             return self.rest(self.integer(depth - 1), self.rng.choice([2, 3, 16]))
         if kind == "load":
@@ -78,7 +78,7 @@ class _Draw:
         return Expr(kind, "int64", (self.integer(depth - 1), self.integer(depth - 1)))
 
     def rest(self, value: Expr, divisor: int) -> Expr:
-        return Expr("floormod", "int64", (value, number(divisor, "int64")))
+        return Expr("floormod", "int64", (value, make_number(divisor, "int64")))
 
     def bias(self, depth: int) -> Expr:
         kind = self.rng.choice(["select", "add", "load", "slope", "number"] if depth else ["load", "number"])
@@ -88,7 +88,7 @@ class _Draw:
             return Expr("load", "float32", (self.rest(self.integer(1), _TABLE),), self.rng.choice(["u", "v"]))
         if kind == "slope":
             distance = Expr("cast", "float32", (self.integer(1),))
-            return Expr("mul", "float32", (number(0.125, "float32"), distance))
+            return Expr("mul", "float32", (make_number(0.125, "float32"), distance))
         if kind == "number":
-            return number(self.rng.choice([0.0, 0.0, float("-inf"), _LOWEST, 0.5]), "float32")
+            return make_number(self.rng.choice([0.0, 0.0, float("-inf"), _LOWEST, 0.5]), "float32")
         return Expr(kind, "float32", (self.bias(depth - 1), self.bias(depth - 1)))

@@ -32,11 +32,11 @@ def made(seed: int, calls: int) -> list[Case]:
     """One append and so many calls of it, which follow from the seed."""
     rng = random.Random(seed)
     layout = cache_layout_cases.given(rng, cache_layout_cases.layout(rng))
-    if layout.codec is not None and layout.codec.group:
-        layout = dataclasses.replace(layout, codec=dataclasses.replace(layout.codec, dtype="int8"))
+    if layout.quantization is not None and layout.quantization.group:
+        layout = dataclasses.replace(layout, quantization=dataclasses.replace(layout.quantization, dtype="int8"))
     heads, dim = rng.randint(1, 3), rng.choice([8, 16, 24, 64])
-    v_dim = dim if layout.joint else rng.choice([0, 8, 16, 40])
-    if layout.codec is not None and layout.codec.channels:
+    v_dim = dim if layout.is_joint else rng.choice([0, 8, 16, 40])
+    if layout.quantization is not None and layout.quantization.channels:
         v_dim = min(v_dim, dim)
     dtype = rng.choice(["float32", "float16", "bfloat16"])
     columns, rotary = None, None
@@ -77,7 +77,7 @@ def arrays(case: Case) -> Arrays:
     if a.rotary is not None:
         angle = rng.uniform(-9, 9, (tokens, a.rotary.dim // 2))
         found["angles"] = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
-    channels = (a.heads, a.head_dim) if a.layout.codec is not None and a.layout.codec.channels else ()
+    channels = (a.heads, a.head_dim) if a.layout.quantization is not None and a.layout.quantization.channels else ()
     found["factor"] = rng.uniform(0.5, 60, (2, *channels)).astype(np.float32)
     found |= {"row_starts": firsts, "row_counts": counts, "starts": starts}
     if case.hostile:
@@ -145,7 +145,7 @@ def _slot(case: Case, given: Arrays, b: int, t: int, part: int) -> dict[str, int
     """Indices by axis, or None where the slot is not in the cache."""
     a = case.record
     layout, ring = a.layout, _ring(a, given)
-    name = a.caches()[0] if layout.joint else a.caches()[part]
+    name = a.caches()[0] if layout.is_joint else a.caches()[part]
     size = dict(zip(layout.axes, given[name].shape))
     if ring is not None and t >= ring[0]:
         t = _wrapped(max(_wrapped(t - ring[0]), 0) % ring[2] + ring[1])
@@ -183,8 +183,8 @@ def _row(a: KvWrite, given: Arrays, n: int, part: int, dim: int) -> np.ndarray:
 
 
 def _put(a: KvWrite, made: Arrays, slot: dict[str, int], part: int, x: np.ndarray, factor: np.ndarray | None) -> None:
-    name = "kv" if a.layout.joint else "kv"[part]
-    codec, dim = a.layout.codec, x.shape[1]
+    name = "kv" if a.layout.is_joint else "kv"[part]
+    codec, dim = a.layout.quantization, x.shape[1]
     if codec is None:
         _assign(a, made[name], slot, x)
     elif codec.group:
@@ -222,7 +222,7 @@ def same(case: Case, found: np.ndarray, want: np.ndarray) -> bool:
         return True
     if case.record.rotary is None and not case.record.bias:
         return False
-    codec = case.record.layout.codec
+    codec = case.record.layout.quantization
     if codec is not None and codec.dtype == "int4":
         found, want = (np.stack([x & 15, x >> 4]).astype(np.int8) for x in (found, want))
     with np.errstate(all="ignore"):

@@ -29,8 +29,8 @@ SMALL_M = 16  # of the heads that share keys, up to which "CUDA decode" serves h
 Field = Callable[[AttentionProblem], bool]
 
 FIELDS: dict[str, Field] = {
-    "dense rows": lambda p: not p.packed,
-    "packed rows": lambda p: p.packed,
+    "dense rows": lambda p: not p.is_ragged,
+    "packed rows": lambda p: p.is_ragged,
     "slots: the buffer's own": lambda p: isinstance(p.layout.slots, Whole),
     "slots: offsets": lambda p: isinstance(p.layout.slots, Offset),
     "slots: pages by number": lambda p: isinstance(p.layout.slots, Pages) and p.layout.slots.entries == "page",
@@ -41,16 +41,16 @@ FIELDS: dict[str, Field] = {
     "ring with sinks": lambda p: getattr(p.layout.ring, "sinks", 0) > 0,
     "ring of the call's numbers": lambda p: isinstance(p.layout.ring, GivenRing),
     "beams": lambda p: p.layout.beams is not None,
-    "K and V in one buffer": lambda p: p.layout.joint,
+    "K and V in one buffer": lambda p: p.layout.is_joint,
     "layers in one buffer": lambda p: "l" in p.layout.axes,
-    "int8": lambda p: p.layout.codec is not None and p.layout.codec.dtype == "int8",
-    "float8_e4m3fn": lambda p: p.layout.codec is not None and p.layout.codec.dtype == "float8_e4m3fn",
-    "int4": lambda p: p.layout.codec is not None and p.layout.codec.dtype == "int4",
+    "int8": lambda p: p.layout.quantization is not None and p.layout.quantization.dtype == "int8",
+    "float8_e4m3fn": lambda p: p.layout.quantization is not None and p.layout.quantization.dtype == "float8_e4m3fn",
+    "int4": lambda p: p.layout.quantization is not None and p.layout.quantization.dtype == "int4",
     "a scale for the tensor": lambda p: (
-        p.layout.codec is not None and not (p.layout.codec.group or p.layout.codec.channels)
+        p.layout.quantization is not None and not (p.layout.quantization.group or p.layout.quantization.channels)
     ),
-    "a scale for each channel": lambda p: p.layout.codec is not None and p.layout.codec.channels,
-    "a scale for a group": lambda p: p.layout.codec is not None and bool(p.layout.codec.group),
+    "a scale for each channel": lambda p: p.layout.quantization is not None and p.layout.quantization.channels,
+    "a scale for a group": lambda p: p.layout.quantization is not None and bool(p.layout.quantization.group),
     "window": lambda p: p.window is not None,
     "window with sinks": lambda p: p.window is not None and p.window.left is not None and bool(p.window.sinks),
     "window of the call's numbers": lambda p: p.window is not None and "given" in (p.window.left, p.window.sinks),
@@ -81,7 +81,7 @@ KERNELS = ("CPU plain", "CPU prefill", "CPU decode", "CUDA plain", "CUDA rows", 
 
 def rows_of(case: Case) -> set[int]:
     """How many query rows the batches of a call have, as far as that is known before its data are drawn."""
-    return {1, case.q_len} if case.problem.packed else {case.q_len}
+    return {1, case.q_len} if case.problem.is_ragged else {case.q_len}
 
 
 def on_cpu(case: Case) -> set[str]:

@@ -13,12 +13,12 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 import schedules
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.expr.node import Expr
 from lowering.attention.formula import Formula
 from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.plain import plain
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.reporting.block_map import TileGeometry, find_visited_tiles
 from lowering.reporting.formula_text import format_formula
@@ -40,14 +40,19 @@ def looped_over(
     count, most = -(-rows * tiles.group // tiles.rows), -(-keys // tiles.keys) + 1
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("main")
-        bound = Bound(p)
+        bound = BoundAttention(p)
         out = T.arg("out", T.Buffer((count, most, 3), "int64"))
         with T.serial(T.int64(count)) as n:
             first = n * tiles.rows
             i0 = T.bind(first // tiles.group)
             i1 = T.bind((tirx.min(first + tiles.rows, bound.S * tiles.group) - 1) // tiles.group + 1)
             b = T.int64(0)
-            found = KeyTiles(bound.keys.of_tile(b, i0, i1), bound.keys.of_all(b, i0, i1), tiles.keys, T.bind)
+            found = KeyTiles(
+                bound.keys.compute_tile_ranges(b, i0, i1),
+                bound.keys.compute_common_ranges(b, i0, i1),
+                tiles.keys,
+                T.bind,
+            )
             with T.serial(found.count) as u:
                 for k, value in enumerate((found.first(u), found.end(u), found.full(u))):
                     T.buffer_store(out, tirx.Cast("int64", value), [n, u, k])
@@ -110,7 +115,7 @@ def test_why_kernels_decline() -> None:
     """It is noted with the function: on a GPU for heads of 6 elements, on a CPU for scores as an output."""
 
     def noted(p: AttentionProblem, target: dict[str, object] | str) -> dict[str, object]:
-        mod = schedules.apply(tvm.IRModule({"main": plain(p)}), tvm.target.Target(target))
+        mod = schedules.apply_schedules(tvm.IRModule({"main": build_plain_attention(p)}), tvm.target.Target(target))
         return json.loads(mod["main"].attrs[CONSIDERED])
 
     half = {"dtype": "float16", "v_dtype": "float16"}

@@ -23,7 +23,7 @@ from benchmarks.measure import prepare
 from benchmarks.records import Outcome, Record, Results, here, read
 from benchmarks.report import peer_cell, rows
 from benchmarks.timing import Timing
-from lowering.attention.cache_layout import CacheLayout, Codec, Pages
+from lowering.attention.cache_layout import CacheLayout, KvQuantization, Pages
 from lowering.errors import LoweringError
 
 PACKED = replace(stores.problem(2, CacheLayout()), row_axes="te")
@@ -157,7 +157,7 @@ def test_pages_quote_the_results() -> None:
 
 def test_stores_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     few = {"one by one": (stores.Call(PACKED, (3,), (9,)),) * 2, "packed": (stores.Call(PACKED, (3, 1), (9, 40)),)}
-    kinds = [CacheLayout("phtd", Pages(16)), CacheLayout(codec=Codec("int8", 8))]
+    kinds = [CacheLayout("phtd", Pages(16)), CacheLayout(quantization=KvQuantization("int8", 8))]
     contenders = {f"{layout}": (stores.Call(stores.problem(2, layout), (1,), (33,)),) for layout in kinds}
     found = [stores.Comparison("rows", few, {}), stores.Comparison("stores", contenders, {})]
     monkeypatch.setattr(stores, "comparisons", lambda: found)

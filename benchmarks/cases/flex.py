@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 
 from lowering import flex
-from lowering.flex.attention import any_length
-from lowering.flex.captured import specs_of
-from lowering.flex.problem import Problem, problem_of
+from lowering.flex.attention import make_sizes_symbolic
+from lowering.flex.captured import read_array_specs
+from lowering.flex.problem import FlexProblem, build_problem
 
 from .case import Arrays, Bar, Case, Work
 
@@ -73,12 +73,12 @@ class FlexCase(Case):
         return VARIANTS[self.variant].captures(self.H, self.S)
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> FlexProblem:
         variant = VARIANTS[self.variant]
-        shapes = any_length(dict.fromkeys("qkv", (1, self.H, self.S, self.D)))
+        shapes = make_sizes_symbolic(dict.fromkeys("qkv", (1, self.H, self.S, self.D)))
         types = dict.fromkeys("qkv", "float32")
-        arrays = specs_of(self.captures)
-        return problem_of(shapes, types, variant.score, variant.mask, arrays, None, None, False, self.gradient)
+        arrays = read_array_specs(self.captures)
+        return build_problem(shapes, types, variant.score, variant.mask, arrays, None, None, False, self.gradient)
 
     def model(self) -> onnx.ModelProto:
         return self.problem.gradient_to_onnx() if self.gradient else self.problem.to_onnx()

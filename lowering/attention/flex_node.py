@@ -1,4 +1,4 @@
-"""The ONNX operator FlexAttention of our own domain: what a node of it says, without a compiler.
+"""The ONNX operator FlexAttention of the domain lowering.flex: the attributes of a node, without a compiler.
 
 `lowering.flex` writes models of one such node, `lowering/ops/flex` lowers it.
 """
@@ -14,22 +14,22 @@ from .expr.node import Expr
 DOMAIN = "lowering.flex"
 
 INPUTS = ("q", "k", "v", "block_states")
-"""In front of the captured arrays; states of blocks may be missing."""
+"""The inputs before the captured arrays; states of blocks may be missing."""
 
 GRADIENT_INPUTS = (*INPUTS, "y", "lse", "dy")
-"""The same for FlexAttentionGradient."""
+"""The inputs of FlexAttentionGradient before the captured arrays."""
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-"""States of a block: no pair is visible, those are that the mask shows, all are."""
+"""States of a block: no pair is visible, the pairs that the mask shows are, all are."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class FlexAttentionSettings:
     """The attribute `settings`, as JSON.
 
-    score is the new score over (b, h, i, j, s), mask whether a pair is visible, over (b, h, i, j); None for none.
-    They read the arrays that follow the fixed inputs, in the order of captures, and their sizes, called `name.axis`. A
-    negative index counts from the end. block_size is that of a block mask, in rows and keys.
+    score is the new score over (b, h, i, j, s), mask whether a pair is visible, over (b, h, i, j); None stands for
+    none. They read the arrays that follow the fixed inputs, in the order of captures, and their sizes, called
+    `name.axis`. A negative index counts from the end. block_size is that of a block mask, in rows and keys.
     """
 
     scale: float
@@ -45,8 +45,8 @@ class Settings:
         return json.dumps(data, sort_keys=True)
 
     @staticmethod
-    def from_json(text: str) -> Settings:
+    def from_json(text: str) -> FlexAttentionSettings:
         data = json.loads(text)
         score, mask = (None if data[name] is None else Expr.from_data(data[name]) for name in ("score", "mask"))
         blocks = None if data["block_size"] is None else tuple(data["block_size"])
-        return Settings(data["scale"], score, mask, tuple(data["captures"]), blocks)
+        return FlexAttentionSettings(data["scale"], score, mask, tuple(data["captures"]), blocks)

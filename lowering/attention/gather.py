@@ -1,4 +1,4 @@
-"""Gather: the keys and values that a cache holds, as packed rows of numbers, one batch behind the other."""
+"""Gather: the keys and values of a cache, concatenated over the batches as unquantized rows."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from tvm.script.ir_builder import tirx as T
 from ..tensorir.regions import full_region
 from .addressing import Addressing
 from .expr.emit import cast
-from .parameters import Sizes, matched, store_tables, store_tensors
+from .parameters import SymbolicSizes, declare_buffer, describe_cache_tables, describe_cache_tensors
 from .problem import AttentionProblem
 from .slots import clamp
 
-_OF_ROWS = ("q", "mask", "row_starts", "most_rows", "most_keys", "free_batches")
+_ROW_PARAMETERS = ("q", "mask", "row_starts", "most_rows", "most_keys", "free_batches")
 
-_SKIPPING = ("sink_keys", "skips")
-
-
-def inputs(problem: AttentionProblem, skipping: bool = False) -> tuple[str, ...]:
-    """Names of the parameters: those of the problem that say where its keys and values are, with lengths and
-    key_starts; and what is skipped."""
-    names = [name for name in problem.inputs() if name not in (*_OF_ROWS, "key_starts", *_SKIPPING)]
-    return (*names, "key_starts", *(_SKIPPING if skipping else ()))
+_SKIP_PARAMETERS = ("sink_keys", "skips")
 
 
-def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -> tirx.PrimFunc:
-    """PrimFunc (*inputs, keys, values): the keys [rows, Hkv * repeat, D] and values of all batches, lengths[b] of batch
-    b from row key_starts[b] on, each head so many times, in the type of Q. Rows of no key are not written.
+def list_gather_inputs(problem: AttentionProblem, skipping: bool = False) -> tuple[str, ...]:
+    """Return the names of the parameters: those that locate keys and values, lengths, key_starts, and skipped keys."""
+    names = [name for name in problem.inputs() if name not in (*_ROW_PARAMETERS, "key_starts", *_SKIP_PARAMETERS)]
+    return (*names, "key_starts", *(_SKIP_PARAMETERS if skipping else ()))
 
-    With skipping skips[b] keys are left out, behind the first sink_keys[b].
+
+def build_gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -> tirx.PrimFunc:
+    """Build PrimFunc (*list_gather_inputs, keys, values), which reads the keys and values of all batches.
+
+    Batch b has lengths[b] rows of keys [rows, Hkv * repeat, D] and of values from row key_starts[b] on. Each head is
+    repeated `repeat` times, in the type of Q. Rows without a key are not written. With skipping, skips[b] keys are left
+    out after the first sink_keys[b].
     """
     p = problem
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
         T.func_name("gather")
         T.func_attr({"tirx.noalias": True, "op_pattern": 8})
-        names = inputs(p, skipping)
+        names = list_gather_inputs(p, skipping)
         arguments = {name: T.arg(name, T.handle()) for name in (*names, "keys", "values")}
-        size = Sizes()
+        size = SymbolicSizes()
         batches = size("B") if p.batch is None else p.batch
         dims, heads = (p.head_dim, p.v_head_dim), p.kv_heads * repeat
-        shapes = store_tensors(p.layout, p.kv_heads, dims, (p.dtype, p.v_dtype), batches, size("T"), size)
-        shapes |= store_tables(p.layout, batches, size)
-        shapes |= dict.fromkeys(("lengths", "key_starts", *_SKIPPING), ([batches], "int64"))
+        shapes = describe_cache_tensors(p.layout, p.kv_heads, dims, (p.dtype, p.v_dtype), batches, size("T"), size)
+        shapes |= describe_cache_tables(p.layout, batches, size)
+        shapes |= dict.fromkeys(("lengths", "key_starts", *_SKIP_PARAMETERS), ([batches], "int64"))
         shapes |= {name: ([size("rows"), heads, dim], p.dtype) for name, dim in zip(("keys", "values"), dims)}
-        buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
-        addressing = Addressing(_Bound(p, buffers, batches, 1))
+        buffers = {name: declare_buffer(name, argument, *shapes[name]) for name, argument in arguments.items()}
+        addressing = Addressing(_GatherParameters(p, buffers, batches, 1))
         with T.sblock("gather"):
             T.reads([full_region(buffers[name]) for name in names])
             T.writes([full_region(buffers[name]) for name in ("keys", "values")])
@@ -67,8 +67,8 @@ def gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = False) -
 
 
 @dataclass(frozen=True)
-class _Bound:
-    """What `Addressing` asks of the parameters of an attention."""
+class _GatherParameters:
+    """The parameters of an attention that `Addressing` needs."""
 
     problem: AttentionProblem
     buffers: dict[str, tirx.Buffer]

@@ -1,8 +1,8 @@
-"""GradientProblem: what backpropagation through an attention computes, and its parameters as a kernel sees them.
+"""GradientProblem: backpropagation through an attention, and its parameters as a kernel sees them.
 
 P_ij = exp(s_ij - lse_i)    recomputed from Q and K (FlashAttention-2, arXiv:2307.08691, section 3.1.2)
-dz_ij = P_ij (dY_i . V_j - delta_i)    the gradient of the score that counts; delta_i = dY_i . Y_i
-ds_ij = dz_ij ds'/ds        the change of scores is differentiated as an expression
+dz_ij = P_ij (dY_i . V_j - delta_i)    the gradient of the modified score; delta_i = dY_i . Y_i
+ds_ij = dz_ij ds'/ds        the score modification is differentiated as an expression
 dQ_i = scale sum_j ds_ij K_j,  dK_j = scale sum_i ds_ij Q_i,  dV_j = sum_i P_ij dY_i
 d table[at] = sum over the pairs that read table[at] of dz_ij ds'/dtable
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from .bound import Bound
+from .bound import BoundAttention
 from .expr.bound import BoundExpr
-from .expr.derivative import Derivatives, derivatives
-from .expr.emit import OfVectors
-from .expr.node import over
-from .parameters import Parameters, Tensor
+from .expr.derivative import Derivatives, differentiate
+from .expr.emit import EmitVectorCall
+from .expr.node import find_indices
+from .parameters import AttentionParameters, TensorSpec
 from .problem import AttentionProblem, Mask
 
 ATTRIBUTE = "lowering.attention_gradient"
@@ -28,21 +28,21 @@ ATTRIBUTE = "lowering.attention_gradient"
 
 @dataclass(frozen=True)
 class GradientProblem:
-    """The gradients of `forward`, a dense problem [B, H, rows, size] that gives lse, by its Q, K and V and by the
-    floating-point tables of its change of scores.
+    """The gradients of `forward` by its Q, K and V and by the floating-point tables of its score modification.
 
-    Inputs are those of forward, then y, lse and dy, in the type of y. Outputs dq, dk, dv and d_<table> have the shapes
-    of what they are gradients by, and the type acc_dtype.
+    forward is a dense problem [B, H, rows, size] with output lse. Inputs are those of forward, then y, lse and dy, in
+    the type of y. Outputs dq, dk, dv and d_<table> have the shapes of the tensors they are gradients by, and the type
+    acc_dtype.
 
-    Raises ValueError for a problem that is not of this kind, or whose change of scores has no derivative.
+    Raises ValueError for a problem that is not of this kind, or whose score modification has no derivative.
     """
 
     forward: AttentionProblem
 
     def __post_init__(self) -> None:
         p = self.forward
-        plain = p.dense and p.row_axes == p.layout.axes == "bhtd" and p.qk_mode is None and not p.max
-        if not plain or not p.lse or p.sink or p.softcap or p.window or p.lengths or p.scale is None:
+        is_supported = p.is_dense and p.row_axes == p.layout.axes == "bhtd" and p.qk_mode is None and not p.max
+        if not is_supported or not p.lse or p.sink or p.softcap or p.window or p.lengths or p.scale is None:
             raise ValueError(
                 "gradients are of dense attentions that give lse, without windows, lengths, caps and sinks"
             )
@@ -52,33 +52,33 @@ class GradientProblem:
 
     @property
     def derivatives(self) -> Derivatives | None:
-        """Of the change of scores, where there is one."""
-        return None if self.forward.score is None else derivatives(self.forward.score.value)
+        """The derivatives of the score modification, if there is one."""
+        return None if self.forward.score is None else differentiate(self.forward.score.value)
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Names of the tables that there are gradients by."""
-        found = self.derivatives
-        return () if found is None else found.tables()
+        """Names of the tables for which there are gradients."""
+        derivatives = self.derivatives
+        return () if derivatives is None else derivatives.tables()
 
     def outputs(self) -> tuple[str, ...]:
-        """Those of the parameters that are written."""
+        """Return the names of the parameters that are written."""
         return ("dq", "dk", "dv", *(f"d_{name}" for name in self.tables))
 
     def inputs(self) -> tuple[str, ...]:
-        """Those of the parameters that are read; int64 numbers stand last."""
+        """Return the names of the parameters that are read; int64 scalars come last."""
         scalars = self.forward.scalars()
         tensors = [name for name in self.forward.inputs() if name not in scalars]
         return (*tensors, *self.forward.outputs(), "dy", *scalars)
 
     def parameters(self) -> tuple[str, ...]:
-        """Names of the PrimFunc's parameters in order."""
+        """Return the names of the PrimFunc's parameters in order."""
         return (*self.inputs(), *self.outputs())
 
     def separates(self, index: str) -> bool:
-        """Whether no two batches ("b"), or heads ("h"), add to the same element of a table."""
-        found = self.derivatives
-        loads = () if found is None else [load for load, _ in found.by_load]
+        """Return whether no two batches ("b"), or heads ("h"), add to the same element of a table."""
+        derivatives = self.derivatives
+        loads = () if derivatives is None else [load for load, _ in derivatives.by_load]
         return all(any(_is_index(arg, index) for arg in load.args) for load in loads)
 
     def to_json(self) -> str:
@@ -95,12 +95,14 @@ def _is_index(expr: object, name: str) -> bool:
     return getattr(expr, "op", "") == "index" and expr.value == name  # type: ignore[attr-defined]
 
 
-class GradientParameters(Parameters):
-    """Those of a GradientProblem."""
+class GradientParameters(AttentionParameters):
+    """The parameters of the function of a GradientProblem."""
 
-    def __init__(self, gradient: GradientProblem, scope: str = "global", of_vectors: OfVectors | None = None) -> None:
+    def __init__(
+        self, gradient: GradientProblem, scope: str = "global", emit_vector_call: EmitVectorCall | None = None
+    ) -> None:
         self.gradient = gradient
-        super().__init__(gradient.forward, scope, of_vectors)
+        super().__init__(gradient.forward, scope, emit_vector_call)
 
     def names(self) -> tuple[str, ...]:
         return self.gradient.parameters()
@@ -108,51 +110,55 @@ class GradientParameters(Parameters):
     def attributes(self) -> dict[str, str]:
         return {ATTRIBUTE: self.gradient.to_json()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        found, acc = super().tensors(), self.problem.acc_dtype
-        found["dy"] = found["y"]
+    def tensors(self) -> dict[str, TensorSpec]:
+        tensors, acc = super().tensors(), self.problem.acc_dtype
+        tensors["dy"] = tensors["y"]
         for name in self.gradient.outputs():
-            shape, _ = found[name.removeprefix("d_") if name.startswith("d_") else name[1:]]
-            found[name] = shape, acc
-        return found
+            shape, _ = tensors[name.removeprefix("d_") if name.startswith("d_") else name[1:]]
+            tensors[name] = shape, acc
+        return tensors
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
-    """A place where the change of scores reads a table: the table's name, its indices, and the derivative by what is
-    read there."""
+class TableRead:
+    """A read of a table by the score modification.
+
+    table is the table's name, at its indices, and derivative that of the modified score by the element that is read.
+    """
 
     table: str
     at: list[BoundExpr]
-    part: BoundExpr
+    derivative: BoundExpr
 
     @property
-    def over(self) -> set[str]:
-        """Names of the indices that decide which element is read."""
-        return {name for index in self.at for name in over(index.value)}
+    def index_names(self) -> set[str]:
+        """Names of the indices that select the element that is read."""
+        return {name for index in self.at for name in find_indices(index.value)}
 
 
 class BoundGradient:
     """A GradientProblem bound to the buffers of the function under construction.
 
-    `bound` answers what scores and masks are; here is what is made of them.
+    `bound` gives scores and masks; this class adds the derivatives.
     """
 
     def __init__(self, parameters: GradientParameters) -> None:
         self.gradient, self.problem = parameters.gradient, parameters.problem
-        self.bound, self.buffers = Bound(parameters.problem, parameters=parameters), parameters.buffers
-        self.derivatives = found = parameters.gradient.derivatives
-        self._slope = None if found is None or found.by_score is None else parameters.bind(found.by_score)
+        self.bound, self.buffers = BoundAttention(parameters.problem, parameters=parameters), parameters.buffers
+        self.derivatives = derivatives = parameters.gradient.derivatives
+        self._slope = (
+            None if derivatives is None or derivatives.by_score is None else parameters.bind(derivatives.by_score)
+        )
         self.reads = [
-            Read(load.name, [parameters.bind(index) for index in load.args], parameters.bind(part))
-            for load, part in (() if found is None else found.by_load)
+            TableRead(load.name, [parameters.bind(index) for index in load.args], parameters.bind(derivative))
+            for load, derivative in (() if derivatives is None else derivatives.by_load)
         ]
 
     @property
-    def changes(self) -> bool:
-        """Whether the score that counts is not the scaled product itself."""
+    def has_score_mod(self) -> bool:
+        """Whether the modified score differs from the scaled dot product."""
         return self.derivatives is not None
 
     def slope(self, b: Expr, h: Expr, i: Expr, j: Expr, s: Expr) -> Expr:
-        """How the score that counts changes with the scaled product s of a pair, of which it is a function."""
+        """Return the derivative of the modified score by the scaled dot product s of a pair."""
         return tirx.const(0, self.problem.acc_dtype) if self._slope is None else self._slope(b, h, i, j, s)

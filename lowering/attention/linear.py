@@ -1,13 +1,13 @@
-"""Linear attention: a state in place of a cache, of one size whatever the length (ONNX LinearAttention-27).
+"""Linear attention: a state of constant size, whatever the length, in place of a cache (ONNX LinearAttention-27).
 
     for each batch b and head h of the state S [D, Dv], token by token:
-        S   = exp(g_t) * S                       of all its rows, or of each by an element of g_t; where there is decay
+        S   = exp(g_t) * S                       for all its rows, or for each by an element of g_t; if there is decay
         u_t = v_t, or by the delta rule beta_t (v_t - S^T k_t)
         S   = S + k_t u_t^T
         y_t = scale * S^T q_t                    for each query head that reads h
 
 Linear Transformers (Katharopoulos et al., arXiv:2006.16236), with gates (Yang et al., arXiv:2312.06635) and the delta
-rule (Schlag et al., arXiv:2102.11174; with gates Yang et al., arXiv:2412.06464). Sums and the state are float32.
+rule (Schlag et al., arXiv:2102.11174; with gates Yang et al., arXiv:2412.06464). Accumulators and state are float32.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import full_region
-from .expr.emit import cast, widened
-from .parameters import Sizes, Tensor, matched
+from .expr.emit import cast, widen_to
+from .parameters import SymbolicSizes, TensorSpec, declare_buffer
 
 ATTRIBUTE = "lowering.linear_attention"
 ACC = "float32"
@@ -33,11 +33,11 @@ _TABLES = ("first_rows", "row_counts", "past", "pages")
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """What one linear attention computes. batch and length are None where they are symbolic.
+    """The parameters of a linear attention. batch and length are None if they are symbolic.
 
     q [B, L, Hq D], k [B, L, Hk D], v [B, L, Hv Dv] and y are of type dtype, the state [B, Hv, D, Dv] of type
-    state_dtype. Heads of the state share keys, v_heads / k_heads each. Of queries and heads of the state the ones that
-    are fewer are shared by the others; y has a head for each of the more.
+    state_dtype. Heads of the state share keys: v_heads / k_heads each. If there are fewer query heads than heads of the
+    state, the latter share them, and the other way round; y has a head for each of the more numerous ones.
     """
 
     batch: int | None
@@ -55,9 +55,12 @@ class LinearAttention:
     betas: int = 0
     """Elements of beta_t: 0 for no delta rule, 1 for all heads of the state, or Hv."""
     packed: bool = False
-    """Rows of B sequences lie side by side, [1, N, ...], and their states in a pool [P, Hv, D, Dv]. By int64 tables
-    sequence b has rows first_rows[b] to first_rows[b] + row_counts[b] - 1, and state pages[b, 0], which is zeros where
-    past[b], the number of tokens before, is 0. One without rows leaves its state alone. No two share a state."""
+    """Rows of B sequences are concatenated, [1, N, ...], and their states are in a pool [P, Hv, D, Dv].
+
+    By int64 tables sequence b has rows first_rows[b] to first_rows[b] + row_counts[b] - 1, and state pages[b, 0]. The
+    state is zeros where past[b], the number of tokens before, is 0. A sequence without rows does not change its state.
+    No two sequences share a state.
+    """
 
     def __post_init__(self) -> None:
         if min(self.q_heads, self.k_heads, self.v_heads, self.head_dim, self.v_head_dim) < 1:
@@ -77,9 +80,9 @@ class LinearAttention:
         return max(self.q_heads, self.v_heads)
 
     def inputs(self) -> tuple[str, ...]:
-        """Names of the parameters that are read, the state first."""
-        there = {"decay": self.decay, "beta": self.betas} | dict.fromkeys(_TABLES, self.packed)
-        return ("state", "q", "k", "v", *(name for name, is_there in there.items() if is_there))
+        """Return the names of the parameters that are read, the state first."""
+        is_present = {"decay": self.decay, "beta": self.betas} | dict.fromkeys(_TABLES, self.packed)
+        return ("state", "q", "k", "v", *(name for name, is_used in is_present.items() if is_used))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -90,10 +93,10 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """Where the tokens of a batch are: so many rows from [batch, first] on, and the state of that index.
+class LinearSequence:
+    """The tokens of a batch: `count` rows from [batch, first] on, and the state of index `state`.
 
-    is_new says that the state before them is zeros, whatever memory holds; None: it is what memory holds.
+    is_new is whether the state before them is zeros, whatever memory contains; None: the state is read from memory.
     """
 
     batch: Expr
@@ -103,9 +106,11 @@ class Sequence:
     is_new: Expr | None
 
 
-class BoundLinear:
-    """`linear` with the parameters of the PrimFunc frame that is open in the IRBuilder, which the constructor declares:
-    the inputs, with copy the state behind the last token, and y."""
+class BoundLinearAttention:
+    """`linear` with the parameters of the PrimFunc frame that is open in the IRBuilder.
+
+    The constructor declares the parameters: the inputs, with copy the state after the last token, and y.
+    """
 
     def __init__(self, linear: LinearAttention, copy: bool = False) -> None:
         self.linear = p = linear
@@ -113,11 +118,11 @@ class BoundLinear:
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: linear.to_json()})
         names = (*linear.inputs(), *(["present"] if copy else []), "y")
         arguments = {name: T.arg(name, T.handle()) for name in names}
-        size = Sizes()
+        size = SymbolicSizes()
         self.B = size("B") if p.batch is None else p.batch
         self.L = size("L") if p.length is None else p.length
         self.states = size("states") if p.packed else self.B
-        state: Tensor = ([self.states, p.v_heads, p.head_dim, p.v_head_dim], p.state_dtype)
+        state: TensorSpec = ([self.states, p.v_heads, p.head_dim, p.v_head_dim], p.state_dtype)
         widths = {
             "q": p.q_heads * p.head_dim,
             "k": p.k_heads * p.head_dim,
@@ -127,35 +132,35 @@ class BoundLinear:
             "y": p.y_heads * p.v_head_dim,
         }
         front = T.int64(1) if p.packed else self.B
-        shapes: dict[str, Tensor] = {name: ([front, self.L, width], p.dtype) for name, width in widths.items()}
+        shapes: dict[str, TensorSpec] = {name: ([front, self.L, width], p.dtype) for name, width in widths.items()}
         shapes |= dict.fromkeys(_TABLES, ([self.B], "int64")) | {"pages": ([self.B, 1], "int64")}
         shapes |= {"state": state, "present": state}
-        self.buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
+        self.buffers = {name: declare_buffer(name, argument, *shapes[name]) for name, argument in arguments.items()}
         self.state = self.buffers["present" if copy else "state"]
 
     @property
     def tokens(self) -> Expr:
-        """How many tokens all sequences have together."""
+        """Total number of tokens of all sequences."""
         return T.int64(1) * self.L * (1 if self.linear.packed else self.B)
 
-    def sequence(self, b: Expr, bind: Callable[[Expr], Expr]) -> Sequence:
-        """Where the tokens of batch b are; none, where tables lead out of the buffers. bind makes a variable."""
+    def sequence(self, b: Expr, bind: Callable[[Expr], Expr]) -> LinearSequence:
+        """Return the tokens of batch b, or none if tables point outside the buffers. bind creates a variable."""
         if not self.linear.packed:
-            return Sequence(b, T.int64(0), T.int64(1) * self.L, b, None)
+            return LinearSequence(b, T.int64(0), T.int64(1) * self.L, b, None)
         first, count, past = (bind(self.buffers[name][b]) for name in ("first_rows", "row_counts", "past"))
         page, rows = bind(self.buffers["pages"][b, T.int64(0)]), T.int64(1) * self.L
         is_there = tirx.all(first >= 0, first <= rows, page >= 0, page < self.states)
         count = bind(tirx.Select(is_there, tirx.max(tirx.min(count, rows - first), T.int64(0)), T.int64(0)))
-        return Sequence(T.int64(0), first, count, page, past == 0)
+        return LinearSequence(T.int64(0), first, count, page, past == 0)
 
-    def state_before(self, sequence: Sequence, h: Expr, d: Expr, c: Expr) -> Expr:
-        """An element of the state before the first token."""
-        value = widened(self.state[sequence.state, h, d, c], ACC)
+    def state_before(self, sequence: LinearSequence, h: Expr, d: Expr, c: Expr) -> Expr:
+        """Return an element of the state before the first token."""
+        value = widen_to(self.state[sequence.state, h, d, c], ACC)
         if sequence.is_new is None:
             return value
         return tirx.if_then_else(sequence.is_new, tirx.const(0.0, ACC), value)
 
-    # Which element of a row of a parameter: of head h of the state, and of its reader g.
+    # The index in a row of a parameter, for head h of the state and its query head g.
 
     def k_at(self, h: Expr, d: Expr) -> Expr:
         p = self.linear
@@ -179,41 +184,41 @@ class BoundLinear:
         return h if self.linear.betas > 1 else h * 0
 
 
-def copying(linear: LinearAttention) -> tirx.PrimFunc:
-    """PrimFunc (*inputs, present, y), unscheduled: the state behind the last token is an array of its own."""
-    return _prim_func(linear, copy=True)
+def build_linear_attention(linear: LinearAttention) -> tirx.PrimFunc:
+    """Build PrimFunc (*inputs, present, y), unscheduled: the state after the last token is an array of its own."""
+    return _build(linear, copy=True)
 
 
 def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """PrimFunc (*inputs, y), which writes the state over the given one, of a copying one."""
-    return _prim_func(LinearAttention.from_json(str(function.attrs[ATTRIBUTE])), copy=False)
+    """Build PrimFunc (*inputs, y), which overwrites the input state, from a copying one."""
+    return _build(LinearAttention.from_json(str(function.attrs[ATTRIBUTE])), copy=False)
 
 
-def _prim_func(linear: LinearAttention, copy: bool) -> tirx.PrimFunc:
+def _build(linear: LinearAttention, copy: bool) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
-        bound = BoundLinear(linear, copy)
+        bound = BoundLinearAttention(linear, copy)
         with T.sblock("linear_attention"):
             T.reads([full_region(bound.buffers[name]) for name in linear.inputs()])
             T.writes([full_region(bound.state), full_region(bound.buffers["y"])])
             if copy:
-                with T.grid(*bound.state.shape) as place:
-                    T.buffer_store(bound.state, bound.buffers["state"][tuple(place)], list(place))
+                with T.grid(*bound.state.shape) as index:
+                    T.buffer_store(bound.state, bound.buffers["state"][tuple(index)], list(index))
             heads = T.int64(linear.v_heads)
             with T.parallel(heads * bound.B) as work:
                 sequence = bound.sequence(T.bind(work // heads), T.bind)
                 with T.If(sequence.count > 0), T.Then():
-                    _head(bound, sequence, T.bind(work % heads))
+                    _emit_head(bound, sequence, T.bind(work % heads))
     return builder.get()
 
 
-def _head(bound: BoundLinear, sequence: Sequence, h: Expr) -> None:
-    """All tokens of head h of a sequence, element by element."""
+def _emit_head(bound: BoundLinearAttention, sequence: LinearSequence, h: Expr) -> None:
+    """Emit all tokens of head h of a sequence, element by element."""
     p, zero = bound.linear, tirx.const(0.0, ACC)
     D, Dv = T.int64(p.head_dim), T.int64(p.v_head_dim)
     S, u = T.alloc_buffer((p.head_dim, p.v_head_dim), ACC), T.alloc_buffer((p.v_head_dim,), ACC)
 
     def element(name: str, t: Expr, at: Expr) -> Expr:
-        return widened(bound.buffers[name][sequence.batch, sequence.first + t, at], ACC)
+        return widen_to(bound.buffers[name][sequence.batch, sequence.first + t, at], ACC)
 
     with T.grid(D, Dv) as (d, c):
         T.buffer_store(S, bound.state_before(sequence, h, d, c), [d, c])

@@ -1,4 +1,4 @@
-"""The parameters of the function under construction: what a problem's kernel is given."""
+"""The parameters of the function under construction: the inputs and outputs of a problem's kernel."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from tvm.script.ir_builder import tirx as T
 
 from .cache_layout import CacheLayout
 from .expr.bound import BoundExpr
-from .expr.emit import OfVectors, cast
+from .expr.emit import EmitVectorCall, cast
 from .expr.node import Expr as Expression
 from .formula import Formula
 from .problem import ATTRIBUTE, AttentionProblem
 
 Size: TypeAlias = Any  # int | tirx.Var
-Tensor: TypeAlias = tuple[list[Size], str]  # shape and element type
+TensorSpec: TypeAlias = tuple[list[Size], str]  # shape and element type
 
 
-class Parameters:
+class AttentionParameters:
     """The parameters `problem.parameters()` of the PrimFunc frame that is open in the IRBuilder, in that order.
 
-    The constructor declares them, and the function's attributes. B, S and T are int where the problem's size is static,
-    else the int64 variable that the shapes bind, or the scalar that tells the most rows or keys of a batch. buffers
-    holds the tensors by name, scalars the int64 numbers. scope is the storage scope of small variables: "global" on a
-    CPU, "local" in the threads of a GPU. of_vectors has a kernel's own functions of vectors, for expressions.
+    The constructor declares them and the function's attributes. B, S and T are int if the problem's size is static.
+    Else they are the int64 variable bound by the shapes, or the scalar with the maximum rows or keys of a batch.
+    buffers are the tensors by name, scalars the int64 numbers. scope is the storage scope of small variables: "global"
+    on a CPU, "local" in the threads of a GPU. emit_vector_call emits a kernel's own functions of vectors, for
+    expressions.
     """
 
-    def __init__(self, problem: AttentionProblem, scope: str = "global", of_vectors: OfVectors | None = None) -> None:
-        self.problem, self.scope, self.of_vectors = problem, scope, of_vectors
-        self._sizes = Sizes()
+    def __init__(
+        self, problem: AttentionProblem, scope: str = "global", emit_vector_call: EmitVectorCall | None = None
+    ) -> None:
+        self.problem, self.scope, self.emit_vector_call = problem, scope, emit_vector_call
+        self._sizes = SymbolicSizes()
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, **self.attributes()})
         names, scalars = self.names(), problem.scalars()
         arguments = {name: T.arg(name, T.int64() if name in scalars else T.handle()) for name in names}
@@ -41,29 +44,37 @@ class Parameters:
         self.S = self.scalars.get("most_rows", self._size("S", problem.q_len))
         self.T = self.scalars.get("most_keys", self._size("T", problem.kv_len))
         tensors = self.tensors()
-        self.buffers = {name: matched(name, arguments[name], *tensors[name]) for name in names if name not in scalars}
+        self.buffers = {
+            name: declare_buffer(name, arguments[name], *tensors[name]) for name in names if name not in scalars
+        }
 
     def names(self) -> tuple[str, ...]:
-        """Of all parameters, in order."""
+        """Return the names of all parameters, in order."""
         return self.problem.parameters()
 
     def attributes(self) -> dict[str, str]:
-        """What the function says of itself."""
+        """Return the attributes of the function that describe it."""
         return {ATTRIBUTE: self.problem.to_json()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Shape and element type of all that may be among them."""
-        return self._rows() | self._store() | self._mask() | self._tables() | self._tables_of(self.problem.score)
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Return shape and element type of all tensors that may be among the parameters."""
+        return (
+            self._describe_rows()
+            | self._describe_cache()
+            | self._describe_mask()
+            | self._describe_tables()
+            | self._describe_formula_tables(self.problem.score)
+        )
 
-    def _rows(self) -> dict[str, Tensor]:
-        """Tensors by query rows."""
+    def _describe_rows(self) -> dict[str, TensorSpec]:
+        """Return the tensors by query rows."""
         p = self.problem
-        sizes = {"b": self.B, "h": p.q_heads, "t": self._size("tokens") if p.packed else self.S}
+        sizes = {"b": self.B, "h": p.q_heads, "t": self._size("tokens") if p.is_ragged else self.S}
 
         def shape(dim: int) -> list[Size]:
             return [(sizes | {"d": dim, "e": p.q_heads * dim})[axis] for axis in p.row_axes]
 
-        by_row = [sizes["t"], p.q_heads] if p.packed else [self.B, p.q_heads, self.S]
+        by_row = [sizes["t"], p.q_heads] if p.is_ragged else [self.B, p.q_heads, self.S]
         return {
             "q": (shape(p.head_dim), p.dtype),
             "y": (shape(p.v_head_dim), p.dtype),
@@ -72,30 +83,30 @@ class Parameters:
             "max": (by_row, p.acc_dtype),
         }
 
-    def _store(self) -> dict[str, Tensor]:
-        """Keys and values, and their scales."""
+    def _describe_cache(self) -> dict[str, TensorSpec]:
+        """Return keys and values, and their scales."""
         p = self.problem
         dims, types = (p.head_dim, p.v_head_dim), (p.dtype, p.v_dtype)
-        return store_tensors(p.layout, p.kv_heads, dims, types, self.B, self.T, self._size)
+        return describe_cache_tensors(p.layout, p.kv_heads, dims, types, self.B, self.T, self._size)
 
-    def _mask(self) -> dict[str, Tensor]:
-        """The mask, or the tables of a formula."""
+    def _describe_mask(self) -> dict[str, TensorSpec]:
+        """Return the mask, or the tables of a formula."""
         mask, p = self.problem.mask, self.problem
         if mask is None:
             return {}
         if isinstance(mask, Formula):
-            return self._tables_of(mask)
-        rows = self._size("tokens") if p.packed else self.S
+            return self._describe_formula_tables(mask)
+        rows = self._size("tokens") if p.is_ragged else self.S
         full = (self.B, p.q_heads, rows, self._size("mask_len") if mask.pad or mask.starts else self.T)
         dims = [
-            self._size(f"mask_{axis}") if axis in mask.broadcasts else size if known is None else known
-            for axis, (size, known) in enumerate(zip(full, mask.dims, strict=True))
+            self._size(f"mask_{axis}") if axis in mask.broadcasts else size if dim is None else dim
+            for axis, (size, dim) in enumerate(zip(full, mask.dims, strict=True))
         ]
         return {"mask": (dims, mask.dtype)}
 
-    def _tables(self) -> dict[str, Tensor]:
-        """What else a kernel looks up, by head, by batch or by request."""
-        return store_tables(self.problem.layout, self.B, self._size) | {
+    def _describe_tables(self) -> dict[str, TensorSpec]:
+        """Return the other tables that a kernel reads, by head, by batch or by request."""
+        return describe_cache_tables(self.problem.layout, self.B, self._size) | {
             "scale": ([1], self.problem.acc_dtype),
             "sink": ([self.problem.q_heads], self.problem.dtype),
             "lengths": ([self.B], "int64"),
@@ -105,38 +116,38 @@ class Parameters:
             "key_starts": ([self.B], "int64"),
         }
 
-    def _tables_of(self, formula: Formula | None) -> dict[str, Tensor]:
+    def _describe_formula_tables(self, formula: Formula | None) -> dict[str, TensorSpec]:
         return {
             name: ([self._size(f"{name}_len_{axis}") for axis in range(rank)], dtype)
             for name, (rank, dtype) in (formula.tables() if formula is not None else {}).items()
         }
 
-    def _size(self, name: str, known: int | None = None) -> Size:
-        """The number, or the variable of that name."""
-        return self._sizes(name) if known is None else known
+    def _size(self, name: str, constant: int | None = None) -> Size:
+        """Return the number, or the variable of that name."""
+        return self._sizes(name) if constant is None else constant
 
     def bind(self, value: Expression) -> BoundExpr:
-        """The expression over these parameters."""
-        return BoundExpr(value, self.buffers, self.scalars, self.scope, self.of_vectors)
+        """Return the expression over these parameters."""
+        return BoundExpr(value, self.buffers, self.scalars, self.scope, self.emit_vector_call)
 
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
-        """Memory for a small variable of the thread that runs the code."""
+        """Allocate memory for a small variable of the thread that runs the code."""
         return T.alloc_buffer((size,), dtype, scope=self.scope)
 
 
-class Sizes:
-    """The int64 variables of the PrimFunc frame that is open in the IRBuilder, by name; made at first use."""
+class SymbolicSizes:
+    """The int64 variables of the PrimFunc frame that is open in the IRBuilder, by name; created at first use."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tirx.Var] = {}
+        self._variables: dict[str, tirx.Var] = {}
 
     def __call__(self, name: str) -> tirx.Var:
-        if name not in self._known:
-            self._known[name] = IRBuilder.name(name, T.int64())
-        return self._known[name]
+        if name not in self._variables:
+            self._variables[name] = IRBuilder.name(name, T.int64())
+        return self._variables[name]
 
 
-def store_tensors(
+def describe_cache_tensors(
     layout: CacheLayout,
     heads: int,
     dims: tuple[int, int],
@@ -144,14 +155,23 @@ def store_tensors(
     batches: Size,
     keys: Size,
     size: Callable[[str], Size],
-) -> dict[str, Tensor]:
-    """The buffers of a cache of so many heads, with elements in a row of a head and types of keys and of values (those
-    of codes where it has some), and their scales. size makes a variable of that name, once."""
+) -> dict[str, TensorSpec]:
+    """Return the buffers of a cache, and their scales if it is quantized.
+
+    Args:
+        layout: the layout of the cache.
+        heads: number of key/value heads.
+        dims: elements in a row of a head of keys and of values.
+        types: element types of keys and of values, unless the cache is quantized.
+        batches: number of batches.
+        keys: keys of a batch, unless slots are mapped.
+        size: returns the variable of a name, created once.
+    """
     page = getattr(layout.slots, "size", None) if "p" in layout.axes else None
     sizes = {
-        "b": size("cache_rows") if layout.looked_up else batches,
+        "b": size("cache_rows") if layout.has_lookup else batches,
         "h": heads,
-        "t": page or (size("slots") if layout.mapped else keys),
+        "t": page or (size("slots") if layout.is_mapped else keys),
         "p": size("page_count"),
         "l": size("layers"),
         "c": 2,
@@ -160,21 +180,26 @@ def store_tensors(
     def shape(dim: int) -> list[Size]:
         return [(sizes | {"d": dim, "e": heads * dim})[axis] for axis in layout.axes]
 
-    each, codec = {"k": (dims[0], types[0]), "v": (dims[1], types[1]), "kv": (dims[0], types[0])}, layout.codec
-    if codec is None:
-        return {name: (shape(dim), dtype) for name, (dim, dtype) in each.items()}
-    tensors: dict[str, Tensor] = {name: (shape(dim // codec.packing), codec.stored) for name, (dim, _) in each.items()}
-    for name, (dim, _) in each.items():
-        if codec.channels:
+    elements, quantization = (
+        {"k": (dims[0], types[0]), "v": (dims[1], types[1]), "kv": (dims[0], types[0])},
+        layout.quantization,
+    )
+    if quantization is None:
+        return {name: (shape(dim), dtype) for name, (dim, dtype) in elements.items()}
+    tensors: dict[str, TensorSpec] = {
+        name: (shape(dim // quantization.packing), quantization.storage_dtype) for name, (dim, _) in elements.items()
+    }
+    for name, (dim, _) in elements.items():
+        if quantization.channels:
             scales: list[Size] = [*([2] if name == "kv" else []), heads, dim]
         else:
-            scales = shape(dim // codec.group) if codec.group else [2 if name == "kv" else 1]
-        tensors[f"{name}_scale"] = scales, codec.scale_dtype
+            scales = shape(dim // quantization.group) if quantization.group else [2 if name == "kv" else 1]
+        tensors[f"{name}_scale"] = scales, quantization.scale_dtype
     return tensors
 
 
-def store_tables(layout: CacheLayout, batches: Size, size: Callable[[str], Size]) -> dict[str, Tensor]:
-    """What says where a cache's slots are."""
+def describe_cache_tables(layout: CacheLayout, batches: Size, size: Callable[[str], Size]) -> dict[str, TensorSpec]:
+    """Return the tables that locate a cache's slots."""
     planes = [2] if getattr(layout.slots, "apart", False) else []
     count, requests = layout.beams.count if layout.beams is not None else 1, size("requests")
     return {
@@ -190,7 +215,7 @@ def int64(value: int | Expr) -> Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else cast(value, "int64")
 
 
-def matched(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx.Buffer:
-    """The argument as a buffer aligned to its elements and no more, as callers' memory is."""
+def declare_buffer(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx.Buffer:
+    """Declare the argument as a buffer aligned to its elements and no more, as callers' memory is."""
     align = max(1, DataType(dtype).bits // 8)
     return IRBuilder.name(name, T.match_buffer(argument, [int64(n) for n in shape], dtype, align=align))

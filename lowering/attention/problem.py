@@ -1,14 +1,14 @@
-"""AttentionProblem: the one record in which every attention operator and every kernel meet.
+"""AttentionProblem: the one record through which every attention operator reaches every kernel.
 
-A front end builds a record and never sees a kernel; a kernel reads a record and never sees an operator. A
-record is plain data: it travels through Relax as JSON in the PrimFunc attribute `lowering.attention`.
+A front end builds a record and never sees a kernel; a kernel reads a record and never sees an operator. A record is
+plain data. It travels through Relax as JSON in the PrimFunc attribute `lowering.attention`.
 
-Symbols: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, S query rows, T keys, D head_dim, Dv
-v_head_dim, i query row, j key, p = i + offset the position of query row i among the keys. Query head h reads
-key/value head h // G. Rows and keys are counted in their batch, wherever they lie.
+Symbols: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, S query rows, T keys, D head_dim, Dv v_head_dim,
+i query row, j key, p = i + offset the position of query row i among the keys. Query head h reads key/value head h // G.
+Rows and keys are numbered within their batch, wherever they are stored.
 
-Sizes that are None are symbolic: the kernel takes them from the shapes of its buffers. Where those do not tell, because
-rows are packed or slots of a cache are mapped, S and T are the most that any batch has: the int64 scalar parameters
+Sizes that are None are symbolic: the kernel takes them from the shapes of its buffers. Shapes do not give them for
+ragged rows or for caches with mapped slots. S and T are then the maximum over all batches: the int64 scalar parameters
 most_rows and most_keys.
 """
 
@@ -19,32 +19,36 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .cache_layout import DENSE, Axes, CacheLayout, Codec
+from .cache_layout import DENSE, Axes, CacheLayout, KvQuantization
 from .formula import Formula
 
-Offset = Literal["zero", "past", "lengths", "behind"]
+WindowOffset = Literal["zero", "past", "lengths", "behind"]
 
 ATTRIBUTE = "lowering.attention"
 
-MOST_SPLITS = 256
+MAX_SPLITS = 256
 
 
 @dataclass(frozen=True)
 class Window:
     """Key j is visible to query row i iff p - left <= j <= p + right; None is unbounded. Causal is right = 0.
 
-    offset gives p = i + offset: "zero" (top-left aligned), "past" (the int64 scalar parameter `past`, the
-    same for the whole batch), "lengths" (lengths[b] minus the rows of the batch: the queries are the last
-    valid keys; may be negative, never clamped), "behind" (lengths[b]: the queries follow the valid keys).
+    offset gives p = i + offset:
 
-    The first `sinks` keys are visible however far to the left they are (arXiv:2309.17453). What is "given" is an int64
-    [B] parameter: lefts, sink_keys. With `free` there is an int64 scalar parameter free_batches: the rows of so many
-    first batches see all keys.
+    * "zero": top-left aligned.
+    * "past": the int64 scalar parameter `past`, the same for the whole batch.
+    * "lengths": lengths[b] minus the rows of the batch, as the queries are the last valid keys. It may be negative and
+      is never clamped.
+    * "behind": lengths[b], as the queries follow the valid keys.
+
+    The first `sinks` keys are visible to every row, however far to the left they are (arXiv:2309.17453). A field of
+    value "given" is an int64 [B] parameter: lefts, sink_keys. With `free` there is an int64 scalar parameter
+    free_batches: the rows of that many leading batches see all keys.
     """
 
     left: int | Literal["given"] | None = None
     right: int | None = None
-    offset: Offset = "zero"
+    offset: WindowOffset = "zero"
     sinks: int | Literal["given"] = 0
     free: bool = False
 
@@ -53,15 +57,15 @@ class Window:
 class Mask:
     """A mask tensor [mb, mh, ms, mt], indexed right-aligned like [B, Hq, S, T].
 
-    A dimension of static size 1 broadcasts over B, Hq and S. Along keys: with pad, a mask shorter than T
-    leaves keys j >= mt masked (also when mt is 1: ONNX opset 24); without pad, a static mt of 1 broadcasts.
-    None is symbolic: the full size, or with pad any number of keys. dtype bool selects (True is visible); any
-    other type is added to the score after the soft cap, and -inf hides the key.
+    A dimension of static size 1 broadcasts over B, Hq and S. Along keys, with pad, a mask shorter than T leaves keys j
+    >= mt masked (also when mt is 1: ONNX opset 24); without pad, a static mt of 1 broadcasts. None is symbolic: the
+    full size, or with pad any number of keys. dtype bool selects (True is visible); any other type is added to the
+    score after the soft cap, and -inf masks the key.
 
-    broadcasts are the axes, None in dims, of which only the tensor tells whether they are 1 or full.
+    broadcasts are the axes, None in dims, for which only the tensor says at run time whether they are 1 or full.
 
-    Where query rows are packed, so are those of the mask, whose batch dimension is 1. With `starts` keys are too: key j
-    of batch b is at key_starts[b] + j, an int64 [B] parameter. A mask of no columns then hides nothing.
+    If query rows are ragged, so are the rows of the mask, whose batch dimension is 1. With `starts` keys are ragged
+    too: key j of batch b is at key_starts[b] + j, an int64 [B] parameter. A mask without columns then masks nothing.
     """
 
     dtype: str
@@ -73,22 +77,23 @@ class Mask:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """softmax(score(softcap(scale * Q K^T)) + mask, visible keys only) V, with rows that see no key giving 0.
+    """softmax(score(softcap(scale * Q K^T)) + mask, visible keys only) V; rows without visible keys give 0.
 
-    Arithmetic is in acc_dtype (float32, or float64 when any operand or the requested softmax is float64); Y and qk are
-    rounded once to dtype. qk_mode asks for the [B, Hq, S, T] matrix too: 0 scaled scores, 1 after the soft cap and the
-    change of scores, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention, qk_matmul_output_mode). A
-    score of -inf has no weight, but only masks and ranges keep a value that is not finite from having a part in Y.
+    Arithmetic is in acc_dtype: float32, or float64 if any operand or the requested softmax is float64. Y and qk are
+    rounded once to dtype. qk_mode requests the [B, Hq, S, T] matrix as an output: 0 scaled scores, 1 after the soft cap
+    and the score modification, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention,
+    qk_matmul_output_mode). A score of -inf has no weight. Only masks and ranges keep a value that is not finite from
+    contributing to Y.
 
-    sink asks for one more score per query head, which takes its share of the softmax and has no value: l gets the term
-    exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax"). lse asks for a [B, Hq, S] output, [N, Hq] of N
-    packed rows, in acc_dtype: the natural logarithm of the sum of exp(score) over the keys that a row sees and the
-    sink, -inf where there are none. By it attentions over parts of the keys are merged. max asks for an output like it:
-    the largest of these scores.
+    sink requests one more score per query head, which takes its share of the softmax and has no value: l gets the term
+    exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax"). lse requests a [B, Hq, S] output, [N, Hq] for N
+    ragged rows, in acc_dtype: the natural logarithm of the sum of exp(score) over the visible keys of a row and the
+    sink, -inf if there are none. It merges attentions over disjoint ranges of keys. max requests an output of the same
+    shape: the largest of these scores.
 
-    splits says into how many parts small-M kernels cut the keys (split-KV); None: as many as sizes ask for.
+    splits is the number of ranges into which small-M kernels split the keys (split-KV); None: as many as sizes ask for.
 
-    Raises ValueError for a record that no operator means.
+    Raises ValueError for a record that no operator produces.
     """
 
     batch: int | None
@@ -98,14 +103,14 @@ class AttentionProblem:
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    dtype: str  # of Q, K, Y and qk (T1); K under a codec is what that says
-    v_dtype: str  # of V (T2), likewise
+    dtype: str  # of Q, K, Y and qk (T1), unless K is quantized (layout.quantization)
+    v_dtype: str  # of V (T2), unless V is quantized
     acc_dtype: str
     scale: float | None  # None: the parameter scale, a [1] of acc_dtype
     row_axes: Axes = "bhtd"  # of Q and Y; without b, batch b begins at row_starts[b], an int64 [B + 1] parameter
     layout: CacheLayout = DENSE
     softcap: float = 0.0
-    score: Formula | None = None  # of what the soft cap leaves, before the mask
+    score: Formula | None = None  # applied after the soft cap and before the mask
     window: Window | None = None
     lengths: bool = False  # an int64 [B] parameter: keys j >= lengths[b] are invisible
     mask: Mask | Formula | None = None
@@ -122,17 +127,17 @@ class AttentionProblem:
             raise ValueError(f'a window with offset "{self.window.offset}" needs the lengths parameter')
         if {*self.row_axes} - {"b"} not in ({*"htd"}, {*"te"}) or len({*self.row_axes}) < len(self.row_axes):
             raise ValueError(f"query rows cannot have the axes '{self.row_axes}'")
-        if (self.packed and self.q_len == 0) or (self.layout.mapped and self.kv_len == 0):
+        if (self.is_ragged and self.q_len == 0) or (self.layout.is_mapped and self.kv_len == 0):
             raise ValueError("the most rows or keys of a batch is None or at least 1")
-        if self.packed and self.layout.looked_up and not self.lengths:
+        if self.is_ragged and self.layout.has_lookup and not self.lengths:
             raise ValueError("no parameter tells the batch size: lengths would")
-        if self.layout.joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
+        if self.layout.is_joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
             raise ValueError("keys and values in one buffer have one size and one type")
         if self.head_dim % self.layout.packing or self.v_head_dim % self.layout.packing:
             raise ValueError("codes that share bytes come in pairs")
-        if self.packed and self.qk_mode is not None:
+        if self.is_ragged and self.qk_mode is not None:
             raise ValueError("packed rows have no qk output")
-        if isinstance(self.mask, Mask) and (self.packed or self.mask.starts) and self.mask.dims[0] != 1:
+        if isinstance(self.mask, Mask) and (self.is_ragged or self.mask.starts) and self.mask.dims[0] != 1:
             raise ValueError("the mask of packed rows or keys has no batches")
         operands = {self.dtype, self.v_dtype, self.mask.dtype if self.mask is not None else ""}
         if self.acc_dtype not in ("float32", "float64") or (self.acc_dtype == "float32" and "float64" in operands):
@@ -140,8 +145,8 @@ class AttentionProblem:
         names = [name for formula in self._formulas() for name in formula.names()]
         if len({*names}) < len(names):
             raise ValueError("the mask and the change of scores read parameters of one name")
-        if self.splits is not None and not 1 <= self.splits <= MOST_SPLITS:
-            raise ValueError(f"splits is None or 1 to {MOST_SPLITS}, not {self.splits}")
+        if self.splits is not None and not 1 <= self.splits <= MAX_SPLITS:
+            raise ValueError(f"splits is None or 1 to {MAX_SPLITS}, not {self.splits}")
         if self.qk_mode not in (None, 0, 1, 2, 3):
             raise ValueError(f"qk_mode is None, 0, 1, 2 or 3, not {self.qk_mode}")
 
@@ -153,31 +158,35 @@ class AttentionProblem:
     @property
     def stored_types(self) -> tuple[str, str]:
         """Element types of K and V in memory."""
-        codec = self.layout.codec
-        return (self.dtype, self.v_dtype) if codec is None else (codec.stored, codec.stored)
+        quantization = self.layout.quantization
+        return (
+            (self.dtype, self.v_dtype)
+            if quantization is None
+            else (quantization.storage_dtype, quantization.storage_dtype)
+        )
 
     @property
-    def codec(self) -> Codec | None:
-        """What K and V are codes of, with scales, if they are."""
-        return self.layout.codec
+    def quantization(self) -> KvQuantization | None:
+        """Type and scales of K and V if they are quantized."""
+        return self.layout.quantization
 
     @property
-    def coded(self) -> bool:
-        """Whether K and V are codes with scales."""
-        return self.codec is not None
+    def is_quantized(self) -> bool:
+        """Whether K and V are quantized values with scales."""
+        return self.quantization is not None
 
     @property
-    def packed(self) -> bool:
-        """Whether query rows lie one batch behind the other, as many as each has."""
+    def is_ragged(self) -> bool:
+        """Whether the query rows of the batches are concatenated, with a row count for each batch (varlen)."""
         return "b" not in self.row_axes
 
     @property
-    def dense(self) -> bool:
-        """Whether shapes tell where everything lies: no packed rows, no slots to look up, no codes."""
-        return not (self.packed or self.layout.looked_up or self.coded)
+    def is_dense(self) -> bool:
+        """Whether shapes alone give the address of every element: no ragged rows, slot tables or quantized values."""
+        return not (self.is_ragged or self.layout.has_lookup or self.is_quantized)
 
     @property
-    def causal(self) -> bool:
+    def is_causal(self) -> bool:
         """Whether early rows see fewer keys, so that tiles of rows differ in their work."""
         return self.window is not None and self.window.right is not None
 
@@ -187,41 +196,42 @@ class AttentionProblem:
 
     @property
     def has_formula(self) -> bool:
-        """Whether the mask is computed, not read."""
+        """Whether the mask is computed, not loaded."""
         return isinstance(self.mask, Formula)
 
     @property
-    def formula_per_head(self) -> bool:
-        """Whether a mask that is computed may differ from query head to query head."""
-        return isinstance(self.mask, Formula) and "h" in self.mask.over
+    def has_formula_per_head(self) -> bool:
+        """Whether a computed mask may differ from query head to query head."""
+        return isinstance(self.mask, Formula) and "h" in self.mask.index_names
 
     @property
-    def adds_mask(self) -> bool:
+    def has_additive_mask(self) -> bool:
         """Whether elements of a mask tensor are added to scores."""
         return isinstance(self.mask, Mask) and self.mask.dtype != "bool"
 
     @property
-    def two_ended(self) -> bool:
-        """Whether a row's keys have a first one of their own, too."""
+    def has_left_bound(self) -> bool:
+        """Whether the visible keys of a row also have a first key that depends on the row."""
         return self.window is not None and self.window.left is not None
 
     def parameters(self) -> tuple[str, ...]:
-        """Names of the PrimFunc's parameters in order: the inputs present, then the outputs asked for."""
+        """Return the names of the PrimFunc's parameters in order: the inputs present, then the requested outputs."""
         return (*self.inputs(), *self.outputs())
 
     def inputs(self) -> tuple[str, ...]:
-        """Those of the parameters that are read."""
-        joint, codec = self.layout.joint, self.coded
+        """Return the names of the parameters that are read."""
+        is_joint, has_scales = self.layout.is_joint, self.is_quantized
         present = {
-            "k": not joint, "v": not joint, "kv": joint,
-            "k_scale": codec and not joint, "v_scale": codec and not joint, "kv_scale": codec and joint,
+            "k": not is_joint, "v": not is_joint, "kv": is_joint,
+            "k_scale": has_scales and not is_joint, "v_scale": has_scales and not is_joint,
+            "kv_scale": has_scales and is_joint,
             "mask": isinstance(self.mask, Mask),
             "scale": self.scale is None,
             "sink": self.sink,
             "lengths": self.lengths,
             "lefts": self.window is not None and self.window.left == "given",
             "sink_keys": self.window is not None and self.window.sinks == "given",
-            "row_starts": self.packed,
+            "row_starts": self.is_ragged,
             "key_starts": isinstance(self.mask, Mask) and self.mask.starts,
         }  # fmt: skip
         scalars = self.scalars()
@@ -231,29 +241,29 @@ class AttentionProblem:
         return tuple(name for name in (*names, *self.layout.tables(), *scalars) if present.get(name, True))
 
     def outputs(self) -> tuple[str, ...]:
-        """Those of the parameters that are written."""
+        """Return the names of the parameters that are written."""
         present = {"y": True, "qk": self.qk_mode is not None, "lse": self.lse, "max": self.max}
-        return tuple(name for name, there in present.items() if there)
+        return tuple(name for name, is_present in present.items() if is_present)
 
     def scalars(self) -> tuple[str, ...]:
-        """Those of the parameters that are int64 numbers."""
+        """Return the names of the parameters that are int64 scalars."""
         present = {
             "past": self.window is not None and self.window.offset == "past",
             "free_batches": self.window is not None and self.window.free,
-            "most_rows": self.packed and self.q_len is None,
-            "most_keys": self.layout.mapped and self.kv_len is None,
+            "most_rows": self.is_ragged and self.q_len is None,
+            "most_keys": self.layout.is_mapped and self.kv_len is None,
         }
         formulas = [name for formula in self._formulas() for name in formula.scalars()]
-        return (*formulas, *(name for name, there in present.items() if there))
+        return (*formulas, *(name for name, is_present in present.items() if is_present))
 
     def _formulas(self) -> tuple[Formula, ...]:
-        return tuple(part for part in (self.mask, self.score) if isinstance(part, Formula))
+        return tuple(formula for formula in (self.mask, self.score) if isinstance(formula, Formula))
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"layout": self.layout.to_data()}
         for name in ("mask", "score"):
-            if isinstance(part := getattr(self, name), Formula):
-                data[name] = part.to_data()
+            if isinstance(formula := getattr(self, name), Formula):
+                data[name] = formula.to_data()
         return json.dumps(data)
 
     @staticmethod

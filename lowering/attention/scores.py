@@ -1,8 +1,8 @@
-"""What the score of a pair is: its scaled product under the soft cap, and what the mask makes of it.
+"""The score of a pair: its scaled dot product, the soft cap, the score modification and the mask.
 
 In all of these one of i, j may be a vector (`T.ramp`). Lanes outside [0, S) x [0, T) are legal: a mask is then read at
-the nearest element inside. Expressions are not bound to variables: `T.bind` those that are used twice (but no bool
-vector, TVM cannot).
+the nearest element inside. Expressions are not bound to variables: `T.bind` those that are used twice (but no vector of
+bool, which TVM cannot bind).
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from .addressing import Addressing
-from .expr.emit import broadcast, cast, lanes, scalar_type, widened
+from .expr.emit import broadcast, cast, lanes, scalar_type, widen_to
 from .expr.interval import Interval
 from .formula import Formula
-from .parameters import Parameters, int64
+from .parameters import AttentionParameters, int64
 from .problem import Mask
 
-HIDDEN = -5e4
-"""Additive masks hide keys with -inf or with the lowest number of their type. No score comes near this bound, so a key
-that is biased by less takes no part in the softmax of a row in which any other key does better than half of it."""
+HIDDEN_BIAS = -5e4
+"""Additive masks mask keys with -inf or with the lowest number of their type. Scores do not come near this bound. So a
+key with a lower bias has no effect on the softmax of a row in which any other key scores more than half of this bound.
+"""
 
 
-class Scores:
-    """Scores and masks, in acc_dtype but where a mask is bool."""
+class PairScores:
+    """Scores and masks, in acc_dtype unless a mask is bool."""
 
-    def __init__(self, parameters: Parameters, addressing: Addressing) -> None:
+    def __init__(self, parameters: AttentionParameters, addressing: Addressing) -> None:
         self.problem, self.buffers, self.scratch = parameters.problem, parameters.buffers, parameters.scratch
         self.S, self.addressing = parameters.S, addressing
         mask = self.problem.mask
         self.has_mask = mask is not None
         self.has_tensor = isinstance(mask, Mask)
-        self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
-        self.formula, self.change = (
-            parameters.bind(part.value) if isinstance(part, Formula) else None for part in (mask, self.problem.score)
+        self.has_bias = mask is not None and mask.dtype != "bool"  # elements are added to scores
+        self.formula, self.score_mod = (
+            parameters.bind(formula.value) if isinstance(formula, Formula) else None
+            for formula in (mask, self.problem.score)
         )
         self.T = parameters.T
         if isinstance(mask, Formula):
             self.mask_keys = parameters.scalars.get("mask_keys", int64(parameters.T))
 
     @property
-    def skips_numbers(self) -> bool:
-        """Whether tiles may be skipped that finite numbers hide; they count in rows that see nothing better."""
+    def can_skip_finite(self) -> bool:
+        """Whether tiles may be skipped that finite numbers mask; these count in rows that see nothing better."""
         return self.formula is not None and self.has_bias
 
-    def of(
+    def compute_logit(
         self,
         s: Expr,
         b: Expr,
@@ -58,24 +60,24 @@ class Scores:
         inside: bool = False,
         tanh: Callable[[Expr], Expr] | None = None,
     ) -> Expr:
-        """The logit of a pair from its scaled dot product s: soft cap, change of scores, then additive mask.
+        """Return the logit of a pair from its scaled dot product s: soft cap, score modification, then additive mask.
 
-        Means nothing where the pair is not visible: select it away. inside is as in `additive`.
+        It is meaningless for a masked pair: select it away. inside is as in `compute_bias`.
         """
-        return self.biased(self.changed(s, b, h, i, j, inside=inside, tanh=tanh), b, h, i, j, inside=inside)
+        return self.add_bias(self.apply_score_mod(s, b, h, i, j, inside=inside, tanh=tanh), b, h, i, j, inside=inside)
 
     @property
     def scale(self) -> Expr:
-        """What dot products are multiplied by: a constant, or what the caller gave."""
-        known = self.problem.scale
-        return self.buffers["scale"][0] if known is None else self._constant(known)
+        """The factor of dot products: a constant, or a parameter of the kernel."""
+        constant = self.problem.scale
+        return self.buffers["scale"][0] if constant is None else self._constant(constant)
 
     @property
-    def changes(self) -> bool:
-        """Whether something happens to scaled products before the mask."""
-        return bool(self.problem.softcap) or self.change is not None
+    def has_score_mod(self) -> bool:
+        """Whether scaled dot products are modified before the mask."""
+        return bool(self.problem.softcap) or self.score_mod is not None
 
-    def changed(
+    def apply_score_mod(
         self,
         s: Expr,
         b: Expr,
@@ -86,45 +88,48 @@ class Scores:
         inside: bool = False,
         tanh: Callable[[Expr], Expr] | None = None,
     ) -> Expr:
-        """What soft cap and change of scores make of the scaled product s of a pair. h and i may both be vectors. A
-        kernel can bring its own tanh, for softcap * tanh(s / softcap)."""
+        """Apply soft cap and score modification to the scaled dot product s of a pair.
+
+        h and i may both be vectors. A kernel can pass its own tanh, for softcap * tanh(s / softcap).
+        """
         c = self.problem.softcap
         if c != 0.0:
             s = (tanh or _tanh)(s * self._constant(1.0 / c)) * self._constant(c)
-        if self.change is None:
+        if self.score_mod is None:
             return s
         if not inside and self.problem.score is not None and self.problem.score.tables():
             i, j = self._nearest(i, int64(self.S)), self._nearest(j, int64(self.T))
-        return broadcast(cast(self.change(b, h, i, j, s), self.problem.acc_dtype), lanes(s))
+        return broadcast(cast(self.score_mod(b, h, i, j, s), self.problem.acc_dtype), lanes(s))
 
-    def biased(self, s: Expr, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
-        """s plus the additive mask, if there is one."""
+    def add_bias(self, s: Expr, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """Return s plus the additive mask, if there is one."""
         return s + self._mask(b, h, i, j, inside) if self.has_bias else s
 
-    def before_keys(self, h: Expr) -> tuple[Expr, Expr]:
-        """The running maximum m and sum l of a row of query head h before its first key; scalars."""
+    def compute_initial_statistics(self, h: Expr) -> tuple[Expr, Expr]:
+        """Return the running maximum m and sum l of a row of query head h before its first key; scalars."""
         if not self.problem.sink:
             return self._constant(float("-inf")), self._constant(0.0)
-        return widened(self.buffers["sink"][h], self.problem.acc_dtype), self._constant(1.0)
+        return widen_to(self.buffers["sink"][h], self.problem.acc_dtype), self._constant(1.0)
 
     # The mask.
 
-    def unmasked(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
-        """Whether the mask lets row i see key j; bool."""
+    def is_unmasked(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """Return whether the mask lets row i see key j; bool."""
         value = self._mask(b, h, i, j, inside)
         if value.ty.dtype.is_bool:
             return value
         return tirx.NE(value, broadcast(self._constant(float("-inf")), lanes(value)))
 
-    def additive(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
-        """The mask as what is added to the score, -inf where it hides a key, with the lanes of i and j.
+    def compute_bias(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """Return the mask as a bias to add to the score, -inf where it masks a key, with the lanes of i and j.
 
-        inside promises that every lane lies in [0, S) x `Keys.of_tile`, so that a mask can be read without clamping.
+        inside promises that every lane is inside [0, S) x `KeyRanges.compute_tile_ranges`, so that a mask can be read
+        without clamping.
         """
-        return self.added(broadcast(self._mask(b, h, i, j, inside), max(lanes(i), lanes(j))))
+        return self.convert_to_bias(broadcast(self._mask(b, h, i, j, inside), max(lanes(i), lanes(j))))
 
-    def added(self, element: Expr) -> Expr:
-        """An element of the mask, or a vector of them, as what is added to the score."""
+    def convert_to_bias(self, element: Expr) -> Expr:
+        """Convert an element of the mask, or a vector of them, to a bias that is added to the score."""
         value = self._number(element)
         if not value.ty.dtype.is_bool:
             return value
@@ -132,7 +137,7 @@ class Scores:
         return tirx.Select(value, shown, hidden)
 
     def element(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
-        """The mask tensor's element for the pair, as it is; i is no vector."""
+        """Return the mask tensor's unconverted element for the pair; i is a scalar."""
         buffer, indices = self.mask_at(b, h, i, j, inside=inside)
         value, mask = buffer[tuple(indices)], self.problem.mask
         if not isinstance(mask, Mask) or not mask.starts:
@@ -141,7 +146,7 @@ class Scores:
         return tirx.if_then_else(buffer.shape[3] > 0, value, broadcast(shown, lanes(value)))
 
     def column(self, b: Expr, j: Expr) -> Expr:
-        """Which column of the mask tensor is key j's."""
+        """Return the column of the mask tensor for key j."""
         mask = self.problem.mask
         if not isinstance(mask, Mask) or not mask.starts:
             return j
@@ -150,7 +155,7 @@ class Scores:
     def mask_at(
         self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False
     ) -> tuple[tirx.Buffer, list[Expr | int]]:
-        """Buffer and indices of the mask tensor's element for the pair, within its bounds unless `inside`."""
+        """Return buffer and indices of the mask tensor's element for the pair, within its bounds unless `inside`."""
         mask, buffer = self.problem.mask, self.buffers["mask"]
         assert isinstance(mask, Mask)
         indices: list[Expr | int] = []
@@ -170,35 +175,35 @@ class Scores:
         """Whether the query rows of one key/value head, of all its query heads, may differ in their mask."""
         mask = self.problem.mask
         if isinstance(mask, Formula):
-            return "i" in mask.over or ("h" in mask.over and self.problem.group > 1)
+            return "i" in mask.index_names or ("h" in mask.index_names and self.problem.group > 1)
         return mask is not None and (mask.dims[2] != 1 or (mask.dims[1] != 1 and self.problem.group > 1))
 
-    def mask_extremes(self, b: Expr, h: Expr, heads: int, rows: Interval, keys: Interval) -> Interval:
-        """Bounds of the formula as additive values, -inf where it hides a key, over rows and keys (ends included) of
-        so many query heads from h on.
+    def emit_mask_bounds(self, b: Expr, h: Expr, heads: int, rows: Interval, keys: Interval) -> Interval:
+        """Emit bounds of the formula as additive values, -inf where it masks a key.
 
-        Emits code where the IRBuilder stands.
+        The bounds are over rows and keys (ends included) of `heads` query heads from h on. Emits code at the insertion
+        point of the IRBuilder.
         """
         assert self.formula is not None
         zero, hidden = self._constant(0.0), self._constant(float("-inf"))
-        heads = heads if self.problem.formula_per_head else 1
+        heads = heads if self.problem.has_formula_per_head else 1
         low, high = (self.scratch(1, self.problem.acc_dtype) for _ in range(2))
         T.buffer_store(low, -hidden, [0])
         T.buffer_store(high, hidden, [0])
         with T.serial(heads) as g:
-            found = self.formula.extremes(b, T.bind(h + g), rows, keys)
-            if found is None:
+            bounds = self.formula.compute_interval(b, T.bind(h + g), rows, keys)
+            if bounds is None:
                 ends = hidden, -hidden
             elif self.has_bias:
-                ends = widened(found[0], self.problem.acc_dtype), widened(found[1], self.problem.acc_dtype)
+                ends = widen_to(bounds[0], self.problem.acc_dtype), widen_to(bounds[1], self.problem.acc_dtype)
             else:
-                ends = tirx.Select(found[0], zero, hidden), tirx.Select(found[1], zero, hidden)
+                ends = tirx.Select(bounds[0], zero, hidden), tirx.Select(bounds[1], zero, hidden)
             T.buffer_store(low, tirx.min(low[0], ends[0]), [0])
             T.buffer_store(high, tirx.max(high[0], ends[1]), [0])
         return low[0], high[0]
 
     def _mask(self, b: Expr, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
-        """The mask's element for the pair: bool as it is, any other type in acc_dtype."""
+        """Return the mask's element for the pair: bool as it is, any other type in acc_dtype."""
         if self.formula is not None:
             if not inside:
                 i, j = self._nearest(i, int64(self.S)), self._nearest(j, self.mask_keys)
@@ -209,35 +214,35 @@ class Scores:
         def load(row: Expr) -> Expr:
             if lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
                 return self._number(self.element(b, h, row, j, inside=inside))
-            # A clamped vector of indices is read one by one.
+            # A clamped vector of indices would be loaded lane by lane.
             buffer, indices = self.mask_at(b, h, row, j, inside=inside)
-            first, each = (self._number(buffer[(*indices[:3], at)]) for at in (0, j))
-            return tirx.if_then_else(buffer.shape[3] > 1, each, broadcast(first, lanes(j)))
+            first, elements = (self._number(buffer[(*indices[:3], at)]) for at in (0, j))
+            return tirx.if_then_else(buffer.shape[3] > 1, elements, broadcast(first, lanes(j)))
 
         if mask.dims[2] == 1 or lanes(i) == 1:
             value = load(i)
-        else:  # TensorIR takes a vector index in the last axis only
-            each = range(lanes(i))
-            value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in each], list(each))
+        else:  # TensorIR takes a vector index on the last axis only
+            all_lanes = range(lanes(i))
+            value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in all_lanes], list(all_lanes))
         return value
 
     def _nearest(self, index: Expr, size: Expr) -> Expr:
-        """The index, or the nearest one of [0, size)."""
+        """Return the index, or the nearest one of [0, size)."""
         return tirx.max(tirx.min(index, cast(size, scalar_type(index)) - 1), 0)
 
     def _number(self, value: Expr) -> Expr:
-        """A mask's element: bool as it is, anything else widened."""
-        return value if scalar_type(value) == "bool" else widened(value, self.problem.acc_dtype)
+        """Return a mask's element: bool as it is, any other type widened."""
+        return value if scalar_type(value) == "bool" else widen_to(value, self.problem.acc_dtype)
 
     def _constant(self, value: float) -> Expr:
         return tirx.const(value, self.problem.acc_dtype)
 
 
 def _tanh(x: Expr) -> Expr:
-    """tanh with a small relative error near 0, where 1 - 2 / (exp(2 x) + 1) cancels.
+    """Return tanh with a small relative error near 0, where 1 - 2 / (exp(2 x) + 1) cancels.
 
-    A large soft cap makes arguments small and multiplies the error by the cap. Nor is the error left to targets: that
-    of the instruction on GPUs is 2^-11.
+    A large soft cap makes arguments small and multiplies the error by the cap. For the same reason the error does not
+    depend on the target: that of the instruction on GPUs is 2^-11.
     """
     if scalar_type(x) != "float32":
         return T.tanh(x)

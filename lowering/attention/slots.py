@@ -1,7 +1,7 @@
-"""Where the keys of a cache lie: from (batch, key) to indices on the axes of a buffer.
+"""Where a cache stores its keys: from (batch, key) to indices on the axes of a buffer.
 
-What tables say is data. Readers are given indices that are in the buffer whatever the tables hold; writers are told
-whether that took a change, and leave such rows alone.
+Table entries are untrusted data. Readers get indices that are inside the buffer whatever the tables contain. Writers
+are told whether an index had to be clamped for that, and skip such rows.
 """
 
 from __future__ import annotations
@@ -19,41 +19,46 @@ from .parameters import Size, int64
 
 @dataclass(frozen=True)
 class Slot:
-    """The index on each axis that does not depend on head and element, none outside the buffer; inside says that none
-    had to be changed for that."""
+    """The index on each axis that does not depend on head and element, clamped to the buffer.
 
-    where: dict[str, Expr]
-    inside: Expr
+    is_inside tells whether no index had to be clamped.
+    """
+
+    indices: dict[str, Expr]
+    is_inside: Expr
 
 
 class Slots:
-    """The slots of a cache with these tables, for so many batches. extent(axis) is a buffer's size on that axis."""
+    """The slots of a cache with these tables and number of batches. extent(axis) is a buffer's size on that axis."""
 
     def __init__(self, layout: CacheLayout, tables: Mapping[str, tirx.Buffer], batches: Size) -> None:
         self.layout, self.tables, self.batches = layout, tables, batches
 
-    def of(self, b: Expr, j: Expr, part: int, extent: Callable[[str], Size]) -> Slot:
-        """The slot in which batch b finds key j (part 0) or its value (1)."""
-        fixed = self._fixed(part)
-        if not self.layout.looked_up:
-            return Slot({"b": b, "t": j, **fixed}, tirx.const(True, "bool"))
-        return self._looked_up(self._beam(int64(b), int64(j)), int64(b), int64(j), part, extent)
+    def locate(self, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size]) -> Slot:
+        """Return the slot from which batch b reads key j (kv_index 0) or its value (1)."""
+        static_indices = self._static_indices(kv_index)
+        if not self.layout.has_lookup:
+            return Slot({"b": b, "t": j, **static_indices}, tirx.const(True, "bool"))
+        return self._look_up_slot(self._find_beam_row(int64(b), int64(j)), int64(b), int64(j), kv_index, extent)
 
-    def own(self, b: Expr, j: Expr, part: int, extent: Callable[[str], Size]) -> Slot:
-        """The slot in which batch b itself keeps key j or its value: that of its own beam."""
-        if self.layout.looked_up:
-            return self._looked_up(int64(b), int64(b), int64(j), part, extent, may_be_empty=True)
-        inside = tirx.all(_within(int64(b), extent("b")), _within(int64(j), extent("t")))
-        return Slot({"b": b, "t": j, **self._fixed(part)}, inside)
+    def locate_own(self, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size]) -> Slot:
+        """Return the slot to which batch b itself writes key j or its value: that of its own beam."""
+        if self.layout.has_lookup:
+            return self._look_up_slot(int64(b), int64(b), int64(j), kv_index, extent, may_be_empty=True)
+        inside = tirx.all(_is_within(int64(b), extent("b")), _is_within(int64(j), extent("t")))
+        return Slot({"b": b, "t": j, **self._static_indices(kv_index)}, inside)
 
-    def _fixed(self, part: int) -> dict[str, Expr]:
-        return {"l": T.int64(self.layout.layer), "c": T.int64(part)}
+    def _static_indices(self, kv_index: int) -> dict[str, Expr]:
+        return {"l": T.int64(self.layout.layer), "c": T.int64(kv_index)}
 
-    def _looked_up(
-        self, row: Expr, b: Expr, j: Expr, part: int, extent: Callable[[str], Size], may_be_empty: bool = False
+    def _look_up_slot(
+        self, row: Expr, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size], may_be_empty: bool = False
     ) -> Slot:
-        """may_be_empty: tables may have no entry, as those of keys that are read have."""
-        slots, where, slot = self.layout.slots, self._fixed(part), self._turn(j)
+        """Return the slot of a key by the tables.
+
+        may_be_empty: tables may have no entries, unlike those of keys that are read.
+        """
+        slots, indices, slot = self.layout.slots, self._static_indices(kv_index), self._wrap_in_ring(j)
         limits: list[tuple[Expr, Size]] = []
 
         def limited(value: Expr, size: Size) -> Expr:
@@ -66,32 +71,32 @@ class Slots:
             pages, column = self.tables["pages"], T.int64(0)
             if slots.size is not None:
                 column, slot = tirx.floordiv(slot, T.int64(slots.size)), tirx.floormod(slot, T.int64(slots.size))
-            plane = [T.int64(part)] if slots.apart else []
+            plane = [T.int64(kv_index)] if slots.apart else []
             entry = pages[(row, *plane, limited(column, pages.shape[-1]))]
             if may_be_empty:
                 entry = tirx.if_then_else(int64(pages.shape[-1]) > 0, entry, T.int64(-1))
             if slots.entries == "slot":
                 slot = entry + slot
             else:
-                where["p"] = limited(entry, extent("p"))
-        if "p" not in where or getattr(slots, "size", 0) is None:
+                indices["p"] = limited(entry, extent("p"))
+        if "p" not in indices or getattr(slots, "size", 0) is None:
             slot = limited(slot, extent("t"))
-        where["t"] = slot
+        indices["t"] = slot
         if "b" in self.layout.axes:
-            where["b"] = limited(row, extent("b"))
-        return Slot(where, tirx.all(*(_within(*limit) for limit in limits)))
+            indices["b"] = limited(row, extent("b"))
+        return Slot(indices, tirx.all(*(_is_within(*limit) for limit in limits)))
 
-    def _turn(self, j: Expr) -> Expr:
-        """The slot of key j in a ring."""
+    def _wrap_in_ring(self, j: Expr) -> Expr:
+        """Return the slot of key j in a ring."""
         ring = self.ring()
         if ring is None:
             return j
         sinks, first, capacity = ring
-        turned = tirx.floormod(tirx.max(j - sinks, T.int64(0)), capacity) + first
-        return tirx.Select(j < sinks, j, turned)
+        wrapped = tirx.floormod(tirx.max(j - sinks, T.int64(0)), capacity) + first
+        return tirx.Select(j < sinks, j, wrapped)
 
     def ring(self) -> tuple[Expr, Expr, Expr] | None:
-        """Sinks, first slot and capacity of the ring, if there is one; the capacity is at least 1."""
+        """Return sinks, first slot and capacity of the ring, if there is one; the capacity is at least 1."""
         ring = self.layout.ring
         if ring is None:
             return None
@@ -100,22 +105,22 @@ class Slots:
             return sinks, first, tirx.max(capacity, T.int64(1))
         return T.int64(ring.sinks), T.int64(ring.first), T.int64(ring.capacity)
 
-    def _beam(self, b: Expr, j: Expr) -> Expr:
-        """The row of the cache in which batch b finds key j."""
+    def _find_beam_row(self, b: Expr, j: Expr) -> Expr:
+        """Return the row of the cache from which batch b reads key j."""
         beams = self.layout.beams
         if beams is None:
             return b
         table, request = self.tables["beam_of"], tirx.floordiv(b, T.int64(beams.count))
-        found = table[request, tirx.floormod(b, T.int64(beams.count)), clamp(j, table.shape[2] - 1)]
-        found = tirx.if_then_else(int64(table.shape[2]) > 0, found, T.int64(0))
-        source = tirx.Select(j < self.tables["prompts"][request], T.int64(0), clamp(found, T.int64(beams.count - 1)))
+        beam = table[request, tirx.floormod(b, T.int64(beams.count)), clamp(j, table.shape[2] - 1)]
+        beam = tirx.if_then_else(int64(table.shape[2]) > 0, beam, T.int64(0))
+        source = tirx.Select(j < self.tables["prompts"][request], T.int64(0), clamp(beam, T.int64(beams.count - 1)))
         return tirx.min(request * beams.count + source, int64(self.batches) - 1)
 
 
 def clamp(value: Expr, end: Expr) -> Expr:
-    """value, at least 0 and at most `end`, where that is not negative."""
+    """Clamp value to [0, end], if end is not negative."""
     return tirx.max(tirx.min(value, end), 0)
 
 
-def _within(value: Expr, size: Size) -> Expr:
+def _is_within(value: Expr, size: Size) -> Expr:
     return tirx.all(value >= 0, value < int64(size))

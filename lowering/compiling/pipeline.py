@@ -15,7 +15,7 @@ import onnx_ir as ir
 import tvm
 from tvm import relax, tirx
 
-from schedules import Known
+from schedules import CodeLookup
 from schedules.half_precision import HALF
 from schedules.variant import Choose
 
@@ -92,7 +92,7 @@ def lower_model(
     choose: Choose | None = None,
     runs_on: Target | None = None,
     matmuls: str | None = None,
-    cached: Known | None = None,
+    cached: CodeLookup | None = None,
 ) -> LoweredModule:
     """Run the passes.
 

@@ -1,4 +1,4 @@
-"""Attention that you write: score_mod and mask_mod are Python functions, traced and compiled (docs/flex.md).
+"""Attention with user-defined scores and masks: score_mod and mask_mod are traced and compiled (docs/flex.md).
 
 from lowering import flex
 y = flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: 20 * flex.tanh(s / 20), mask_mod=flex.masks.causal)
@@ -11,7 +11,7 @@ from .attention import flex_attention
 from .block_mask import BlockMask
 from .captured import ArraySpec
 from .create import create_block_mask
-from .kept import CacheInfo, cache_clear, cache_info
+from .kernel_cache import CacheInfo, cache_clear, cache_info
 from .masks import and_masks, or_masks
 from .module import FlexModule, compile_flex, load
 from .show import MaskPicture, show

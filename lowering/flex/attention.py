@@ -1,4 +1,4 @@
-"""`flex_attention`: attention over arrays whose score and mask are Python functions."""
+"""`flex_attention`: attention over arrays with score and mask as Python functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 from ..errors import InputError
 from ..runtime import Model
-from . import kept
+from . import kernel_cache
 from .block_mask import BlockMask
-from .captured import specs_of
+from .captured import read_array_specs
 from .fingerprint import fingerprint
 from .mod import Mod
-from .problem import check_operands, checked_names, problem_of, run
+from .problem import build_problem, check_names, check_operands, run_kernel
 
 Array: TypeAlias = Any
 
@@ -31,51 +31,59 @@ def flex_attention(
     captures: Mapping[str, Array] | None = None,
     target: str = "cpu",
 ) -> Array | tuple[Array, Array]:
-    """softmax(score_mod(scale * q k^T) where mask_mod holds) v, over arrays.
+    """Compute softmax(score_mod(scale * q k^T) where mask_mod is true) v, over arrays.
 
-    q is [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv], of float32, float16, bfloat16 or float64; k and v may
-    have one batch for all. NumPy's arrays, or those of any library that speaks DLPack: the result is of the same kind,
-    [B, Hq, S, Dv] in the type of q. With return_lse it is the pair of that and lse [B, Hq, S] in float32 (float64 for
-    float64): the natural logarithm of the sum of exp(score) over the keys that a row sees. A row that sees none gives 0
-    and -inf.
+    The first call of a kind compiles, which takes seconds; kernels are cached in memory and on disk (`cache_info`). The
+    mods are traced, once. They use the operators of Python and the functions of `lowering.flex`.
 
-    score_mod(score, b, h, q_idx, kv_idx) gives the score that counts, in float32 (float64), mask_mod(b, h, q_idx,
-    kv_idx) whether the pair is visible; h is the query head. They are Python functions that are traced, once: with the
-    operators of Python and the functions of `lowering.flex`. Arrays that they read are `captures` by name, and their
-    keyword-only parameters; new values, and other lengths, need no new kernel. block_mask says which blocks mask_mod
-    need be looked at, by `create_block_mask` or `BlockMask.from_kv_blocks`; without one the kernel finds that out by
-    itself, where it can. enable_gqa allows Hq to be a multiple of Hkv: query head h reads key/value head
-    h // (Hq // Hkv). scale is 1 / sqrt(D) by default. target is that of `lowering.compile`.
+    Args:
+        q, k, v: q is [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv], of float32, float16, bfloat16 or float64; k
+            and v may have one batch for all. They are NumPy's arrays, or those of any library that supports DLPack.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the modified score, in float32 (float64); h is the
+            query head.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether the pair is visible.
+        block_mask: the blocks for which mask_mod must be evaluated, by `create_block_mask` or
+            `BlockMask.from_kv_blocks`; without one the kernel finds them itself, if it can.
+        scale: 1 / sqrt(D) by default.
+        enable_gqa: allows Hq to be a multiple of Hkv: query head h reads key/value head h // (Hq // Hkv).
+        return_lse: whether to return lse, too.
+        captures: the arrays that mods read, by the names of their keyword-only parameters; new values, and other
+            lengths, need no new kernel.
+        target: as of `lowering.compile`.
 
-    The first call of a kind compiles, which takes seconds; kernels are kept in memory and on disk (`cache_info`).
+    Returns:
+        An array of the same library, [B, Hq, S, Dv] in the type of q. With return_lse it is the pair of that and lse
+        [B, Hq, S] in float32 (float64 for float64): the natural logarithm of the sum of exp(score) over the visible
+        keys of a row. A row without visible keys gives 0 and -inf.
 
-    Raises InputError for what does not fit, and for mods that cannot be traced.
+    Raises:
+        InputError: arguments do not fit together, or mods cannot be traced.
 
     Source: PyTorch's torch.nn.attention.flex_attention.
     """
-    given: dict[str, Any] = {"q": q, "k": k, "v": v}
-    captures = {} if captures is None else checked_names(captures)
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    captures = {} if captures is None else check_names(captures)
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             raise InputError(f"block_mask is a {type(block_mask).__name__}. Make one by create_block_mask.")
-        mask_mod, captures = block_mask.joined(mask_mod, captures)
-        given["block_states"] = block_mask.states
+        mask_mod, captures = block_mask.merge_call(mask_mod, captures)
+        arrays["block_states"] = block_mask.states
     if captures:
-        given.update(captures)
-    kind = _kind(given, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
-    model = None if kind is None else kept.known(kind)
+        arrays.update(captures)
+    call_key = _make_call_key(arrays, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+    model = None if call_key is None else kernel_cache.find_kernel(call_key)
     if model is None:
-        model = _model(given, captures, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
-        if kind is not None:
-            kept.remember(kind, model)
+        model = _get_model(arrays, captures, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+        if call_key is not None:
+            kernel_cache.remember_kernel(call_key, model)
     elif block_mask is not None:
         block_mask.check(q.shape, k.shape)
-    results = run(model, given)
+    results = run_kernel(model, arrays)
     return (results["y"], results["lse"]) if return_lse else results["y"]
 
 
-def _kind(
-    given: Mapping[str, Any],
+def _make_call_key(
+    arguments: Mapping[str, Any],
     score_mod: Any,
     mask_mod: Any,
     block_mask: BlockMask | None,
@@ -84,20 +92,20 @@ def _kind(
     return_lse: Any,
     target: Any,
 ) -> tuple[Any, ...] | None:
-    """What calls have in common that run one kernel and need no further check; None where that cannot be told."""
+    """Return the common key of calls that run one kernel and need no further check; None if that cannot be decided."""
     score = () if score_mod is None else fingerprint(score_mod)
     mask = () if mask_mod is None else fingerprint(mask_mod)
     if score is None or mask is None:
         return None
     try:
         scale, target = None if scale is None else float(scale), str(target)
-        arrays = [(name, array.dtype, array.shape) for name, array in given.items()]
+        arrays = [(name, array.dtype, array.shape) for name, array in arguments.items()]
         (q_batch, q_heads, _, size), (k_batch, k_heads, k_keys, k_size), (v_batch, v_heads, v_keys, v_size) = (
             shape for _, _, shape in arrays[:3]
         )
     except (AttributeError, TypeError, ValueError):
         return None
-    # Batches and keys that differ have no kernel that would refuse them.
+    # No kernel exists that would reject mismatched batches and keys.
     same = k_batch == 1, q_batch == k_batch, k_batch == v_batch, k_keys == v_keys
     sizes = q_heads, k_heads, v_heads, size, k_size, v_size, same
     blocks = None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing)
@@ -105,8 +113,8 @@ def _kind(
     return score, mask, blocks, sizes, kinds, scale, bool(enable_gqa), bool(return_lse), target
 
 
-def _model(
-    given: Mapping[str, Any],
+def _get_model(
+    arguments: Mapping[str, Any],
     captures: Mapping[str, Any],
     score_mod: Mod | None,
     mask_mod: Mod | None,
@@ -117,31 +125,31 @@ def _model(
     target: str,
 ) -> Model:
     for name in "qkv":
-        if not hasattr(given[name], "shape") or not hasattr(given[name], "dtype"):
-            raise InputError(f"{name} is a {type(given[name]).__name__}, no array.")
-    shapes = {name: tuple(map(int, given[name].shape)) for name in "qkv"}
-    dtypes = {name: str(given[name].dtype).rpartition(".")[2] for name in "qkv"}
+        if not hasattr(arguments[name], "shape") or not hasattr(arguments[name], "dtype"):
+            raise InputError(f"{name} is a {type(arguments[name]).__name__}, no array.")
+    shapes = {name: tuple(map(int, arguments[name].shape)) for name in "qkv"}
+    dtypes = {name: str(arguments[name].dtype).rpartition(".")[2] for name in "qkv"}
     check_operands(shapes, dtypes, enable_gqa)
     if block_mask is not None:
         block_mask.check(shapes["q"], shapes["k"])
-    problem = problem_of(
-        any_length(shapes),
+    problem = build_problem(
+        make_sizes_symbolic(shapes),
         dtypes,
         score_mod,
         mask_mod,
-        specs_of(captures),
+        read_array_specs(captures),
         None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing),
         scale,
         enable_gqa,
         return_lse,
     )
-    return kept.model_of(problem, target)
+    return kernel_cache.get_kernel(problem, target)
 
 
-def any_length(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int | str, ...]]:
-    """The shapes with names for batch, rows and keys; they are numbers that fit together."""
+def make_sizes_symbolic(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int | str, ...]]:
+    """Return the shapes with names for batch, rows and keys; they are numbers that fit together."""
     (batch, *_), (kv_batch, *_), _ = (shapes[name] for name in "qkv")
-    fit: dict[str, tuple[int | str, str]] = {"q": ("batch", "rows"), "k": ("batch", "keys"), "v": ("batch", "keys")}
+    names: dict[str, tuple[int | str, str]] = {"q": ("batch", "rows"), "k": ("batch", "keys"), "v": ("batch", "keys")}
     if kv_batch == 1 != batch:
-        fit |= {"k": (1, "keys"), "v": (1, "keys")}
-    return {name: (fit[name][0], shape[1], fit[name][1], shape[3]) for name, shape in shapes.items()}
+        names |= {"k": (1, "keys"), "v": (1, "keys")}
+    return {name: (names[name][0], shape[1], names[name][1], shape[3]) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Arrays that a mod reads: inputs of the kernel, so that new values never ask for a new one."""
+"""Arrays that a mod reads: inputs of the kernel, so that new values never require a new kernel."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _TYPES = (
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What a kernel is made for: an element type, and how many dimensions."""
+    """The element type and the number of dimensions for which a kernel is compiled."""
 
     dtype: str
     rank: int
 
 
-def specs_of(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
-    """The arrays, by name. Raises InputError for what no kernel reads."""
-    found = {}
+def read_array_specs(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
+    """Return the specs of the arrays by name. Raises InputError for an array that no kernel can read."""
+    specs = {}
     for name, array in captures.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise InputError(f"captures has the name {name!r}, which no parameter of a mod can have.")
         if isinstance(array, ArraySpec):
-            found[name] = array
+            specs[name] = array
             continue
         if not hasattr(array, "dtype"):
             array = np.asarray(array)
@@ -42,19 +42,19 @@ def specs_of(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
             raise InputError(
                 f"the captured array '{name}' has elements of type {dtype}. Use one of {', '.join(_TYPES)}."
             )
-        found[name] = ArraySpec(dtype, len(array.shape))
-    return found
+        specs[name] = ArraySpec(dtype, len(array.shape))
+    return specs
 
 
 class Captured:
-    """An array of which no index was given yet, or not enough: captured[i, j] and captured[i][j] are elements.
+    """An array with no indices yet, or too few: captured[i, j] and captured[i][j] are elements.
 
-    A negative index counts from the end, as in NumPy. Where the bounds of an index follow from sizes, each call checks
-    that they lie inside; an index that is read from another array is moved to the nearest element.
+    A negative index counts from the end, as in NumPy. If the bounds of an index follow from sizes, each call checks
+    that they are inside; an index that is read from another array is moved to the nearest element.
     """
 
-    def __init__(self, name: str, spec: ArraySpec, given: tuple[Traced, ...] = ()) -> None:
-        self.name, self.spec, self._given = name, spec, given
+    def __init__(self, name: str, spec: ArraySpec, indices: tuple[Traced, ...] = ()) -> None:
+        self.name, self.spec, self._indices = name, spec, indices
         sizes = (Traced(Expr("scalar", "int64", value=f"{name}.{axis}")) for axis in range(spec.rank))
         self._sizes = tuple(sizes)
 
@@ -64,12 +64,12 @@ class Captured:
 
     @property
     def ndim(self) -> int:
-        return self.spec.rank - len(self._given)
+        return self.spec.rank - len(self._indices)
 
     @property
     def shape(self) -> tuple[Traced, ...]:
-        """Sizes, known when the kernel runs."""
-        return self._sizes[len(self._given) :]
+        """Sizes, bound when the kernel runs."""
+        return self._sizes[len(self._indices) :]
 
     def __len__(self) -> int:
         raise InputError(f"the size of the captured array '{self.name}' is not known yet. Use {self.name}.shape[0].")
@@ -78,18 +78,20 @@ class Captured:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim:
             raise InputError(
-                f"the captured array '{self.name}' has {_dimensions(self.spec.rank)}, and is read by more."
+                f"the captured array '{self.name}' has {_format_rank(self.spec.rank)}, and is read by more."
             )
-        for at in index:
-            if isinstance(at, (slice, type(None), type(Ellipsis))):
-                raise InputError(f"the captured array '{self.name}' is read by one index for each dimension, not {at}.")
-        given = (*self._given, *map(self._index, index))
-        if len(given) < self.spec.rank:
-            return Captured(self.name, self.spec, given)
-        return element(self.name, self.spec.dtype, given)
+        for item in index:
+            if isinstance(item, (slice, type(None), type(Ellipsis))):
+                raise InputError(
+                    f"the captured array '{self.name}' is read by one index for each dimension, not {item}."
+                )
+        indices = (*self._indices, *map(self._read_index, index))
+        if len(indices) < self.spec.rank:
+            return Captured(self.name, self.spec, indices)
+        return load_element(self.name, self.spec.dtype, indices)
 
-    def _index(self, at: Any) -> Traced:
-        index = t.traced(at)
+    def _read_index(self, item: Any) -> Traced:
+        index = t.trace_value(item)
         if "float" in index.dtype or index.dtype == "bool":
             raise InputError(
                 f"the captured array '{self.name}' is read by an index of type {index.dtype}, no integer. Use //, or "
@@ -97,25 +99,25 @@ class Captured:
             )
         return index
 
-    def refuse(self, *_: Any) -> Any:
-        """Raises InputError: it is no number."""
+    def reject_whole_array(self, *_: Any) -> Any:
+        """Raise InputError: the array is not a number."""
         raise InputError(f"the captured array '{self.name}' takes part as a whole. Read one element: {self.name}[...].")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = refuse
-    __eq__ = __ne__ = __and__ = __rand__ = __or__ = __ror__ = __iter__ = __contains__ = __array__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = reject_whole_array
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = reject_whole_array
+    __eq__ = __ne__ = __and__ = __rand__ = __or__ = __ror__ = __iter__ = __contains__ = __array__ = reject_whole_array
     __hash__ = None  # type: ignore[assignment]
 
 
-def _dimensions(rank: int) -> str:
+def _format_rank(rank: int) -> str:
     return "1 dimension" if rank == 1 else f"{rank} dimensions"
 
 
-def parameter(name: str, spec: ArraySpec) -> Captured | Traced:
-    """What a mod gets for a captured array: of one without dimensions the number."""
-    return Captured(name, spec) if spec.rank else element(name, spec.dtype, (t.traced(0),))
+def make_parameter(name: str, spec: ArraySpec) -> Captured | Traced:
+    """Return the argument of a mod for a captured array: the number itself if it has no dimensions."""
+    return Captured(name, spec) if spec.rank else load_element(name, spec.dtype, (t.trace_value(0),))
 
 
-def element(name: str, dtype: str, index: tuple[Traced, ...]) -> Traced:
-    load = Traced(Expr("load", dtype, tuple(at.expr for at in index), name), index)
-    return t.joined("cast", wide, load) if (wide := t.type_name(dtype)) != dtype else load
+def load_element(name: str, dtype: str, index: tuple[Traced, ...]) -> Traced:
+    load = Traced(Expr("load", dtype, tuple(position.expr for position in index), name), index)
+    return t.make_operation("cast", kernel_dtype, load) if (kernel_dtype := t.promote_dtype(dtype)) != dtype else load

@@ -1,4 +1,4 @@
-"""`create_block_mask`: the blocks of a mask_mod, found by a compiled kernel."""
+"""`create_block_mask`: the blocks of a mask_mod, computed by a compiled kernel."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..attention.flex_node import Settings
+from ..attention.flex_node import FlexAttentionSettings
 from ..errors import InputError
-from . import kept
+from . import kernel_cache
 from .block_mask import BlockMask, block_size
-from .captured import ArraySpec, specs_of
+from .captured import ArraySpec, read_array_specs
 from .mod import Mod
-from .problem import captured_inputs, checked_names, info, one_node, run, settings_of
+from .problem import (
+    build_settings,
+    build_single_node_model,
+    check_names,
+    make_captured_inputs,
+    make_value_info,
+    run_kernel,
+)
 
 if TYPE_CHECKING:
     import onnx
 
 
-_LENGTHS, _STATES = "mask.lengths", "mask.states"  # no names that a captured array can have
+_LENGTHS, _STATES = "mask.lengths", "mask.states"  # not valid as names of captured arrays
 
 
 @dataclass(frozen=True)
-class BlockProblem:
-    """What a kernel that finds blocks is made for."""
+class BlockStatesProblem:
+    """The specification of a kernel that computes block states."""
 
-    settings: Settings
+    settings: FlexAttentionSettings
     captures: tuple[tuple[str, ArraySpec], ...]
 
     def to_onnx(self) -> onnx.ModelProto:
-        """The model with the lengths (batches, heads, rows, keys) and the captured arrays as inputs, and the states."""
-        given = [info(_LENGTHS, "int64", (4,)), *captured_inputs(self.captures)]
-        made = [info(_STATES, "int8", ("batch", "heads", "row_blocks", "key_blocks"))]
-        return one_node("BlockStates", [value.name for value in given], given, made, self.settings)
+        """Return the model from the lengths and the captured arrays to the states.
+
+        The lengths are (batches, heads, rows, keys).
+        """
+        inputs = [make_value_info(_LENGTHS, "int64", (4,)), *make_captured_inputs(self.captures)]
+        outputs = [make_value_info(_STATES, "int8", ("batch", "heads", "row_blocks", "key_blocks"))]
+        return build_single_node_model("BlockStates", [value.name for value in inputs], inputs, outputs, self.settings)
 
 
 def create_block_mask(
@@ -46,13 +56,22 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     captures: Mapping[str, Any] | None = None,
 ) -> BlockMask:
-    """The blocks of Q_LEN rows and KV_LEN keys in which mask_mod shows something.
+    """Compute the blocks of Q_LEN rows and KV_LEN keys in which mask_mod shows any pair.
 
-    B and H are the numbers of batches and query heads, None where mask_mod does not depend on them: it then sees 0.
-    captures are the arrays that it reads, by name; they stay with the mask, for the calls that use it. Memory is a byte
-    for each block, and four for each that a list is asked for.
+    Memory is a byte for each block, and four for each block of a list that is requested.
 
-    Raises InputError for lengths that are none, and for a mod that cannot be traced.
+    Args:
+        mask_mod: whether a pair is visible.
+        B, H: the numbers of batches and query heads, None if mask_mod does not depend on them: it then gets 0.
+        Q_LEN, KV_LEN: rows and keys.
+        BLOCK_SIZE: rows and keys of a block, or one number for both.
+        captures: the arrays that mask_mod reads, by name; the mask keeps them for the calls that use it.
+
+    Returns:
+        The mask.
+
+    Raises:
+        InputError: lengths are invalid, or the mod cannot be traced.
 
     Source: PyTorch's torch.nn.attention.flex_attention.create_block_mask.
     """
@@ -60,10 +79,10 @@ def create_block_mask(
     for name, length in lengths.items():
         if not isinstance(length, (int, np.integer)) or not 0 <= length < 2**31:
             raise InputError(f"{name} is {length!r}: give a number from 0 to {2**31 - 1}.")
-    size, arrays = block_size(BLOCK_SIZE), checked_names({} if captures is None else captures)
-    specs = specs_of(arrays)
-    settings = settings_of(None, mask_mod, specs, "float32", 1.0, 1, size)
-    model = kept.model_of(BlockProblem(settings, tuple(specs.items())), "cpu")
-    given = {_LENGTHS: np.array(list(lengths.values()), np.int64), **arrays}
-    states = run(model, given)[_STATES]
+    size, arrays = block_size(BLOCK_SIZE), check_names({} if captures is None else captures)
+    specs = read_array_specs(arrays)
+    settings = build_settings(None, mask_mod, specs, "float32", 1.0, 1, size)
+    model = kernel_cache.get_kernel(BlockStatesProblem(settings, tuple(specs.items())), "cpu")
+    inputs = {_LENGTHS: np.array(list(lengths.values()), np.int64), **arrays}
+    states = run_kernel(model, inputs)[_STATES]
     return BlockMask(np.asarray(states), size, (int(Q_LEN), int(KV_LEN)), mask_mod, arrays)

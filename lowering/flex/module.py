@@ -1,4 +1,4 @@
-"""`compile_flex`: a flex_attention as a module that is saved, loaded without a compiler, and embedded."""
+"""`compile_flex`: a flex_attention as a module that can be saved, loaded without a compiler, and embedded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from ..errors import ArtifactError, InputError
 from ..runtime import Model
 from ..runtime import load as load_model
-from .attention import any_length
+from .attention import make_sizes_symbolic
 from .block_mask import BlockMask
-from .captured import ArraySpec, specs_of
+from .captured import ArraySpec, read_array_specs
 from .mod import Mod
-from .problem import check_operands, checked_names, problem_of, run
+from .problem import build_problem, check_names, check_operands, run_kernel
 
 _FORWARD, _BACKWARD = "forward", "backward"
 
@@ -21,8 +21,9 @@ _FORWARD, _BACKWARD = "forward", "backward"
 class FlexModule:
     """A compiled flex_attention (`compile_flex`, `load`).
 
-    forward is the model of inputs q, k, v, block_states with a block mask, and the captured arrays by name, and outputs
-    y and, where it was asked for, lse; gradient that of the gradients, or None. Both are ordinary artifacts.
+    forward is the model with inputs q, k, v, block_states if there is a block mask, and the captured arrays by name.
+    Its outputs are y and, if requested, lse. gradient is the model of the gradients, or None. Both are ordinary
+    artifacts.
     """
 
     def __init__(
@@ -38,9 +39,15 @@ class FlexModule:
         self._last: dict[str, Any] | None = None
 
     def __call__(self, q: Any, k: Any, v: Any, *, block_mask: BlockMask | None = None, **captures: Any) -> Any:
-        """y [B, Hq, S, Dv], or the pair of it and lse [B, Hq, S], for arrays as of `flex_attention`.
+        """Compute attention over arrays.
 
-        captures are the arrays that the mods read; those given to `compile_flex` serve where none is given here.
+        Args:
+            q, k, v: arrays as of `flex_attention`.
+            block_mask: a mask of the BLOCK_SIZE that was compiled, if one was.
+            captures: the arrays that the mods read; those passed to `compile_flex` are the defaults.
+
+        Returns:
+            y [B, Hq, S, Dv], or the pair of it and lse [B, Hq, S].
         """
         y, context = self.forward_with_context(q, k, v, block_mask=block_mask, **captures)
         self._last = context
@@ -49,34 +56,44 @@ class FlexModule:
     def forward_with_context(
         self, q: Any, k: Any, v: Any, *, block_mask: BlockMask | None = None, **captures: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """y, and what `backward` needs to go back through just this call: for callers that make several before."""
-        given = {"q": q, "k": k, "v": v, **self._captures}
+        """Compute y, and the context that `backward` needs for this call: for callers that make several calls first."""
+        arguments = {"q": q, "k": k, "v": v, **self._captures}
         if block_mask is not None:
             block_mask.check(q.shape, k.shape)
-            given |= block_mask.captures | {"block_states": block_mask.states}
-        given |= captures
-        results = run(self.forward, given)
-        return results["y"], {**given, **results}
+            arguments |= block_mask.captures | {"block_states": block_mask.states}
+        arguments |= captures
+        results = run_kernel(self.forward, arguments)
+        return results["y"], {**arguments, **results}
 
     def backward(self, dy: Any, context: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The gradients at a call, for dy [B, Hq, S, Dv], the gradient by its y: dq, dk, dv and d_NAME for each
-        captured floating-point array, each of the shape and type of what it is by.
+        """Compute the gradients of a call.
 
-        context is what `forward_with_context` gave for the call, by default that of the last one. The arrays of the
-        call are kept, and must hold what they did. Raises InputError before any call, and for a module that was
-        compiled without backward=True.
+        Args:
+            dy: [B, Hq, S, Dv], the gradient by the y of the call.
+            context: the second result of `forward_with_context` for the call, by default that of the last call. It
+                references the arrays of the call, which must not have changed.
+
+        Returns:
+            dq, dk, dv and d_NAME for each captured floating-point array, each of the shape and type of the array it is
+            by.
+
+        Raises:
+            InputError: before any call, and for a module that was compiled without backward=True.
         """
         if self.gradient is None:
             raise InputError("the module has no gradients: compile it with backward=True.")
         context = self._last if context is None else context
         if context is None:
             raise InputError("there is nothing to go back through: call the module first.")
-        return run(self.gradient, {**context, "dy": dy})
+        return run_kernel(self.gradient, {**context, "dy": dy})
 
     def save(self, folder: str | Path) -> None:
-        """Writes the artifact to `folder`; with gradients there are two, in its folders `forward` and `backward`.
+        """Write the artifact to `folder`; with gradients there are two, in its folders `forward` and `backward`.
 
-        Captured arrays are inputs, and are not saved. Raises ArtifactError for a folder that holds something else.
+        Captured arrays are inputs, and are not saved.
+
+        Raises:
+            ArtifactError: the folder contains something else.
         """
         folder = Path(folder)
         if self.gradient is None:
@@ -92,7 +109,16 @@ class FlexModule:
 
 
 def load(folder: str | Path, captures: Mapping[str, Any] | None = None, return_lse: bool = False) -> FlexModule:
-    """What `FlexModule.save` wrote. captures serve calls that do not give their own. Needs no compiler."""
+    """Load a module that `FlexModule.save` wrote. Needs no compiler.
+
+    Args:
+        folder: the folder that was written.
+        captures: default arrays for calls that do not pass their own.
+        return_lse: whether calls return lse, too.
+
+    Returns:
+        The module.
+    """
     folder = Path(folder)
     if not (folder / _FORWARD).is_dir():
         return FlexModule(load_model(folder), None, captures, return_lse)
@@ -117,34 +143,43 @@ def compile_flex(
     threads: int | None = None,
     cc: str | None = None,
 ) -> FlexModule:
-    """A module for a `flex_attention`, whose parameters these are.
+    """Compile a module for a `flex_attention`, whose parameters these are.
 
-    q, k and v are arrays, whose batch size and lengths are free in calls, or shapes: numbers are fixed, and names are
-    symbolic sizes, such as (1, 8, "rows", 64); dtype is then the type of their elements. captures are arrays, which
-    serve calls that do not give their own, or `ArraySpec`s, an element type and a rank: then each call gives them. With
-    a block_mask each call needs one of the same BLOCK_SIZE, that may hold other blocks and lengths; of
-    `FlexModule.forward` its states are the input block_states. backward=True adds the gradients
-    (`FlexModule.backward`). threads and cc are those of `lowering.compile`.
+    Args:
+        q, k, v: arrays, whose batch size and lengths may differ in calls, or shapes: numbers are static, and names are
+            symbolic sizes, such as (1, 8, "rows", 64).
+        score_mod, mask_mod, scale, enable_gqa, return_lse: as of `flex_attention`.
+        block_mask: with one, each call needs a mask of the same BLOCK_SIZE, which may have other blocks and lengths.
+            Its states are the input block_states of `FlexModule.forward`.
+        captures: arrays, which are the defaults for calls that do not pass their own, or `ArraySpec`s, an element type
+            and a rank: then each call passes them.
+        target, threads, cc: as of `lowering.compile`.
+        dtype: the type of elements of q, k and v if they are shapes.
+        backward: whether to add the gradients (`FlexModule.backward`).
 
-    Raises InputError for what does not fit, and for mods that cannot be traced or, with backward, differentiated.
+    Returns:
+        The module.
+
+    Raises:
+        InputError: arguments do not fit together, or mods cannot be traced or, with backward, differentiated.
     """
     from ..compiling.compiler import compile
 
-    captures = checked_names(captures or {})
+    captures = check_names(captures or {})
     if block_mask is not None:
-        mask_mod, captures = block_mask.joined(mask_mod, captures)
+        mask_mod, captures = block_mask.merge_call(mask_mod, captures)
     operands = {"q": q, "k": k, "v": v}
     shapes: dict[str, Any] = {name: tuple(getattr(x, "shape", x)) for name, x in operands.items()}
-    dtypes = {name: _type_of(x, dtype) for name, x in operands.items()}
+    dtypes = {name: _read_dtype(x, dtype) for name, x in operands.items()}
     check_operands(shapes, dtypes, enable_gqa)
     if all(hasattr(x, "shape") for x in operands.values()):
-        shapes = any_length(shapes)
-    problem = problem_of(
+        shapes = make_sizes_symbolic(shapes)
+    problem = build_problem(
         shapes,
         dtypes,
         score_mod,
         mask_mod,
-        specs_of(captures),
+        read_array_specs(captures),
         None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing),
         scale,
         enable_gqa,
@@ -155,7 +190,7 @@ def compile_flex(
     return FlexModule(forward, gradient, captures, return_lse)
 
 
-def _type_of(operand: Any, dtype: str) -> str:
+def _read_dtype(operand: Any, dtype: str) -> str:
     if isinstance(operand, Sequence):
         return dtype
     if not hasattr(operand, "dtype"):

@@ -1,4 +1,4 @@
-"""What a kernel of flex_attention is made for, and the ONNX model of one FlexAttention node that is compiled for it."""
+"""The specification of a flex_attention kernel, and the ONNX model of one node that is compiled for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from ..attention.flex_node import DOMAIN, GRADIENT_INPUTS, Settings
+from ..attention.flex_node import DOMAIN, GRADIENT_INPUTS, FlexAttentionSettings
 from ..errors import InputError
 from ..runtime import Model
 from .captured import ArraySpec
-from .mod import Mod, Signature, trace_mask, trace_score
+from .mod import Mod, ModSignature, trace_mask, trace_score
 
 if TYPE_CHECKING:
     import onnx
@@ -25,20 +25,23 @@ TYPES = ("float32", "float16", "bfloat16", "float64")
 _RESERVED = {*GRADIENT_INPUTS, "dq", "dk", "dv"}
 _NAME = "flex_attention"
 _CHECKED_BY = f"'{_NAME}': "
-"""Ends what a check calls its node."""
+"""The prefix by which a check names its node."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a kernel is made for: element type, dimensions of q, k and v (numbers, or names of symbolic sizes), the
-    mods, the arrays that they read, whether a block mask differs by batch and by head (None: there is none), and what
-    comes out."""
+class FlexProblem:
+    """The specification of a kernel.
+
+    It has the element type, the dimensions of q, k and v (numbers, or names of symbolic sizes), the mods and the arrays
+    that they read. blocks is whether a block mask differs by batch and by head (None: there is none), and lse whether
+    that output is requested.
+    """
 
     dtype: str
     q: Dims
     k: Dims
     v: Dims
-    settings: Settings
+    settings: FlexAttentionSettings
     captures: tuple[tuple[str, ArraySpec], ...]
     blocks: tuple[bool, bool] | None = None
     lse: bool = False
@@ -53,69 +56,75 @@ class Problem:
         return (*self.q[:3], self.v[3])
 
     def to_onnx(self) -> onnx.ModelProto:
-        """The model with inputs q, k, v, block_states if there is a block mask, and the captured arrays by name."""
-        names, given = self._operands()
-        made = [info("y", self.dtype, self.y)]
+        """Return the model with inputs q, k, v and the captured arrays by name.
+
+        With a block mask block_states follows v.
+        """
+        names, inputs = self._operands()
+        outputs = [make_value_info("y", self.dtype, self.y)]
         if self.lse:
-            made.append(info("lse", self.acc_dtype, self.q[:3]))
-        given += captured_inputs(self.captures)
-        return one_node("FlexAttention", [*names, *dict(self.captures)], given, made, self.settings)
+            outputs.append(make_value_info("lse", self.acc_dtype, self.q[:3]))
+        inputs += make_captured_inputs(self.captures)
+        return build_single_node_model("FlexAttention", [*names, *dict(self.captures)], inputs, outputs, self.settings)
 
     def gradient_to_onnx(self) -> onnx.ModelProto:
-        """The model of the gradient: inputs as of `to_onnx`, and y, lse and dy; outputs dq, dk, dv and d_<name> for
-        each captured floating-point array."""
-        names, given = self._operands()
-        given += [
-            info("y", self.dtype, self.y),
-            info("lse", self.acc_dtype, self.q[:3]),
-            info("dy", self.dtype, self.y),
+        """Return the model of the gradient.
+
+        Its inputs are those of `to_onnx`, and y, lse and dy; its outputs are dq, dk, dv and d_<name> for each captured
+        floating-point array.
+        """
+        names, values = self._operands()
+        values += [
+            make_value_info("y", self.dtype, self.y),
+            make_value_info("lse", self.acc_dtype, self.q[:3]),
+            make_value_info("dy", self.dtype, self.y),
         ]
-        captured = captured_inputs(self.captures)
-        made = [info(f"d{name}", self.dtype, getattr(self, name)) for name in "qkv"]
+        captured = make_captured_inputs(self.captures)
+        outputs = [make_value_info(f"d{name}", self.dtype, getattr(self, name)) for name in "qkv"]
         for name, spec in self.captures:
             if "float" in spec.dtype:
-                made.append(info(f"d_{name}", spec.dtype, _sizes_of(name, spec)))
+                outputs.append(make_value_info(f"d_{name}", spec.dtype, _name_sizes(name, spec)))
         inputs = [*names, "y", "lse", "dy", *dict(self.captures)]
-        return one_node("FlexAttentionGradient", inputs, [*given, *captured], made, self.settings)
+        return build_single_node_model("FlexAttentionGradient", inputs, [*values, *captured], outputs, self.settings)
 
     def _operands(self) -> tuple[list[str], list[onnx.ValueInfoProto]]:
-        """q, k, v and the states of a block mask, "" where there is none: names, and inputs of the model."""
-        names, given = ["q", "k", "v", ""], [info(name, self.dtype, getattr(self, name)) for name in "qkv"]
+        """Return names and model inputs of q, k, v and the states of a block mask; the name is "" without one."""
+        names, values = ["q", "k", "v", ""], [make_value_info(name, self.dtype, getattr(self, name)) for name in "qkv"]
         if self.blocks is not None:
             by_batch, by_head = self.blocks
             states = (self.q[0] if by_batch else 1, self.q[1] if by_head else 1, "row_blocks", "key_blocks")
-            given.append(info("block_states", "int8", states))
+            values.append(make_value_info("block_states", "int8", states))
             names[3] = "block_states"
-        return names, given
+        return names, values
 
 
-def _sizes_of(name: str, spec: ArraySpec) -> Dims:
+def _name_sizes(name: str, spec: ArraySpec) -> Dims:
     return tuple(f"{name}_{axis}" for axis in range(spec.rank))
 
 
-def captured_inputs(captures: Sequence[tuple[str, ArraySpec]]) -> list[onnx.ValueInfoProto]:
-    """The inputs of a model for captured arrays, of any size."""
-    return [info(name, spec.dtype, _sizes_of(name, spec)) for name, spec in captures]
+def make_captured_inputs(captures: Sequence[tuple[str, ArraySpec]]) -> list[onnx.ValueInfoProto]:
+    """Return the inputs of a model for captured arrays, of any size."""
+    return [make_value_info(name, spec.dtype, _name_sizes(name, spec)) for name, spec in captures]
 
 
-def one_node(
+def build_single_node_model(
     op_type: str,
     names: Sequence[str],
-    given: Sequence[onnx.ValueInfoProto],
-    made: Sequence[onnx.ValueInfoProto],
-    settings: Settings,
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    settings: FlexAttentionSettings,
 ) -> onnx.ModelProto:
-    """The model of a node with inputs of these names and all outputs of the model."""
+    """Build the model of a node with inputs of these names and all outputs of the model."""
     from onnx import helper
 
-    outputs = [value.name for value in made]
-    node = helper.make_node(op_type, names, outputs, _NAME, domain=DOMAIN, settings=settings.to_json())
-    graph = helper.make_graph([node], "flex_attention", given, made)
+    output_names = [value.name for value in outputs]
+    node = helper.make_node(op_type, names, output_names, _NAME, domain=DOMAIN, settings=settings.to_json())
+    graph = helper.make_graph([node], "flex_attention", inputs, outputs)
     imports = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=11)
 
 
-def problem_of(
+def build_problem(
     shapes: Mapping[str, Sequence[Any]],
     dtypes: Mapping[str, str],
     score_mod: Mod | None,
@@ -125,20 +134,21 @@ def problem_of(
     scale: float | None,
     enable_gqa: bool,
     lse: bool,
-) -> Problem:
-    """The problem of q, k and v of these shapes, numbers or names of symbolic sizes. blocks are BLOCK_SIZE of a block
-    mask, and whether it differs by batch and by head.
+) -> FlexProblem:
+    """Build the problem of q, k and v of these shapes, numbers or names of symbolic sizes.
 
-    Raises InputError for what does not fit, and for mods that cannot be traced.
+    blocks are BLOCK_SIZE of a block mask, and whether it differs by batch and by head.
+
+    Raises InputError for arguments that do not fit together, and for mods that cannot be traced.
     """
     check_operands(shapes, dtypes, enable_gqa)
     size, differing = (None, None) if blocks is None else blocks
-    settings = settings_of(score_mod, mask_mod, specs, dtypes["q"], scale, int(shapes["q"][3]), size)
+    settings = build_settings(score_mod, mask_mod, specs, dtypes["q"], scale, int(shapes["q"][3]), size)
     q, k, v = (tuple(shapes[name]) for name in "qkv")
-    return Problem(dtypes["q"], q, k, v, settings, tuple(specs.items()), differing, lse)
+    return FlexProblem(dtypes["q"], q, k, v, settings, tuple(specs.items()), differing, lse)
 
 
-def settings_of(
+def build_settings(
     score_mod: Mod | None,
     mask_mod: Mod | None,
     specs: Mapping[str, ArraySpec],
@@ -146,8 +156,8 @@ def settings_of(
     scale: float | None,
     head_dim: int,
     block_size: tuple[int, int] | None,
-) -> Settings:
-    """Return what the node says.
+) -> FlexAttentionSettings:
+    """Return the attributes of the node.
 
     An array that a mod names and does not read is an input of the kernel like the others. Raises InputError for mods
     that cannot be traced, and for captured arrays that no mod names.
@@ -155,8 +165,8 @@ def settings_of(
     acc = "float64" if dtype == "float64" else "float32"
     score = None if score_mod is None else trace_score(score_mod, specs, acc)
     mask = None if mask_mod is None else trace_mask(mask_mod, specs)
-    named = {p.name for mod in (score_mod, mask_mod) if mod is not None for p in Signature(mod).keywords}
-    unknown = [name for name in specs if name not in named]
+    keyword_names = {p.name for mod in (score_mod, mask_mod) if mod is not None for p in ModSignature(mod).keywords}
+    unknown = [name for name in specs if name not in keyword_names]
     if unknown:
         raise InputError(
             f"captures has '{unknown[0]}', which no mod names. A mod names what it reads after a *: "
@@ -165,11 +175,11 @@ def settings_of(
     if scale is not None and not isinstance(scale, (int, float, np.integer, np.floating)):
         raise InputError(f"scale is {scale!r}. Give a number: it is part of the kernel.")
     scale = 1 / math.sqrt(head_dim or 1) if scale is None else float(scale)
-    return Settings(scale, score, mask, tuple(specs), block_size)
+    return FlexAttentionSettings(scale, score, mask, tuple(specs), block_size)
 
 
-def checked_names(captures: Mapping[str, Any]) -> dict[str, Any]:
-    """The captured arrays; numbers and lists become arrays. Raises InputError for names that they cannot have."""
+def check_names(captures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the captured arrays, with numbers and lists as arrays. Raises InputError for reserved names."""
     if not isinstance(captures, Mapping):
         raise InputError(f"captures is a {type(captures).__name__}. Pass a dictionary, {{'name': array}}.")
     for name in _RESERVED & captures.keys():
@@ -177,32 +187,32 @@ def checked_names(captures: Mapping[str, Any]) -> dict[str, Any]:
     return {name: array if hasattr(array, "dtype") else np.asarray(array) for name, array in captures.items()}
 
 
-def run(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of a kernel. What it finds wrong in arrays says so, and nothing of the node that checks them."""
+def run_kernel(model: Model, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a kernel. An error about an array does not mention the node that checks it."""
     try:
-        return model.run(given)
+        return model.run(arrays)
     except InputError as error:
-        _, found, text = str(error).partition(_CHECKED_BY)
-        raise InputError(text) if found else error from error.__cause__
+        _, separator, text = str(error).partition(_CHECKED_BY)
+        raise InputError(text) if separator else error from error.__cause__
 
 
 def check_operands(shapes: Mapping[str, Sequence[Any]], dtypes: Mapping[str, str], enable_gqa: bool) -> None:
-    """Raises InputError for q, k and v that do not fit together; sizes that are names fit any."""
+    """Raise InputError for q, k and v that do not fit together; sizes that are names fit any."""
     for name, shape in shapes.items():
         if len(shape) != 4:
-            raise InputError(f"{name} has the shape {_text(shape)}: make it [batch, heads, length, head size].")
+            raise InputError(f"{name} has the shape {_format_shape(shape)}: make it [batch, heads, length, head size].")
     if len({*dtypes.values()}) > 1:
         text = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
         raise InputError(f"{text}: give them one type.")
     if dtypes["q"] not in TYPES:
         raise InputError(f"q, k and v are {dtypes['q']}. Use one of {', '.join(TYPES)}.")
     q, k, v = (shapes[name] for name in "qkv")
-    for what, axis in (("batches", 0), ("heads", 1), ("keys", 2)):
-        if _differ(k[axis], v[axis]):
-            raise InputError(f"k has {k[axis]} {what} and v has {v[axis]}.")
-    if _differ(q[0], k[0]) and k[0] != 1:
+    for unit, axis in (("batches", 0), ("heads", 1), ("keys", 2)):
+        if _are_different(k[axis], v[axis]):
+            raise InputError(f"k has {k[axis]} {unit} and v has {v[axis]}.")
+    if _are_different(q[0], k[0]) and k[0] != 1:
         raise InputError(f"q has {q[0]} batches and k has {k[0]}: give them one batch size, or k and v one batch.")
-    if _differ(q[3], k[3]):
+    if _are_different(q[3], k[3]):
         raise InputError(f"the head size of q is {q[3]} and that of k is {k[3]}.")
     for name, axis in (("q", 1), ("k", 1), ("q", 3), ("v", 3)):
         if not isinstance(shapes[name][axis], int):
@@ -216,17 +226,17 @@ def check_operands(shapes: Mapping[str, Sequence[Any]], dtypes: Mapping[str, str
             raise InputError(f"the {q[1]} heads of q do not divide into the {k[1]} of k and v.")
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _are_different(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a != b
 
 
-def _text(shape: Sequence[Any]) -> str:
+def _format_shape(shape: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
-    """An input or output of a model."""
-    from onnx import helper  # only where something is compiled
+def make_value_info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
+    """Return an input or output of a model."""
+    from onnx import helper  # only needed to compile
 
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
-    return helper.make_tensor_value_info(name, kind, dims)
+    element_type = helper.np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    return helper.make_tensor_value_info(name, element_type, dims)

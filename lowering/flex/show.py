@@ -1,4 +1,4 @@
-"""`show`: what a mask leaves to be computed, as a picture and in numbers."""
+"""`show`: the blocks of a mask that are computed, as a picture and in numbers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 _GLYPHS = "·░▒▓█"
-"""Of the shades of `drawing.shades`; each takes two columns, as characters are about twice as high as wide."""
+"""Glyphs of the shades of `drawing.shade_states`; each takes two columns, as characters are about twice
+as high as wide.
+"""
 _STYLES = ("dim", "cyan", "cyan", "blue", "blue")
-_LONGEST_NAME = 60
+_MAX_NAME_LENGTH = 60
 
 
 @dataclass(frozen=True)
-class Work:
-    """Blocks of each state, and pairs of a row and a key in them. Pairs of hidden blocks are not computed, those of
-    partial ones are and mask_mod says which count, those of full ones need no mask_mod."""
+class MaskWork:
+    """Blocks of each state, and pairs of a row and a key in them.
+
+    Pairs of hidden blocks are not computed. Pairs of partial blocks are computed, and mask_mod selects the visible
+    ones. Pairs of full blocks need no mask_mod.
+    """
 
     hidden_blocks: int
     partial_blocks: int
@@ -50,17 +55,17 @@ class Work:
 
     @property
     def saved(self) -> float:
-        """Of all pairs those that are not computed; 0 where there are none."""
+        """The fraction of pairs that are not computed; 0 if there are no pairs."""
         return self.hidden_pairs / self.pairs if self.pairs else 0.0
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MaskPicture:
-    """The blocks of one batch and head of a mask, as text where it is printed (colored by rich), as a picture in a
-    notebook or in a file.
+    """The blocks of one batch and head of a mask.
 
-    states int8 [row blocks, key blocks] are 0 (hidden), 1 (partial) or 2 (full). work counts them, and total those of
-    all batches and heads of the mask.
+    It is text if printed (colored by rich), and a picture in a notebook or in a file. states int8 [row blocks, key
+    blocks] are 0 (hidden), 1 (partial) or 2 (full). work counts them, and total those of all batches and heads of the
+    mask.
     """
 
     mask: BlockMask
@@ -72,23 +77,23 @@ class MaskPicture:
         return self.mask.states[self.batch, self.head]
 
     @property
-    def work(self) -> Work:
-        return _work(self.states[None, None], self.mask)
+    def work(self) -> MaskWork:
+        return _count_work(self.states[None, None], self.mask)
 
     @property
-    def total(self) -> Work:
-        return _work(self.mask.states, self.mask)
+    def total(self) -> MaskWork:
+        return _count_work(self.mask.states, self.mask)
 
     @property
     def title(self) -> str:
-        """Which mask this is, of which sizes."""
+        """The name of the mask, and its sizes."""
         (rows, keys), (tall, wide), (batches, heads) = self.mask.seq_lengths, self.mask.BLOCK_SIZE, self.mask.shape[:2]
-        which = f", batch {self.batch} of {batches}, head {self.head} of {heads}" if batches * heads > 1 else ""
-        return f"{_name(self.mask.mask_mod)}: {rows} rows x {keys} keys in blocks of {tall} x {wide}{which}"
+        position = f", batch {self.batch} of {batches}, head {self.head} of {heads}" if batches * heads > 1 else ""
+        return f"{_format_name(self.mask.mask_mod)}: {rows} rows x {keys} keys in blocks of {tall} x {wide}{position}"
 
     @property
     def summary(self) -> list[str]:
-        """What is computed, in sentences."""
+        """The work that is computed, in sentences."""
         work, total = self.work, self.total
         lines = [
             f"{work.blocks:,} blocks: {work.full_blocks:,} full, {work.partial_blocks:,} partial, "
@@ -103,19 +108,25 @@ class MaskPicture:
         return lines
 
     def save(self, path: str | Path) -> None:
-        """Writes a picture: SVG by its ending, else what matplotlib makes of the ending, such as PNG.
+        """Write a picture: SVG by its ending, else a format of matplotlib by its ending, such as PNG.
 
-        Raises InputError without matplotlib, and for an ending that it does not know.
+        Args:
+            path: the file.
+
+        Raises:
+            InputError: matplotlib is missing, or does not know the ending.
         """
         path = Path(path)
         if path.suffix == ".svg":
-            path.write_text(drawing.svg(self.states, self.title, self.summary), encoding="utf-8")
+            path.write_text(drawing.render_svg(self.states, self.title, self.summary), encoding="utf-8")
         else:
-            drawing.figure(self.states, self.mask.BLOCK_SIZE, self.mask.seq_lengths, self.title, self.summary, path)
+            drawing.save_figure(
+                self.states, self.mask.BLOCK_SIZE, self.mask.seq_lengths, self.title, self.summary, path
+            )
 
     def text(self, width: int) -> tuple[str, str]:
-        """The blocks as characters, in at most so many columns, and what stands below them."""
-        shades = drawing.shades(drawing.scaled(self.states, max(width // 2, 1))[0])
+        """Return the blocks as characters, in at most `width` columns, and the text below them."""
+        shades = drawing.shade_states(drawing.downsample_states(self.states, max(width // 2, 1))[0])
         rows = "\n".join("".join(_GLYPHS[shade] * 2 for shade in row) for row in shades)
         legend = f"{_GLYPHS[4]} full  {_GLYPHS[2]} partial  {_GLYPHS[0]} skipped"
         return rows, "\n".join([self.title, legend, *self.summary])
@@ -133,7 +144,7 @@ class MaskPicture:
             yield text
 
     def _repr_html_(self) -> str:
-        return drawing.svg(self.states, self.title, self.summary)
+        return drawing.render_svg(self.states, self.title, self.summary)
 
 
 def show(
@@ -148,13 +159,19 @@ def show(
     batch: int = 0,
     head: int = 0,
 ) -> MaskPicture:
-    """Which blocks of rows and keys are full, partial or skipped, and what that saves: printed, in a notebook, or as a
-    file by its `save`.
+    """Show which blocks of rows and keys are full, partial or skipped, and the work that this saves.
 
-    mask is a mask_mod, for which the other arguments are those of `create_block_mask`, or a BlockMask, which has them.
-    batch and head say which one of the mask's own is drawn.
+    Args:
+        mask: a mask_mod, for which the other arguments are those of `create_block_mask`, or a BlockMask, which has
+            them.
+        B, H, Q_LEN, KV_LEN, BLOCK_SIZE, captures: as of `create_block_mask`.
+        batch, head: which of the mask's batches and heads is drawn.
 
-    Raises InputError where lengths are missing, or given twice, and for a batch or head that the mask has not.
+    Returns:
+        A picture that can be printed, shown in a notebook, or written to a file by its `save`.
+
+    Raises:
+        InputError: lengths are missing, or given twice, or the mask does not have the batch or head.
     """
     if isinstance(mask, BlockMask):
         if any(x is not None for x in (B, H, Q_LEN, KV_LEN, captures)):
@@ -163,27 +180,27 @@ def show(
         raise InputError("a mask_mod has no size: give Q_LEN and KV_LEN, the numbers of rows and keys to show.")
     else:
         mask = create_block_mask(mask, B, H, Q_LEN, KV_LEN, BLOCK_SIZE, captures)
-    for what, given, count in zip(("batch", "head"), (batch, head), mask.shape):
-        if not 0 <= given < count:
+    for axis, index, count in zip(("batch", "head"), (batch, head), mask.shape):
+        if not 0 <= index < count:
             raise InputError(
-                f"{what} {given} is not shown: the mask has {count}. Give B and H where mask_mod reads b and h."
+                f"{axis} {index} is not shown: the mask has {count}. Give B and H where mask_mod reads b and h."
             )
     return MaskPicture(mask, batch, head)
 
 
-def _work(states: np.ndarray, mask: BlockMask) -> Work:
+def _count_work(states: np.ndarray, mask: BlockMask) -> MaskWork:
     heights, widths = (
         np.minimum(size, length - size * np.arange(count))
         for length, size, count in zip(mask.seq_lengths, mask.BLOCK_SIZE, states.shape[2:])
     )
-    found = [states == state for state in (HIDDEN, PARTIAL, FULL)]
-    pairs = (int(((x * widths).sum(-1, dtype=np.int64) * heights).sum(dtype=np.int64)) for x in found)
-    return Work(*(int(x.sum()) for x in found), *pairs)
+    selected = [states == state for state in (HIDDEN, PARTIAL, FULL)]
+    pairs = (int(((x * widths).sum(-1, dtype=np.int64) * heights).sum(dtype=np.int64)) for x in selected)
+    return MaskWork(*(int(x.sum()) for x in selected), *pairs)
 
 
-def _name(mod: Mod | None) -> str:
+def _format_name(mod: Mod | None) -> str:
     if mod is None:
         return "block mask"
     name = getattr(mod, "__qualname__", None) or type(mod).__name__
     name = re.sub(r"\.<locals>(\.mod)?", "", name)
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+    return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"

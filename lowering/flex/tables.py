@@ -1,4 +1,4 @@
-"""What the masks of the library read, made of what a program has: lengths, page tables, trees."""
+"""The captured arrays of the library's masks, computed from lengths, page tables and trees."""
 
 from __future__ import annotations
 
@@ -11,41 +11,53 @@ from ..errors import InputError
 
 
 def documents(lengths: Sequence[int], prefixes: Sequence[int] | None = None) -> dict[str, np.ndarray]:
-    """The captured arrays of `document` for documents of these lengths, one behind the other; with prefixes those of
-    `shared_prefix`: for each document the number of the one that it continues, or -1.
+    """Return the captured arrays of `document` for concatenated documents of these lengths, or of `shared_prefix`.
 
-    start: int32 [N], where the document of a position begins; prefix: int32 [N], where the one that it continues does,
-    or -1.
+    Args:
+        lengths: the length of each document.
+        prefixes: for `shared_prefix`, the index of the document that each document continues, or -1.
 
-    Raises InputError for a prefix that is no other document.
+    Returns:
+        start: int32 [N], the position at which the document of a position begins; with prefixes also prefix: int32 [N],
+        the position at which the document begins that it continues, or -1.
+
+    Raises:
+        InputError: a prefix is not another document.
     """
     counts = np.asarray(lengths, np.int64)
     starts = np.cumsum(counts) - counts
-    found = {"start": np.repeat(starts, counts).astype(np.int32)}
+    arrays = {"start": np.repeat(starts, counts).astype(np.int32)}
     if prefixes is not None:
-        named = np.asarray(prefixes, np.int64)
-        if named.shape != counts.shape:
-            raise InputError(f"there are {len(counts)} lengths and {len(named)} prefixes: give one for each document.")
-        for k, prefix in enumerate(named.tolist()):
+        parents = np.asarray(prefixes, np.int64)
+        if parents.shape != counts.shape:
+            raise InputError(
+                f"there are {len(counts)} lengths and {len(parents)} prefixes: give one for each document."
+            )
+        for k, prefix in enumerate(parents.tolist()):
             if not -1 <= prefix < len(counts) or prefix == k:
                 raise InputError(
                     f"document {k} continues document {prefix}: give another one's number, of {len(counts)}, or -1."
                 )
         # An empty document begins where the next one does, and shows nothing.
-        begins = np.where((named >= 0) & (counts[named] > 0), starts[named], -1) if len(named) else named
-        found["prefix"] = np.repeat(begins, counts).astype(np.int32)
-    return found
+        begins = np.where((parents >= 0) & (counts[parents] > 0), starts[parents], -1) if len(parents) else parents
+        arrays["prefix"] = np.repeat(begins, counts).astype(np.int32)
+    return arrays
 
 
 def pages(page_table: Any, lengths: Any, page_size: int, count: int) -> dict[str, np.ndarray]:
-    """The captured arrays of `paged`.
+    """Return the captured arrays of `paged`.
 
-    page_table: int [B, n], the physical page of each page of a sequence, or -1. lengths: int [B], keys of each
-    sequence. count: how many physical pages there are, in which count * page_size keys lie.
+    Args:
+        page_table: int [B, n], the physical page of each page of a sequence, or -1.
+        lengths: int [B], the number of keys of each sequence.
+        page_size: keys in a page.
+        count: the number of physical pages, which have count * page_size keys.
 
-    logical: int32 [B, count], which page of the sequence a physical page is, or -1; lengths: int32 [B].
+    Returns:
+        logical: int32 [B, count], the page of the sequence that a physical page is, or -1; lengths: int32 [B].
 
-    Raises InputError for a page that is none, that a sequence has twice, or that its keys need and it has not.
+    Raises:
+        InputError: a page does not exist, a sequence has a page twice, or a page for its keys is missing.
     """
     table, keys = np.asarray(page_table), np.asarray(lengths)
     if table.ndim != 2 or keys.shape != table.shape[:1]:
@@ -60,19 +72,22 @@ def pages(page_table: Any, lengths: Any, page_size: int, count: int) -> dict[str
         needed = row[: -(-length // page_size)]
         if len(needed) * page_size < length or any(page < 0 for page in needed):
             raise InputError(f"batch {b} has {length} keys, for which page_table has too few pages of {page_size}.")
-        used = [(place, page) for place, page in enumerate(row) if page >= 0]
-        for place, page in used:
+        used = [(index, page) for index, page in enumerate(row) if page >= 0]
+        for index, page in used:
             if logical[b, page] != -1:
                 raise InputError(f"page_table of batch {b} has page {page} twice.")
-            logical[b, page] = place
+            logical[b, page] = index
     return {"logical": logical, "lengths": keys.astype(np.int32)}
 
 
 def ancestors_of(parents: Sequence[int]) -> np.ndarray:
-    """int32 [nodes, words] for `tree`: for each node of a tree the bits of itself and all nodes above it. parents: the
-    parent of each node, which comes before it, or -1.
+    """Return int32 [nodes, 32-bit words] for `tree`: for each node of a tree the bits of itself and all its ancestors.
 
-    Raises InputError for a parent that does not come before its child.
+    Args:
+        parents: the parent of each node, which comes before it, or -1.
+
+    Raises:
+        InputError: a parent does not come before its child.
     """
     bits = np.zeros((len(parents), -(-len(parents) // 32)), np.uint32)
     for node, parent in enumerate(parents):

@@ -1,8 +1,8 @@
-"""Values of a mod while it is traced: a mod is an ordinary Python function, called once with these in place of numbers.
+"""Traced values: a mod is an ordinary Python function, called once with these in place of numbers.
 
-What is computed with them becomes an expression (`lowering.attention.expr`), as plain data. Types are those of the
-kernel: indices are int32, the score is float32, or float64 for float64 operands. Python's numbers take the type of what
-they meet; / gives floating point, // and % round down, as in Python.
+Operations on them build an expression (`lowering.attention.expr`), as plain data. Types are those of the kernel:
+indices are int32, the score is float32, or float64 for float64 operands. Python's numbers take the type of the other
+operand; / gives floating point, // and % round down, as in Python.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..attention.expr.node import Expr, number
+from ..attention.expr.node import Expr, make_number
 from ..errors import InputError
 
-MOST_OPERATIONS = 4000
-"""Of an expression, written out as a tree."""
+MAX_OPERATIONS = 4000
+"""Limit of the operations of an expression, written out as a tree."""
 
-MOST_NESTED = 200
-"""How deep they are nested: compilers call themselves for each level."""
+MAX_NESTING = 200
+"""Limit of the nesting of operations: compilers recurse for each level."""
 
 _WIDTHS = ("bool", "int32", "int64", "float32", "float64")
 
 
 class Traced:
-    """A number or truth value of a pair of query row and key."""
+    """A number or bool of a pair of query row and key."""
 
     __slots__ = ("depth", "expr", "size")
     expr: Expr
@@ -33,17 +33,17 @@ class Traced:
     depth: int
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, expr: Expr, parts: Sequence[Traced] = ()) -> None:
-        """parts are the values that the expression is made of."""
-        size, depth = 1 + sum(x.size for x in parts), 1 + max((x.depth for x in parts), default=0)
-        if size > MOST_OPERATIONS:
+    def __init__(self, expr: Expr, operands: Sequence[Traced] = ()) -> None:
+        """operands are the values from which the expression is computed."""
+        size, depth = 1 + sum(x.size for x in operands), 1 + max((x.depth for x in operands), default=0)
+        if size > MAX_OPERATIONS:
             raise InputError(
-                f"the expression has more than {MOST_OPERATIONS} operations, written out as a tree: values that are "
+                f"the expression has more than {MAX_OPERATIONS} operations, written out as a tree: values that are "
                 "used twice count twice. Compute what does not depend on the pair outside, and capture it."
             )
-        if depth > MOST_NESTED:
+        if depth > MAX_NESTING:
             raise InputError(
-                f"operations are nested more than {MOST_NESTED} deep. Add up in pairs, or compute what does not depend "
+                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs, or compute what does not depend "
                 "on the pair outside, and capture it."
             )
         self.expr = expr
@@ -61,117 +61,117 @@ class Traced:
     # Arithmetic.
 
     def __add__(self, other: Any) -> Traced:
-        return arithmetic("add", self, other)
+        return apply_arithmetic("add", self, other)
 
     def __radd__(self, other: Any) -> Traced:
-        return arithmetic("add", other, self)
+        return apply_arithmetic("add", other, self)
 
     def __sub__(self, other: Any) -> Traced:
-        return arithmetic("sub", self, other)
+        return apply_arithmetic("sub", self, other)
 
     def __rsub__(self, other: Any) -> Traced:
-        return arithmetic("sub", other, self)
+        return apply_arithmetic("sub", other, self)
 
     def __mul__(self, other: Any) -> Traced:
-        return arithmetic("mul", self, other)
+        return apply_arithmetic("mul", self, other)
 
     def __rmul__(self, other: Any) -> Traced:
-        return arithmetic("mul", other, self)
+        return apply_arithmetic("mul", other, self)
 
     def __truediv__(self, other: Any) -> Traced:
-        return divided(self, other)
+        return divide(self, other)
 
     def __rtruediv__(self, other: Any) -> Traced:
-        return divided(other, self)
+        return divide(other, self)
 
     def __floordiv__(self, other: Any) -> Traced:
-        return floor_divided(self, other)
+        return floor_divide(self, other)
 
     def __rfloordiv__(self, other: Any) -> Traced:
-        return floor_divided(other, self)
+        return floor_divide(other, self)
 
     def __mod__(self, other: Any) -> Traced:
-        return remainder(self, other)
+        return compute_remainder(self, other)
 
     def __rmod__(self, other: Any) -> Traced:
-        return remainder(other, self)
+        return compute_remainder(other, self)
 
     def __pow__(self, other: Any) -> Traced:
-        return power(self, other)
+        return raise_to_power(self, other)
 
     def __rpow__(self, other: Any) -> Traced:
-        return power(other, self)
+        return raise_to_power(other, self)
 
     def __neg__(self) -> Traced:
-        return arithmetic("sub", number_like(0, self), self)
+        return apply_arithmetic("sub", make_number_like(0, self), self)
 
     def __pos__(self) -> Traced:
         return self
 
     def __abs__(self) -> Traced:
         if "float" in self.dtype:
-            return applied("fabs", self)
-        return arithmetic("max", self, -self)
+            return call_function("fabs", self)
+        return apply_arithmetic("max", self, -self)
 
-    # Comparisons and truth values.
+    # Comparisons and logic.
 
     def __lt__(self, other: Any) -> Traced:
-        return compared("lt", self, other)
+        return compare("lt", self, other)
 
     def __le__(self, other: Any) -> Traced:
-        return compared("le", self, other)
+        return compare("le", self, other)
 
     def __gt__(self, other: Any) -> Traced:
-        return compared("lt", other, self)
+        return compare("lt", other, self)
 
     def __ge__(self, other: Any) -> Traced:
-        return compared("le", other, self)
+        return compare("le", other, self)
 
     def __eq__(self, other: Any) -> Traced:  # type: ignore[override]
-        return compared("eq", self, other)
+        return compare("eq", self, other)
 
     def __ne__(self, other: Any) -> Traced:  # type: ignore[override]
-        return compared("ne", self, other)
+        return compare("ne", self, other)
 
     def __and__(self, other: Any) -> Traced:
-        return bitwise("and", self, other)
+        return apply_bitwise("and", self, other)
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Traced:
-        return bitwise("or", self, other)
+        return apply_bitwise("or", self, other)
 
     __ror__ = __or__
 
     def __xor__(self, other: Any) -> Traced:
-        return bitwise("xor", self, other)
+        return apply_bitwise("xor", self, other)
 
     __rxor__ = __xor__
 
     def __invert__(self) -> Traced:
         if self.dtype == "bool":
-            return joined("not", "bool", self)
+            return make_operation("not", "bool", self)
         return -self - 1
 
     def __rshift__(self, other: Any) -> Traced:
-        return shifted("shift_right", self, other)
+        return shift_bits("shift_right", self, other)
 
     def __rrshift__(self, other: Any) -> Traced:
-        return shifted("shift_right", other, self)
+        return shift_bits("shift_right", other, self)
 
     def __lshift__(self, other: Any) -> Traced:
-        return shifted("shift_left", self, other)
+        return shift_bits("shift_left", self, other)
 
     def __rlshift__(self, other: Any) -> Traced:
-        return shifted("shift_left", other, self)
+        return shift_bits("shift_left", other, self)
 
-    # What PyTorch's tensors and NumPy's arrays have, too, so that one text serves all.
+    # A method of PyTorch's tensors and NumPy's arrays, so that one source text works for all.
 
     def astype(self, dtype: Any) -> Traced:
-        """In another type, by its NumPy name or type."""
+        """Convert to another type, by its NumPy name or type."""
         return cast(self, dtype)
 
-    # What a mod cannot do, as its values are not known yet.
+    # Operations that need a value, which does not exist while a mod is traced.
 
     def __bool__(self) -> NoReturn:
         raise InputError(
@@ -203,46 +203,46 @@ class Traced:
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        """NumPy's functions of numbers, and NumPy's numbers in front of an operator."""
-        from .vocabulary import for_numpy
+        """Call NumPy's functions of numbers, and operators with NumPy's numbers on the left."""
+        from .vocabulary import call_numpy_function
 
-        return for_numpy(ufunc, method, inputs, options)
+        return call_numpy_function(ufunc, method, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        from .vocabulary import for_numpy
+        from .vocabulary import call_numpy_function
 
-        return for_numpy(function, "__call__", args, options)
+        return call_numpy_function(function, "__call__", args, options)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        """PyTorch's functions of numbers, so that mods written for it trace as they are."""
-        from .vocabulary import for_torch
+        """Call PyTorch's functions of numbers, so that mods written for it trace unchanged."""
+        from .vocabulary import call_torch_function
 
-        return for_torch(function, args, options or {})
+        return call_torch_function(function, args, options or {})
 
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
 
-def traced(value: Any, like: str | None = None) -> Traced:
-    """A number as a traced value; a Python number takes the type `like`, unless that cannot hold it."""
+def trace_value(value: Any, like: str | None = None) -> Traced:
+    """Convert a number to a traced value; a Python number takes the type `like`, unless that cannot represent it."""
     if isinstance(value, Traced):
         return value
     if isinstance(value, (bool, np.bool_)):
-        return Traced(number(bool(value), "bool"))
+        return Traced(make_number(bool(value), "bool"))
     if isinstance(value, (int, np.integer)):
         if like is not None and "float" in like:
-            return Traced(number(float(value), like))
+            return Traced(make_number(float(value), like))
         wide = like == "int64" or not -(2**31) <= value < 2**31
         if not -(2**63) <= value < 2**63:
             raise InputError(f"the number {value} does not fit in 64 bits.")
-        return Traced(number(int(value), "int64" if wide else "int32"))
+        return Traced(make_number(int(value), "int64" if wide else "int32"))
     if isinstance(value, (float, np.floating)):
-        return Traced(number(float(value), like if like is not None and "float" in like else "float32"))
+        return Traced(make_number(float(value), like if like is not None and "float" in like else "float32"))
     from .captured import Captured
 
     if isinstance(value, Captured):
-        value.refuse()
+        value.reject_whole_array()
     if getattr(value, "ndim", 0) or type(value).__module__.split(".")[0] in ("torch", "numpy", "jax"):
         raise InputError(
             f"an array ({type(value).__name__}) from outside takes part in the mod. Name it: captures={{'bias': "
@@ -251,132 +251,131 @@ def traced(value: Any, like: str | None = None) -> Traced:
     raise InputError(f"a mod computes with numbers, and {value!r} ({type(value).__name__}) is none.")
 
 
-def number_like(value: float, like: Traced) -> Traced:
-    return Traced(number(value, "int32" if like.dtype == "bool" else like.dtype))
+def make_number_like(value: float, like: Traced) -> Traced:
+    return Traced(make_number(value, "int32" if like.dtype == "bool" else like.dtype))
 
 
-def together(a: Any, b: Any) -> tuple[Traced, Traced]:
-    """Both in the wider of their types."""
+def promote(a: Any, b: Any) -> tuple[Traced, Traced]:
+    """Convert both to the wider of their types."""
     kinds = [x.dtype if isinstance(x, Traced) else None for x in (a, b)]
-    a, b = (traced(x, like) for x, like in zip((a, b), reversed(kinds)))
-    wide = max(a.dtype, b.dtype, key=_WIDTHS.index)
-    return cast(a, wide), cast(b, wide)
+    a, b = (trace_value(x, like) for x, like in zip((a, b), reversed(kinds)))
+    common = max(a.dtype, b.dtype, key=_WIDTHS.index)
+    return cast(a, common), cast(b, common)
 
 
-def joined(op: str, dtype: str, *args: Traced) -> Traced:
+def make_operation(op: str, dtype: str, *args: Traced) -> Traced:
     return Traced(Expr(op, dtype, tuple(a.expr for a in args)), args)
 
 
-def arithmetic(op: str, a: Any, b: Any) -> Traced:
-    a, b = together(a, b)
+def apply_arithmetic(op: str, a: Any, b: Any) -> Traced:
+    a, b = promote(a, b)
     if a.dtype == "bool":
         a, b = cast(a, "int32"), cast(b, "int32")
-    return joined(op, a.dtype, a, b)
+    return make_operation(op, a.dtype, a, b)
 
 
-def divided(a: Any, b: Any) -> Traced:
-    a, b = together(a, b)
+def divide(a: Any, b: Any) -> Traced:
+    a, b = promote(a, b)
     if "float" not in a.dtype:
         a, b = cast(a, "float32"), cast(b, "float32")
-    return joined("div", a.dtype, a, b)
+    return make_operation("div", a.dtype, a, b)
 
 
-def floor_divided(a: Any, b: Any) -> Traced:
-    a, b = together(a, b)
+def floor_divide(a: Any, b: Any) -> Traced:
+    a, b = promote(a, b)
     if "float" in a.dtype:
-        return applied("floor", divided(a, b))
-    return joined("floordiv", a.dtype, a, _divisor(b))
+        return call_function("floor", divide(a, b))
+    return make_operation("floordiv", a.dtype, a, _check_divisor(b))
 
 
-def remainder(a: Any, b: Any) -> Traced:
-    a, b = together(a, b)
+def compute_remainder(a: Any, b: Any) -> Traced:
+    a, b = promote(a, b)
     if "float" in a.dtype:
-        return a - applied("floor", divided(a, b)) * b
-    return joined("floormod", a.dtype, a, _divisor(b))
+        return a - call_function("floor", divide(a, b)) * b
+    return make_operation("floormod", a.dtype, a, _check_divisor(b))
 
 
-def _divisor(b: Traced) -> Traced:
-    """A divisor that is not known to be 0. What a quotient by 0 is when the kernel runs means nothing, and harms
-    nothing."""
+def _check_divisor(b: Traced) -> Traced:
+    """Return a divisor that is not a literal 0. A quotient by 0 at run time is meaningless but harmless."""
     if b.expr.op == "number" and not b.expr.number:
         raise InputError("a mod divides by 0.")
     return b
 
 
-def power(a: Any, b: Any) -> Traced:
+def raise_to_power(a: Any, b: Any) -> Traced:
     if isinstance(b, int) and not isinstance(b, bool) and isinstance(a, Traced) and 1 <= b <= 8:
         result = a
         for _ in range(b - 1):
             result = result * a
         return result
-    a, b = together(a, b)
+    a, b = promote(a, b)
     if "float" not in a.dtype:
         a, b = cast(a, "float32"), cast(b, "float32")
-    return joined("tirx.pow", a.dtype, a, b)
+    return make_operation("tirx.pow", a.dtype, a, b)
 
 
-def compared(op: str, a: Any, b: Any) -> Traced:
-    return joined(op, "bool", *together(a, b))
+def compare(op: str, a: Any, b: Any) -> Traced:
+    return make_operation(op, "bool", *promote(a, b))
 
 
-def bitwise(op: str, a: Any, b: Any) -> Traced:
-    a, b = together(a, b)
+def apply_bitwise(op: str, a: Any, b: Any) -> Traced:
+    a, b = promote(a, b)
     if "float" in a.dtype:
         raise InputError(f"`{op}` joins truth values or integers, not {a.dtype}.")
     if a.dtype != "bool":
-        return joined(f"bit_{op}", a.dtype, a, b)
-    return joined("ne", "bool", a, b) if op == "xor" else joined(op, "bool", a, b)
+        return make_operation(f"bit_{op}", a.dtype, a, b)
+    return make_operation("ne", "bool", a, b) if op == "xor" else make_operation(op, "bool", a, b)
 
 
-def shifted(op: str, a: Any, b: Any) -> Traced:
-    a, b = together(a, b)
+def shift_bits(op: str, a: Any, b: Any) -> Traced:
+    a, b = promote(a, b)
     if "float" in a.dtype or "bool" in a.dtype:
         raise InputError(f"shifts are of integers, not of {a.dtype}.")
     bits = 63 if a.dtype == "int64" else 31
-    return joined(op, a.dtype, a, arithmetic("max", arithmetic("min", b, bits), 0))
+    return make_operation(op, a.dtype, a, apply_arithmetic("max", apply_arithmetic("min", b, bits), 0))
 
 
-def select(condition: Any, yes: Any, no: Any) -> Traced:
-    condition = traced(condition)
+def select(condition: Any, if_true: Any, if_false: Any) -> Traced:
+    condition = trace_value(condition)
     if condition.dtype != "bool":
-        condition = compared("ne", condition, 0)
-    return joined("select", (pair := together(yes, no))[0].dtype, condition, *pair)
+        condition = compare("ne", condition, 0)
+    return make_operation("select", (pair := promote(if_true, if_false))[0].dtype, condition, *pair)
 
 
-def applied(name: str, x: Any, dialect: str = "tirx") -> Traced:
-    """A function of floating-point numbers, by TVM's name."""
-    x = traced(x)
+def call_function(name: str, x: Any, dialect: str = "tirx") -> Traced:
+    """Apply a function of floating-point numbers, by TVM's name."""
+    x = trace_value(x)
     if "float" not in x.dtype:
         x = cast(x, "float32")
-    return joined(f"{dialect}.{name}", x.dtype, x)
+    return make_operation(f"{dialect}.{name}", x.dtype, x)
 
 
 def cast(x: Any, dtype: Any) -> Traced:
-    """In another type, by its NumPy name or type: small integers as int32, half precision as float32."""
-    x, name = traced(x), type_name(dtype)
+    """Convert to another type, by its NumPy name or type: small integers become int32, half precision float32."""
+    x, name = trace_value(x), promote_dtype(dtype)
     if x.dtype == name:
         return x
     if x.expr.op == "number" and (name != "bool" or x.dtype != "bool"):
-        return Traced(number(x.expr.number, name)) if np.isfinite(x.expr.number) or "float" in name else x
+        return Traced(make_number(x.expr.number, name)) if np.isfinite(x.expr.number) or "float" in name else x
     if name == "bool":
-        return compared("ne", x, 0)
-    if "float" in x.dtype and "int" in name:  # hardware converts what has no place there to anything
-        low, high = _REACH[x.dtype, name]
-        x = arithmetic("max", arithmetic("min", x, high), low)
-    return joined("cast", name, x)
+        return compare("ne", x, 0)
+    if "float" in x.dtype and "int" in name:  # hardware converts numbers out of range to anything
+        low, high = _INTEGER_LIMITS[x.dtype, name]
+        x = apply_arithmetic("max", apply_arithmetic("min", x, high), low)
+    return make_operation("cast", name, x)
 
 
-_REACH = {
+_INTEGER_LIMITS = {
     ("float32", "int32"): (-(2.0**31), 2.0**31 - 2**7),
     ("float64", "int32"): (-(2.0**31), 2.0**31 - 1),
     ("float32", "int64"): (-(2.0**63), 2.0**63 - 2**39),
     ("float64", "int64"): (-(2.0**63), 2.0**63 - 2**10),
 }
-"""The lowest and the highest number of a floating-point type that an integer type has."""
+"""The lowest and the highest number of a floating-point type that an integer type can represent."""
 
 
-def type_name(dtype: Any) -> str:
-    """The type of a kernel that computes with elements of this type: widened, never narrowed."""
+def promote_dtype(dtype: Any) -> str:
+    """Return the type in which a kernel computes with elements of this type: widened, never narrowed."""
     text = str(dtype).rpartition(".")[2]  # torch.float32
     name = text if text in ("bfloat16",) else np.dtype(text if "torch" in str(dtype) else dtype).name
     if name in ("float16", "bfloat16"):

@@ -7,10 +7,10 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from ..attention.cache_layout import Axes, Beams, CacheLayout, Codec
+from ..attention.cache_layout import Axes, Beams, CacheLayout, KvQuantization
 from ..attention.expr.node import PAIR
 from ..attention.formula import Formula
-from ..attention.plain import plain
+from ..attention.plain import build_plain_attention
 from ..attention.problem import AttentionProblem, Mask
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, static, storage_dtype, storage_shape
@@ -24,7 +24,7 @@ def lower_attention(
     heads: tuple[int, int],
     mask: Mask | None = None,
     beams: Beams | None = None,
-    codec: Codec | None = None,
+    quantization: KvQuantization | None = None,
     **fields: Any,
 ) -> dict[str, Value]:
     """Emit one call of the attention kernel, and return its outputs by name.
@@ -53,11 +53,11 @@ def lower_attention(
         q_heads=heads[0],
         kv_heads=heads[1],
         head_dim=q_shape[3],
-        v_head_dim=v_shape[3] * (codec.packing if codec is not None else 1),
+        v_head_dim=v_shape[3] * (quantization.packing if quantization is not None else 1),
         dtype=q.dtype,
-        v_dtype=v.dtype if codec is None else q.dtype,
+        v_dtype=v.dtype if quantization is None else q.dtype,
         row_axes=row_axes,
-        layout=CacheLayout(key_axes, beams=beams, codec=codec),
+        layout=CacheLayout(key_axes, beams=beams, quantization=quantization),
         lengths="lengths" in present,
         mask=mask,
         sink="sink" in present,
@@ -115,14 +115,14 @@ def call_attention_kernel(
     q = tensors["q"]
     sizes = dict(zip(problem.row_axes, q.shape))
     wide = {"d": problem.v_head_dim, "e": problem.q_heads * problem.v_head_dim}
-    rows = (sizes["t"], problem.q_heads) if problem.packed else (sizes["b"], problem.q_heads, sizes["t"])
+    rows = (sizes["t"], problem.q_heads) if problem.is_ragged else (sizes["b"], problem.q_heads, sizes["t"])
     shapes = {
         "y": (tuple((sizes | wide)[axis] for axis in problem.row_axes), q.dtype),
         "qk": ((*rows, keys), q.dtype),
         "lse": (rows, problem.acc_dtype),
         "max": (rows, problem.acc_dtype),
     }
-    function = plain(problem).without_attr("global_symbol")  # the module names each function
+    function = build_plain_attention(problem).without_attr("global_symbol")  # the module names each function
     results = node.call_tir(function, arguments, [shapes[name] for name in problem.outputs()], "attention")
     return dict(zip(problem.outputs(), results, strict=True))
 
@@ -150,7 +150,9 @@ def trace_formula(
         tirx.const(s, "int64") if isinstance(s, int) else tirx.Var(f"size_{k}", "int64") for k, s in enumerate(sizes)
     ]
     variables = [scalar for scalar in scalars if isinstance(scalar, tirx.Var)]
-    formula, used = Formula.of(element(*indices, *map(make_reader, buffers), *scalars), indices, variables, buffers)
+    formula, used = Formula.from_tir(
+        element(*indices, *map(make_reader, buffers), *scalars), indices, variables, buffers
+    )
     values = {id(variable): value for variable, value in zip((*buffers, *scalars), (*tables, *sizes))}
     return formula, {name: values[id(variable)] for name, variable in used.items()}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tvm import relax, tirx
 
-from ..attention.problem import Mask, Offset, Window
+from ..attention.problem import Mask, Window, WindowOffset
 from ..graph.legality import OWN_DOMAIN
 from ..importing import symbolic
 from ..importing.compute import number, unify_sizes
@@ -81,7 +81,7 @@ def attention(
         sink = assert_shape(node, sink, (sizes.q_heads,))
     window = None
     if attributes.left is not None or attributes.right is not None:
-        offset: Offset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
+        offset: WindowOffset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
         window = Window(attributes.left, attributes.right, offset)
     results = lower_attention(
         node,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tvm import relax
 
-from ..attention.linear import LinearAttention, copying
+from ..attention.linear import LinearAttention, build_linear_attention
 from ..importing.node import Node
 from ..importing.values import Size, Value, static
 from . import op
@@ -74,7 +74,7 @@ def emit_linear_attention(
     record = replace(record, state_dtype=past.dtype)
     outputs = [(past.shape, past.dtype), ((batch, length, record.y_heads * record.v_head_dim), inputs.query.dtype)]
     arguments = [node.tensor(x) for x in (past, *rows)]
-    present, y = node.call_tir(copying(record), arguments, outputs, "linear_attention")
+    present, y = node.call_tir(build_linear_attention(record), arguments, outputs, "linear_attention")
     return y, present
 
 

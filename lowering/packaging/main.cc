@@ -74,8 +74,8 @@ int main(int argc, char** argv) try {
 
   for (const auto& [name, result] : loaded.run(inputs)) {
     const lowering::Tensor output = on_gpu ? lowering::details::copy_tensor(result, lowering::cpu()) : result;
-    const bool floats = lowering::details::name_of(output.dtype()) == "float32";
-    std::printf("%s: %s [", name.c_str(), lowering::details::name_of(output.dtype()).c_str());
+    const bool floats = lowering::details::describe_mod(output.dtype()) == "float32";
+    std::printf("%s: %s [", name.c_str(), lowering::details::describe_mod(output.dtype()).c_str());
     for (int axis = 0; axis < output.ndim(); ++axis) std::printf(" %lld", static_cast<long long>(output.size(axis)));
     std::printf(" ]");
     const char *at = lowering::details::begin(output), *end = lowering::details::end(output);

@@ -63,11 +63,13 @@ def make_kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpe
 def _attention(problem: AttentionProblem, func: tirx.PrimFunc) -> tuple[str, str]:
     """Return the operations and bytes: of keys and values, with their scales, only those that a query sees count."""
     buffers, layout = dict(zip(problem.parameters(), func.params)), problem.layout
-    kv_names = ("kv", "kv") if layout.joint else ("k", "v")
+    kv_names = ("kv", "kv") if layout.is_joint else ("k", "v")
     dims = problem.head_dim, problem.v_head_dim
     row = sum(dim * _itemsize(buffers[name]) // layout.packing for name, dim in zip(kv_names, dims))
-    if layout.codec is not None and layout.codec.group:
-        scales = (dim // layout.codec.group * _itemsize(buffers[f"{name}_scale"]) for name, dim in zip(kv_names, dims))
+    if layout.quantization is not None and layout.quantization.group:
+        scales = (
+            dim // layout.quantization.group * _itemsize(buffers[f"{name}_scale"]) for name, dim in zip(kv_names, dims)
+        )
         row += sum(scales)
     flops = f"{2 * (problem.head_dim + problem.v_head_dim)} * pairs"
     return flops, f"volume - {row} * unseen"

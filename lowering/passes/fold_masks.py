@@ -51,7 +51,7 @@ def _fold_mask(
     short = record.pad and not folding.elements.analyzer.can_prove_equal(folding.keys, total)
     sizes = folding.find_sizes(value, tables)
     try:
-        formula, read = Formula.of(value, folding.indices, sizes, list(tables.values()), short)
+        formula, read = Formula.from_tir(value, folding.indices, sizes, list(tables.values()), short)
     except ValueError:
         return None
     problem = dataclasses.replace(attention.problem, mask=formula)

@@ -1,9 +1,9 @@
 """Turns element-wise score modifications of a model into expressions, so that no S x T tensor of scores is built.
 
 Keys that the modification hides for all scores become the mask of the record, which lets kernels skip keys. The rest
-becomes its score modification (attention/split.py). If a score depends on other scores, for instance by a sum or a
-maximum along the keys, all stay a tensor: the kernel's own scores differ from those in their last digits, and must not
-be compared with them.
+becomes its score modification (attention/score_mod_split.py). If a score depends on other scores, for instance by a sum
+or a maximum along the keys, all stay a tensor: the kernel's own scores differ from those in their last digits, and must
+not be compared with them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tvm
 from tvm import ir, relax, tirx
 from tvm.ir import Expr, prim
 
-from ..attention.expr.node import renamed
-from ..attention.expr.read import read
-from ..attention.formula import CHANGE, Formula
-from ..attention.given_scores import TABLE, change_of
-from ..attention.split import split
+from ..attention.expr.node import rename_parameters
+from ..attention.expr.read import read_expr
+from ..attention.formula import SCORE_MOD_PREFIX, Formula
+from ..attention.replaced_scores import SCORE_TABLE, read_replaced_scores
+from ..attention.score_mod_split import split_score_mod
 from ..tensorir.expressions import is_int, rewrite
 from .elements import NoExpressionError
 from .folding import AttentionCall, Bindings, OperandFolder, replace_attentions, widen_half
@@ -29,19 +29,19 @@ from .folding import AttentionCall, Bindings, OperandFolder, replace_attentions,
 def fold_scores(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module with score modifications replaced by expressions wherever they can be expressed.
 
-    All marks of `given_scores.changed` are removed.
+    All marks of `replaced_scores.changed` are removed.
     """
 
     def fold(
         builder: relax.BlockBuilder, bindings: Bindings, attention: AttentionCall
     ) -> tuple[list[relax.Binding], relax.Call] | None:
-        change = change_of(bindings.get(attention.arguments.get(TABLE)))
+        change = read_replaced_scores(bindings.get(attention.arguments.get(SCORE_TABLE)))
         if change is None:
             return None
         folded = _fold_scores(mod, builder, bindings, attention, *change)
         return folded or (
             [],
-            attention.call_problem(builder, attention.problem, attention.arguments | {TABLE: change[1]}),
+            attention.call_problem(builder, attention.problem, attention.arguments | {SCORE_TABLE: change[1]}),
         )
 
     return replace_attentions(mod, fold)
@@ -74,16 +74,19 @@ def _fold_scores(
         return None
     sizes = folding.find_sizes(value, tables)
     try:
-        score_split = split(read(value, [*folding.indices, s], sizes, list(tables.values())))
+        score_split = split_score_mod(read_expr(value, [*folding.indices, s], sizes, list(tables.values())))
     except ValueError:
         return None
     operands = {f"size_{k}": size for k, size in enumerate(sizes)}
     operands |= {f"table_{k}": table for k, table in enumerate(tables.values())}
     fields: dict[str, Any] = {"softcap": score_split.softcap, "score": None}
     arguments = dict(attention.arguments)
-    for field, expression, prefix in (("mask", score_split.mask, ""), ("score", score_split.change, CHANGE)):
+    for field, expression, prefix in (
+        ("mask", score_split.mask, ""),
+        ("score", score_split.score_mod, SCORE_MOD_PREFIX),
+    ):
         if expression is not None:
-            expr, names = renamed(expression, prefix)
+            expr, names = rename_parameters(expression, prefix)
             fields[field] = Formula(expr)
             arguments |= folding.arguments({new: operands[old] for new, old in names.items()}, tables)
     arguments["q"] = folding.add_conditions(arguments["q"])

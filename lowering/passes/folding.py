@@ -20,7 +20,7 @@ from tvm import ir, relax, te, tirx
 from tvm.ir import Expr, prim
 
 from ..attention.expr.node import PAIR
-from ..attention.plain import plain
+from ..attention.plain import build_plain_attention
 from ..attention.problem import ATTRIBUTE, AttentionProblem
 from ..importing.checks import check_condition
 from ..importing.values import numpy_dtype
@@ -50,7 +50,7 @@ class AttentionCall:
         if attrs is None or ATTRIBUTE not in attrs:
             return None
         problem = AttentionProblem.from_json(attrs[ATTRIBUTE])
-        if problem.packed or problem.layout.mapped or problem.qk_mode is not None:
+        if problem.is_ragged or problem.layout.is_mapped or problem.qk_mode is not None:
             return None
         return AttentionCall(value, problem, dict(zip(problem.parameters(), value.args[1].fields)))
 
@@ -65,7 +65,7 @@ class AttentionCall:
         self, builder: relax.BlockBuilder, problem: AttentionProblem, values: Mapping[str, Any], outputs: Any = None
     ) -> relax.Call:
         """Return the call for another problem with these arguments by name; outputs have other types if given."""
-        function = plain(problem).without_attr("global_symbol")
+        function = build_plain_attention(problem).without_attr("global_symbol")
         arguments = [values[name] for name in problem.inputs()]
         return relax.call_tir(builder.add_func(function, "attention"), arguments, outputs or self.call.ty_args[0])
 

@@ -20,9 +20,9 @@ from tvm.ir import prim
 from tvm.relax.expr_functor import mutator
 
 import schedules
-from schedules.reading.epilogues import EPILOGUES, EpilogueSpec, Update, to_json
+from schedules.reading.epilogues import EPILOGUES, EpilogueSpec, EpilogueUpdate, to_json
 from schedules.reading.matmul import read_matmul
-from schedules.reading.row_parts import PARTS
+from schedules.reading.row_segments import SEGMENTS
 from schedules.reading.stages import Axis, Stage
 
 from ..importing.checks import read_checked_tensor, replace_checked_tensor
@@ -64,7 +64,7 @@ class _EpilogueFuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.mod, self.calls = mod, StageCalls(mod, origins)
-        self.variants = FunctionMemo(lambda function: schedules.variants(function, target))
+        self.variants = FunctionMemo(lambda function: schedules.find_variants(function, target))
         body = mod["main"].body
         self.uses: dict[relax.Var, int] = {}
         for value in (body.body, *(binding.value for binding in iterate_bindings(body))):
@@ -160,10 +160,10 @@ class _EpilogueFuser(BlockMutator):
         matmul = block.bindings[n]
         attributes = self.mod[read_kernel(matmul)].attrs
         call = self.calls.read_call(matmul, stages, kind)
-        stage_counts = [int(count) for count in attributes.get(PARTS, (len(stages),))]
+        stage_counts = [int(count) for count in attributes.get(SEGMENTS, (len(stages),))]
         all_stages, outputs = list(call.stages), list(call.outputs)
         names, nodes = [call.name], dict.fromkeys(call.nodes)
-        updates: list[Update | None] = []
+        updates: list[EpilogueUpdate | None] = []
         for epilogue in epilogues:
             rows = call.outputs[epilogue.number]
             if epilogue.elementwise is not None:
@@ -189,7 +189,7 @@ class _EpilogueFuser(BlockMutator):
                          tuple(stage_counts), tuple(update for update in updates if update is not None))  # fmt: skip
         return self.emit_call(block, n, item, call, list(zip(epilogues, updates)), kind)
 
-    def read_update(self, binding: relax.Binding, rows: tirx.Buffer) -> Update | None:
+    def read_update(self, binding: relax.Binding, rows: tirx.Buffer) -> EpilogueUpdate | None:
         """Return the update of a cache with these rows, of which its own are a view; None if the rows are different."""
         kernel, (cache, own_rows, *indices) = binding.value.args[0], binding.value.args[1].fields
         record = CacheUpdate.from_json(str(self.mod[kernel].attrs[ATTRIBUTE]))
@@ -197,7 +197,7 @@ class _EpilogueFuser(BlockMutator):
         if len(rows.shape) <= axis or not prim.expr_deep_equal(own_rows.ty.shape.values[axis], rows.shape[axis]):
             return None
         write_indices = self.calls.get_buffer(indices[0], "write_indices") if indices else None
-        return Update(record, rows, self.calls.get_buffer(cache, "cache"), write_indices)
+        return EpilogueUpdate(record, rows, self.calls.get_buffer(cache, "cache"), write_indices)
 
     def make_heads_stage(self, rows: tirx.Buffer, shown: relax.Expr) -> Stage | None:
         """Return a stage that views a result [..., N] as heads [..., H, D]; None for another view."""
@@ -218,7 +218,7 @@ class _EpilogueFuser(BlockMutator):
         n: int,
         item: StageCall,
         matmul: StageCall,
-        epilogues: Sequence[tuple[_FusedEpilogue, Update | None]],
+        epilogues: Sequence[tuple[_FusedEpilogue, EpilogueUpdate | None]],
         kind: type[relax.Var],
     ) -> list[relax.Binding]:
         function, parameters = item.build_function()

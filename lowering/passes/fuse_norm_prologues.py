@@ -32,7 +32,7 @@ class _PrologueFuser(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.calls = StageCalls(mod, origins)
-        self.variants = FunctionMemo(lambda function: schedules.variants(function, target))
+        self.variants = FunctionMemo(lambda function: schedules.find_variants(function, target))
 
     def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         """Return the bindings; a norm and its first reader are fused at the reader's position."""

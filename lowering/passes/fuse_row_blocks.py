@@ -5,7 +5,8 @@ quantized scores and probabilities.
 
 A matmul, functions that read its results, and a matmul of their results are fused under three conditions: both matrices
 are computed, no other binding reads intermediate results, and the target has a kernel for the whole chain
-(schedules/reading/row_parts.py). The function records the boundaries of its original functions. Results are unchanged.
+(schedules/reading/row_segments.py). The function records the boundaries of its original functions. Results are
+unchanged.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _RowBlockFuser(BlockMutator):
             stage_counts=tuple(map(len, segments)),
         )  # fmt: skip
         function, _ = call.build_function()
-        variant = schedules.variants(function, self.target)
+        variant = schedules.find_variants(function, self.target)
         return call if variant is not None and variant[0] == schedules.ROW_BLOCKS else None
 
     def has_weight_matrix(self, call: StageCall) -> bool:

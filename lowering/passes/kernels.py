@@ -39,7 +39,7 @@ def schedule_kernels(
     target: tvm.target.Target,
     origins: Origins,
     choose: Choose | None = None,
-    cached: schedules.Known | None = None,
+    cached: schedules.CodeLookup | None = None,
 ) -> ScheduledModule:
     """Return the module with scheduled kernels.
 
@@ -51,7 +51,9 @@ def schedule_kernels(
         if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
     )
     called = {call.kernel for call in calls}
-    scheduled = schedules.apply(_annotate_weights(mod) if target.kind.name == "cuda" else mod, target, choose, cached)
+    scheduled = schedules.apply_schedules(
+        _annotate_weights(mod) if target.kind.name == "cuda" else mod, target, choose, cached
+    )
     kernels = []
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or name.name_hint not in called:

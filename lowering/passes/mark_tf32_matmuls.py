@@ -36,4 +36,4 @@ def describe_tf32_matmuls(scheduled: tvm.IRModule, matmuls: str) -> str:
 
 def _has_float32_matmul(func: tirx.PrimFunc) -> bool:
     matmuls = [read_matmul(stage) for stage in read_stages(func) or ()]
-    return any(p is not None and p.codes is None and {str(p.a.ty), str(p.b.ty)} == {"float32"} for p in matmuls)
+    return any(p is not None and p.quantization is None and {str(p.a.ty), str(p.b.ty)} == {"float32"} for p in matmuls)

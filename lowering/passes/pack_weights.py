@@ -4,8 +4,8 @@ A matmul x W with a constant matrix W becomes a matmul with W stored in panels (
 the weight and the matmul are applied at compile time. A weight with other readers is preserved, too. bfloat16 weights
 of bfloat16 matmuls are stored in pairs of successive rows if the machine multiplies such pairs.
 
-Quantized matrices stay integers and scales (schedules/reading/codes.py), and float ones are quantized if a scheme is
-set.
+Quantized matrices stay integers and scales (schedules/reading/quantized_weights.py), and float ones are quantized if a
+scheme is set.
 """
 
 from __future__ import annotations

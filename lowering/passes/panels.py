@@ -1,4 +1,5 @@
-"""Constant matrices in panels, and matmuls with them: the operands of matrix kernels (schedules/reading/codes.py).
+"""Constant matrices in panels, and matmuls with them: the operands of matrix kernels
+(schedules/reading/quantized_weights.py).
 
 Panel p of a matrix [K, N] has columns p * nr to p * nr + nr - 1, and the nr elements of each row are consecutive.
 Columns after the last are zeros. Panels of one column are the matrix by columns.
@@ -13,7 +14,7 @@ import numpy as np
 import tvm
 from tvm import te, topi
 
-from schedules.reading.codes import NIBBLES, element, pack_nibbles
+from schedules.reading.quantized_weights import NIBBLES, dequantize_element, pack_nibbles
 
 from ..importing.quantized_matrix import QuantizedMatrix
 
@@ -77,13 +78,13 @@ def pack_quantized_matrix(matrix: QuantizedMatrix, nr: int) -> tuple[dict[str, n
 
     def read_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
         values, scales, *zero_points = components
-        return element(values, scales, zero_points[0] if zero_points else None, k, j, nr, block, nibbles)
+        return dequantize_element(values, scales, zero_points[0] if zero_points else None, k, j, nr, block, nibbles)
 
     return components, read_element
 
 
 def packed_matmul(
-    x: te.Tensor, components: list[te.Tensor], columns: int, dtype: str, element: ElementReader
+    x: te.Tensor, components: list[te.Tensor], columns: int, dtype: str, dequantize_element: ElementReader
 ) -> te.Tensor:
     """Return x [..., K] times a matrix [K, columns] in panels, in `dtype`.
 
@@ -94,7 +95,7 @@ def packed_matmul(
 
     def compute(*index: tvm.ir.Expr) -> tvm.ir.Expr:
         *row, j = index
-        return te.sum(x(*row, k).astype(acc) * element(components, k, j), axis=k)
+        return te.sum(x(*row, k).astype(acc) * dequantize_element(components, k, j), axis=k)
 
     total = te.compute((*x.shape[:-1], columns), compute, name="matmul")
     return total if dtype == acc else topi.cast(total, dtype)

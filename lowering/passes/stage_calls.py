@@ -13,10 +13,10 @@ import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
-from schedules.reading.epilogues import Update
+from schedules.reading.epilogues import EpilogueUpdate
 from schedules.reading.matmul import MATMULS, read_matmul
-from schedules.reading.row_parts import PARTS
-from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
+from schedules.reading.row_segments import SEGMENTS
+from schedules.reading.stages import Axis, Stage, read_stages, replace_symbols, write_stages
 
 from ..importing.origins import Origins
 from ..tensorir.expressions import Expr, loads, walk
@@ -44,7 +44,7 @@ class StageCall:
     matmul_mode: str
     binding: relax.Binding | None = None
     stage_counts: tuple[int, ...] = ()
-    updates: tuple[Update, ...] = ()
+    updates: tuple[EpilogueUpdate, ...] = ()
 
     def inputs(self) -> list[tirx.Buffer]:
         computed = {stage.output for stage in self.stages}
@@ -64,13 +64,13 @@ class StageCall:
         if self.matmul_mode and any(map(read_matmul, self.stages)):
             func = func.with_attr(MATMULS, self.matmul_mode)
         if self.stage_counts:
-            func = func.with_attr(PARTS, list(self.stage_counts))
+            func = func.with_attr(SEGMENTS, list(self.stage_counts))
         return func, arguments
 
     def _write_updates(self, to_buffer: Callable[[tirx.Buffer], tirx.Buffer]) -> None:
         for update in self.updates:
             indices = None if update.indices is None else to_buffer(update.indices)
-            emit_update(Update(update.record, to_buffer(update.rows), to_buffer(update.cache), indices).bound())
+            emit_update(EpilogueUpdate(update.record, to_buffer(update.rows), to_buffer(update.cache), indices).bound())
 
     def _expressions(self) -> Iterator[Expr]:
         for stage in self.stages:
@@ -136,7 +136,7 @@ class StageCalls:
             else:
                 symbols[param] = expr
         for stage in stages:  # calls of one function have separate intermediate buffers
-            shape = [renamed(extent, {}, symbols) for extent in stage.output.shape]
+            shape = [replace_symbols(extent, {}, symbols) for extent in stage.output.shape]
             tensors.setdefault(stage.output, tirx.decl_buffer(shape, stage.output.dtype, stage.output.name))
         outputs, nodes = [self.tensors[result] for result in results], self.origins.get(binding.var.name, ())
         moved = [_rename_stage(stage, tensors, symbols) for stage in stages]
@@ -166,8 +166,8 @@ class StageCalls:
 
 def _rename_stage(stage: Stage, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Stage:
     axes, reduce = (
-        tuple(Axis(axis.var, renamed(axis.extent, {}, symbols)) for axis in group)
+        tuple(Axis(axis.var, replace_symbols(axis.extent, {}, symbols)) for axis in group)
         for group in (stage.axes, stage.reduce)
     )
-    init = None if stage.init is None else renamed(stage.init, tensors, symbols)
-    return Stage(tensors[stage.output], axes, reduce, init, renamed(stage.value, tensors, symbols))
+    init = None if stage.init is None else replace_symbols(stage.init, tensors, symbols)
+    return Stage(tensors[stage.output], axes, reduce, init, replace_symbols(stage.value, tensors, symbols))

@@ -85,7 +85,7 @@ def _describe_problem(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
     yield "Sizes", ", ".join(f"{name} {'symbolic' if size is None else size}" for name, size in sizes.items())
     values = f", V {p.v_dtype}" if p.v_dtype != p.dtype else ""
     yield "Types", f"{p.dtype}{values}; softmax and sums {p.acc_dtype}"
-    yield "Query rows", "packed, one batch behind the other" if p.packed else f"axes {p.row_axes}"
+    yield "Query rows", "packed, one batch behind the other" if p.is_ragged else f"axes {p.row_axes}"
     yield "Keys and values", "; ".join(_describe_layout(p.layout))
     yield "Visible keys", "; ".join(_describe_visible_keys(p)) or "all"
     if isinstance(p.mask, Mask):
@@ -115,13 +115,13 @@ def _describe_problem(p: AttentionProblem) -> Iterator[tuple[str, Child]]:
 
 def _describe_layout(layout: CacheLayout) -> Iterator[str]:
     yield f"axes {layout.axes}"
-    if layout.joint:
+    if layout.is_joint:
         yield "one buffer for both"
     for name, option in (
         ("slots", layout.slots),
         ("ring", layout.ring),
         ("beams", layout.beams),
-        ("codes", layout.codec),
+        ("codes", layout.quantization),
     ):
         if option is not None and option != Whole():
             fields = (f"{field} {value}" for field, value in dataclasses.asdict(option).items() if value is not None)
@@ -186,7 +186,7 @@ def _render_block_maps(
             yield make_note("The kernel that runs has no tiles of rows and keys, so that there is no block map.")
             return
         yield from render_block_map(problem, tiles, rows, keys, scalars)
-        if problem.lengths or problem.packed or problem.layout.mapped:
+        if problem.lengths or problem.is_ragged or problem.layout.is_mapped:
             yield make_note("Drawn for one batch whose keys fill their cache; a run visits those that lengths count.")
 
 
@@ -213,11 +213,11 @@ def _read_call_sizes(
     rows = problem.q_len if problem.q_len is not None else scalars.get("most_rows")
     keys = problem.kv_len if problem.kv_len is not None else scalars.get("most_keys")
     if rows is None:
-        rows = _DEFAULT_SIZE if problem.packed else read_axis_size("q", problem.row_axes)
+        rows = _DEFAULT_SIZE if problem.is_ragged else read_axis_size("q", problem.row_axes)
     if keys is None:
         keys = (
             _DEFAULT_SIZE
-            if problem.layout.mapped
-            else read_axis_size("kv" if problem.layout.joint else "k", problem.layout.axes)
+            if problem.layout.is_mapped
+            else read_axis_size("kv" if problem.layout.is_joint else "k", problem.layout.axes)
         )
     return rows, keys, scalars

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..attention.expr.node import Expr, terms
+from ..attention.expr.node import Expr, split_terms
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "floormod": "%", "lt": "<", "le": "<=",
@@ -36,7 +36,7 @@ def format_formula(expr: Expr) -> str:
 
 def _format_sum(expr: Expr) -> str:
     text_terms = []
-    for factor, term in sorted(terms(expr), key=lambda pair: pair[0] < 0):
+    for factor, term in sorted(split_terms(expr), key=lambda pair: pair[0] < 0):
         shown = _bracket(term) if abs(factor) == 1 else f"{abs(factor)} * {_bracket(term)}"
         text_terms.append(f"{'-' if factor < 0 else '+'} {shown}")
     text = " ".join(text_terms)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from ..attention.expr import evaluate
-from ..attention.expr.node import Expr, terms
+from ..attention.expr.node import Expr, split_terms
 from ..attention.formula import Formula
 from ..attention.problem import AttentionProblem, Mask
-from ..attention.reference import sees
-from ..attention.scores import HIDDEN
+from ..attention.reference import find_visible_keys
+from ..attention.scores import HIDDEN_BIAS
 
 NEVER, BY_DATA, CHANGED, ALWAYS = range(4)
 """States of a row and a key: hidden; hidden depending on data; visible with a modified score; visible as it is."""
@@ -27,7 +27,7 @@ def compute_visibility(problem: AttentionProblem, rows: int, keys: int, scalars:
     scalars are the bound integer parameters of the problem. Lengths are those of full caches.
     """
     i, j = np.arange(rows)[:, None], np.arange(keys)[None, :]
-    in_range = sees(problem, 0, i, j, rows, _make_full_cache_values(problem, rows, keys, scalars))
+    in_range = find_visible_keys(problem, 0, i, j, rows, _make_full_cache_values(problem, rows, keys, scalars))
     mask_states = _compute_mask_states(problem.mask, i, j, scalars)
     return np.where(np.broadcast_to(in_range, (rows, keys)), mask_states, NEVER)
 
@@ -36,7 +36,7 @@ def compute_visible_ranges(problem: AttentionProblem, rows: int, keys: int, scal
     """Return [rows, keys]: whether the key ranges that the kernels' loops cover let a row see a key."""
     i, j = np.arange(rows)[:, None], np.arange(keys)[None, :]
     return np.broadcast_to(
-        sees(problem, 0, i, j, rows, _make_full_cache_values(problem, rows, keys, scalars)), (rows, keys)
+        find_visible_keys(problem, 0, i, j, rows, _make_full_cache_values(problem, rows, keys, scalars)), (rows, keys)
     )
 
 
@@ -63,7 +63,7 @@ def _compute_mask_states(
     zero = np.zeros((1, 1), np.int64)
     low, high = _BoundsEvaluator({"b": zero, "h": zero, "i": i, "j": j}, scalars).evaluate_bounds(mask.value)
     selects = mask.dtype == "bool"
-    always, sometimes = (low, high) if selects else (low > HIDDEN, high > HIDDEN)
+    always, sometimes = (low, high) if selects else (low > HIDDEN_BIAS, high > HIDDEN_BIAS)
     if mask.short:
         inside = j < scalars.get("mask_keys", 0)
         always, sometimes = always & inside, sometimes & (inside | ("mask_keys" not in scalars))
@@ -90,7 +90,7 @@ class _BoundsEvaluator:
             )
             return low, high
         if expr.op == "sum":
-            bounded_terms = [(factor, self.evaluate_bounds(term)) for factor, term in terms(expr)]
+            bounded_terms = [(factor, self.evaluate_bounds(term)) for factor, term in split_terms(expr)]
             ends = [(f * a, f * b) if f > 0 else (f * b, f * a) for f, (a, b) in bounded_terms]
             return functools.reduce(_add, ends)
         if expr.op == "cast":

@@ -197,7 +197,7 @@ inline std::string describe_failure(const std::exception& error) {
   return "a kernel failed on them.";
 }
 
-inline std::string name_of(DLDataType dtype) {
+inline std::string describe_mod(DLDataType dtype) {
   try {
     return tvm::ffi::DLDataTypeToString(dtype);
   } catch (const std::exception&) {
@@ -442,7 +442,7 @@ class Model {
 
   void check(const TensorSpec& spec, const Tensor& tensor, std::map<std::string, int64_t>* sizes) const {
     if (!tensor.defined()) reject(spec, "is no tensor");
-    const std::string dtype = details::name_of(tensor.dtype());
+    const std::string dtype = details::describe_mod(tensor.dtype());
     if (dtype != spec.dtype) reject(spec, "must be " + spec.dtype + ", not " + dtype);
     const DLDevice device = tensor.device();
     const bool on_gpu = device_.device_type != kDLCPU;

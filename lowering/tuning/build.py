@@ -34,12 +34,15 @@ def schedule_candidate(module: tvm.IRModule, target: tvm.target.Target) -> tirx.
     Without an annotation it is the default function.
     """
     if not has_kernel(module):
-        return extract_scheduled_function(module) or schedules.apply(tvm.IRModule({MAIN: module[MAIN]}), target)[MAIN]
+        return (
+            extract_scheduled_function(module)
+            or schedules.apply_schedules(tvm.IRModule({MAIN: module[MAIN]}), target)[MAIN]
+        )
     text = read_choice(module)
     space = TileSpace(module, target)
     choice = space.default_choice if text is None else space.read(text)
     kernel_module = tvm.IRModule({KERNEL: module[KERNEL]})
-    return schedules.apply(kernel_module, target, lambda func, variants: choice)[KERNEL]
+    return schedules.apply_schedules(kernel_module, target, lambda func, variants: choice)[KERNEL]
 
 
 def get_unscheduled_function(module: tvm.IRModule) -> tirx.PrimFunc:

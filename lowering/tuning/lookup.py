@@ -22,7 +22,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
 
 import schedules
-from schedules.variant import BySize, Choice, Code, Size, Variant
+from schedules.variant import BySize, Choice, ExternalCode, RuntimeSize, Variant
 
 from ..target import Target
 from .architecture import detect_architecture
@@ -78,7 +78,7 @@ class TunedRecords:
             *(_read_presets(folder) for folder in find_similar_folders(PRESETS, detect_architecture(target))),
         ]
 
-    def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:
+    def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | ExternalCode | None:
         """Return the choice for a function's sizes, one by size for symbolic ones, or None without a record.
 
         Code applies only at the sizes that it was tuned for, and only where it gains more than the tiles there. A
@@ -101,11 +101,13 @@ class TunedRecords:
                         choices[point], gains[point] = choice, record.gain
                 elif record.choice != DEFAULT and self._matches_function(func, record):
                     code_records[point] = record
-            chosen: Choice | BySize | Code | None = choose_by_size(symbolic_sizes, choices) if choices else None
+            chosen: Choice | BySize | ExternalCode | None = choose_by_size(symbolic_sizes, choices) if choices else None
             for point, record in code_records.items():
                 # Functions for GPUs are blocks until TVM lowers them, and cannot contain both tiles and code.
                 if record.gain > gains.get(point, 1.0) and not (symbolic_sizes and self._target.kind.name == "cuda"):
-                    chosen = Code(_build_function(record), dict(zip(symbolic_sizes, point)), chosen, record.source)
+                    chosen = ExternalCode(
+                        _build_function(record), dict(zip(symbolic_sizes, point)), chosen, record.source
+                    )
             if chosen is not None:
                 return chosen
         return self._find_nearest(func, variants)
@@ -138,7 +140,7 @@ class TunedRecords:
             main = specialize_sizes(func, record.shapes)
         except (NotTunable, ValueError):
             return False
-        _, variants = schedules.variants(main, self._target) or ("", ())
+        _, variants = schedules.find_variants(main, self._target) or ("", ())
         return is_loops_task_for(record.task, main, variants)
 
     def _read_choice(self, func: tirx.PrimFunc, variants: Sequence[Variant], record: _TunedRecord) -> Choice | None:
@@ -149,7 +151,7 @@ class TunedRecords:
             return None
         if not structural_equal(kernel.with_attr("global_symbol", KERNEL), record.task[KERNEL], True):
             return None
-        result = schedules.variants(kernel, self._target)
+        result = schedules.find_variants(kernel, self._target)
         if result is None or encode_versions(result[1]) != read_versions(record.task):
             return None
         for variant in variants:
@@ -164,7 +166,7 @@ class TunedRecords:
         return None
 
 
-def choose_by_size(sizes: Sequence[Size], choices: dict[tuple[int, ...], Choice]) -> Choice | BySize:
+def choose_by_size(sizes: Sequence[RuntimeSize], choices: dict[tuple[int, ...], Choice]) -> Choice | BySize:
     """Return a choice for all sizes from the choices for some.
 
     Sizes are split recursively between the two consecutive values with the largest ratio, at their geometric mean.
@@ -251,19 +253,19 @@ def _compute_distance(func: tirx.PrimFunc, record: _TunedRecord) -> float:
     return distance
 
 
-def _find_sizes(func: tirx.PrimFunc) -> list[Size]:
+def _find_sizes(func: tirx.PrimFunc) -> list[RuntimeSize]:
     """Return the sizes that are determined only when the function runs."""
-    sizes: dict[tirx.Var, Size] = {}
+    sizes: dict[tirx.Var, RuntimeSize] = {}
     for number, parameter in enumerate(func.params):
         if not tirx.is_buffer_var(parameter):
-            sizes.setdefault(parameter, Size(number, None))
+            sizes.setdefault(parameter, RuntimeSize(number, None))
             continue
         for axis, dim in enumerate(parameter.shape):
             if isinstance(dim, tirx.Var):
-                sizes.setdefault(dim, Size(number, axis))
+                sizes.setdefault(dim, RuntimeSize(number, axis))
     return list(sizes.values())
 
 
-def _read_size(shapes: Sequence[tuple[int, ...] | int], size: Size) -> int:
+def _read_size(shapes: Sequence[tuple[int, ...] | int], size: RuntimeSize) -> int:
     shape = shapes[size.parameter]
     return shape if isinstance(shape, int) else shape[size.axis or 0]

@@ -22,7 +22,7 @@ from tvm_ffi import structural_equal
 import schedules
 from schedules.variant import Variant
 
-from ..attention.plain import plain
+from ..attention.plain import build_plain_attention
 from ..attention.problem import ATTRIBUTE, AttentionProblem
 from ..tensorir.expressions import Expr, walk
 
@@ -73,7 +73,7 @@ def create_tiles_task(func: tirx.PrimFunc, arguments: Shapes, target: tvm.target
     Raises NotTunable.
     """
     kernel = specialize_sizes(func, arguments)
-    result = schedules.variants(kernel, target)
+    result = schedules.find_variants(kernel, target)
     if result is None:
         return None
     _, variants = result
@@ -92,7 +92,7 @@ def create_loops_task(func: tirx.PrimFunc, arguments: Shapes, target: tvm.target
     if any(isinstance(argument, int) for argument in arguments):
         return None  # MetaSchedule supports only tensors
     main = specialize_sizes(func, arguments)
-    rule, variants = schedules.variants(main, target) or ("", ())
+    rule, variants = schedules.find_variants(main, target) or ("", ())
     if rule in _RULES_WITHOUT_LOOPS or ATTRIBUTE in main.attrs or "s_tir" not in main.attrs:
         return None
     # The default is part of the task: with a better default it is another task.
@@ -107,7 +107,7 @@ def is_loops_task_for(task: tvm.IRModule, func: tirx.PrimFunc, variants: Sequenc
 def is_current(task: tvm.IRModule, target: tvm.target.Target) -> bool:
     """Return whether the default of a task is still the current default of its function."""
     name = KERNEL if has_kernel(task) else MAIN
-    _, variants = schedules.variants(task[name], target) or ("", ())
+    _, variants = schedules.find_variants(task[name], target) or ("", ())
     if has_kernel(task):
         return encode_versions(variants) == read_versions(task)
     return is_loops_task_for(task, task[MAIN], variants)
@@ -128,7 +128,7 @@ def specialize_sizes(func: tirx.PrimFunc, arguments: Shapes) -> tirx.PrimFunc:
     Raises NotTunable if the shapes do not determine all sizes.
     """
     if func.attrs is not None and ATTRIBUTE in func.attrs:
-        func = plain(_bind_problem(AttentionProblem.from_json(func.attrs[ATTRIBUTE]), arguments))
+        func = build_plain_attention(_bind_problem(AttentionProblem.from_json(func.attrs[ATTRIBUTE]), arguments))
     sizes = _match_sizes(func, arguments)
     if sizes:
         # specialize() replaces parameters. A size that is itself a parameter leaves an unused one.
@@ -147,16 +147,16 @@ def _bind_problem(problem: AttentionProblem, arguments: Shapes) -> AttentionProb
     """Return the problem with the sizes that the shapes determine."""
     shapes = dict(zip(problem.parameters(), arguments))
     sizes_by_axis: dict[str, int] = {}
-    for name, axes in (("q", problem.row_axes), ("k", problem.layout.axes if problem.dense else "")):
+    for name, axes in (("q", problem.row_axes), ("k", problem.layout.axes if problem.is_dense else "")):
         shape = shapes.get(name)
         if isinstance(shape, tuple) and len(shape) == len(axes):
             sizes_by_axis |= {f"{name}{axis}": size for axis, size in zip(axes, shape)}
     problem_sizes = {
         "batch": sizes_by_axis.get("qb"),
-        "q_len": None if problem.packed else sizes_by_axis.get("qt"),
+        "q_len": None if problem.is_ragged else sizes_by_axis.get("qt"),
         "kv_len": sizes_by_axis.get("kt"),
     }
-    if problem.layout.mapped:
+    if problem.layout.is_mapped:
         del problem_sizes["kv_len"]
     new_fields: dict[str, Any] = {
         name: size for name, size in problem_sizes.items() if size is not None and getattr(problem, name) is None

@@ -20,7 +20,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
 
 import schedules
-from schedules.tiles import Value, nearest_place
+from schedules.tiles import Value, find_nearest_index
 from schedules.variant import Choice, Variant
 
 from .choices import annotate_choice
@@ -39,7 +39,7 @@ class TileSpace:
     kind = "tiles"
 
     def __init__(self, module: tvm.IRModule, target: tvm.target.Target) -> None:
-        result = schedules.variants(module[KERNEL], target)
+        result = schedules.find_variants(module[KERNEL], target)
         assert result is not None
         self.target = target
         self.rule, self.variants = result
@@ -91,7 +91,7 @@ class TileSpace:
         block = schedule.get_sblock(BLOCK, MAIN)
         schedule.annotate(block, _VARIANT, choice.variant)
         for number, (kernel, field, values) in enumerate(self.list_fields(choice.variant)):
-            nearest_index = nearest_place(values, getattr(choice.tiles[kernel], field))
+            nearest_index = find_nearest_index(values, getattr(choice.tiles[kernel], field))
             index = schedule.sample_categorical(
                 list(range(len(values))), [1 / len(values)] * len(values), nearest_index
             )

@@ -7,8 +7,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.parameters import Parameters
+from lowering.attention.bound import BoundAttention
+from lowering.attention.parameters import AttentionParameters
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
 from ..rejections import fits
@@ -51,8 +51,8 @@ def attention_kernel(
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        bound = Bound(problem, parameters=Parameters(problem, of_vectors=of_vectors))
-        if problem.packed:
+        bound = BoundAttention(problem, parameters=AttentionParameters(problem, emit_vector_call=of_vectors))
+        if problem.is_ragged:
             decode(bound, decode_tiles, cpu)
             with T.If(T.int64(1) * bound.S > decode_tiles.q_len), T.Then():
                 prefill(bound, prefill_tiles, cpu, more_than=decode_tiles.q_len)

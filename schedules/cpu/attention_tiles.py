@@ -95,7 +95,7 @@ class PrefillTiles(Tiles):
         spilled = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q * lanes / 4 * miss_ratio(tiles, L2)
         rows, keys = problem.q_len or TYPICAL * 8, problem.kv_len or TYPICAL * 8
         edges = padding_ratio(rows * problem.group, self.q) * padding_ratio(keys, self.kv)
-        diagonal = 1 + (self.q / problem.group + self.kv) / keys if problem.causal else 1.0
+        diagonal = 1 + (self.q / problem.group + self.kv) / keys if problem.is_causal else 1.0
         return math.log((scores + accumulation + rescaled + softmax + unpacked + spilled) * edges * diagonal)
 
     @classmethod

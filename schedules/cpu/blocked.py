@@ -13,7 +13,7 @@ from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitut
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis
-from ..reading.values import read
+from ..reading.values import load_widened
 from .loops import emit_vector_loop
 from .operands import MatmulOperands
 from .packed_lanes import PackedLanes, choose_packing
@@ -44,10 +44,10 @@ class BlockedMatmul:
         )
         self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
         self.runs: StrideRuns | None = None
-        if matmul.codes is None:
+        if matmul.quantization is None:
             self.choose_runs()
-        if self.packing is not None or matmul.codes is not None:
-            apart = self.is_dense(self.a_offsets, self.k.var, self.factor)
+        if self.packing is not None or matmul.quantization is not None:
+            apart = self.is_dense(self.a_offsets, self.k.var, self.tensor_scale)
         else:
             apart = not uses(self.a_step, {self.k.var})
         fits = self.packing is not None or matmul.a.ty == self.acc
@@ -62,8 +62,8 @@ class BlockedMatmul:
         from."""
         matmul, lanes = self.matmul, self.lanes
         self.kc = self.tiles.kc
-        if matmul.codes is not None:
-            self.nr, self.is_b_in_place, block = matmul.codes.nr, True, matmul.codes.block
+        if matmul.quantization is not None:
+            self.nr, self.is_b_in_place, block = matmul.quantization.nr, True, matmul.quantization.block
             self.kc = max(self.kc // block, 1) * block if block else self.kc
             self.set_step(None)
             return
@@ -106,8 +106,8 @@ class BlockedMatmul:
     def set_step(self, packing: PackedLanes | None) -> None:
         """Set the step along k to one value, or to those of a packed lane."""
         k = self.matmul.k
-        self.packing, self.factor = packing, 1 if packing is None else packing.factor
-        n = self.factor
+        self.packing, self.tensor_scale = packing, 1 if packing is None else packing.tensor_scale
+        n = self.tensor_scale
         self.k = k if n == 1 else Axis(tirx.Var("word", "int64"), self.results.simplify((k.extent + (n - 1)) // n))
         self.whole = k.extent // n  # complete steps
         self.rest = self.results.simplify(k.extent % n)  # values of the incomplete last step
@@ -116,8 +116,8 @@ class BlockedMatmul:
 
     def expand_step(self, expr: Expr) -> list[Expr]:
         """Return an expression of the value of k, for each value of step k."""
-        first = self.k.var * self.factor
-        return [substitute(expr, {self.matmul.k.var: first + n}) for n in range(self.factor)]
+        first = self.k.var * self.tensor_scale
+        return [substitute(expr, {self.matmul.k.var: first + n}) for n in range(self.tensor_scale)]
 
     def step_offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
         """Return the offsets of the elements of step k."""
@@ -144,8 +144,8 @@ class BlockedMatmul:
         """Return whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
         bounds = zip(indices, self.matmul.b.source.shape)
         return (
-            self.is_dense(self.b_offsets, self.results.c, self.factor)
-            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.factor * self.nr)
+            self.is_dense(self.b_offsets, self.results.c, self.tensor_scale)
+            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.tensor_scale * self.nr)
             and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.expand_step(index))
         )
 
@@ -235,7 +235,7 @@ class BlockedMatmul:
     @property
     def has_prefetch(self) -> bool:
         """Whether strips prefetch the next block: not if panels are packed or quantized values are widened."""
-        return self.is_b_in_place and self.matmul.codes is None
+        return self.is_b_in_place and self.matmul.quantization is None
 
     def plan_prefetch(self, k0: Expr, depth: Expr, number: Expr, strips: Expr) -> Callable[[Expr], None] | None:
         """Return a function that a strip calls at each step k to prefetch its share of the panel's next block.
@@ -245,7 +245,7 @@ class BlockedMatmul:
         """
         if not self.has_prefetch:
             return None
-        width = self.nr * self.factor
+        width = self.nr * self.tensor_scale
         elements_of_line = LINE // DataType(self.matmul.b.ty).itemsize
         size = let(depth * width)
         start = let(
@@ -300,7 +300,7 @@ class BlockedMatmul:
             with T.serial(depth - squares * lanes) as rest:
                 k = let(squares * lanes + rest)
                 for i, start in enumerate(starts):
-                    store(panel, read(memory, start + k), k * nr + v * lanes + i)
+                    store(panel, load_widened(memory, start + k), k * nr + v * lanes + i)
 
     def emit_steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, Expr, bool], None]) -> None:
         """Emit body(k, distance of A's element from `row_start`, whether step k0 + k is complete) for k < depth.
@@ -333,7 +333,7 @@ class BlockedMatmul:
     def load_step(self, memory: tirx.Buffer, offsets: list[Expr], complete: bool) -> Expr:
         """Load the element or the packed lane of a step whose elements have these offsets."""
         if self.packing is None:
-            return read(memory, offsets[0])
+            return load_widened(memory, offsets[0])
         return self.pack_step([tirx.BufferLoad(memory, [position]) for position in offsets], complete)
 
     def pack_step(self, loads: list[Expr], complete: bool) -> Expr:
@@ -372,10 +372,10 @@ class BlockedMatmul:
             self.fill_strip(strip, height, row, k0, depth)
             a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
         zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
-        if p.codes is not None:
+        if p.quantization is not None:
             with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
                 store(tile, zero, tile_row * self.nr + v * self.lanes)
-            accumulate_quantized(self, p.codes, a, starts, tile_row, k0, depth, tile)
+            accumulate_quantized(self, p.quantization, a, starts, tile_row, k0, depth, tile)
             return
         c = [[Register(zero) for _ in vectors] for _ in range(height)]
         with T.If(k0 > 0), T.Then():
@@ -392,9 +392,9 @@ class BlockedMatmul:
                 if strip is not None or self.packing is None:
                     a_ik = a[position]
                 elif complete:
-                    a_ik = self.packing.pack_vector(load(a, self.factor, position))
+                    a_ik = self.packing.pack_vector(load(a, self.tensor_scale, position))
                 else:
-                    a_ik = self.pack_step([a[position + n] for n in range(self.factor)], complete=False)
+                    a_ik = self.pack_step([a[position + n] for n in range(self.tensor_scale)], complete=False)
                 a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
@@ -413,7 +413,7 @@ class BlockedMatmul:
             return T.bind(load(panel, self.lanes, k * self.nr + v))
         start = let(self.bind_offset(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
         if self.packing is not None:
-            n = self.factor
+            n = self.tensor_scale
             return self.packing.pack_vector(load(self.operands.b, n * self.lanes, start + n * v))
         return convert(load(self.operands.b, self.lanes, start + v), self.acc, self.cpu)
 
@@ -429,7 +429,9 @@ class BlockedMatmul:
                     self.lanes,
                     lambda width: (
                         lambda n, lane: store(
-                            strip, read(self.operands.a, start + distance + n * self.a_step), i * self.kc + k + n
+                            strip,
+                            load_widened(self.operands.a, start + distance + n * self.a_step),
+                            i * self.kc + k + n,
                         )
                     ),
                 )

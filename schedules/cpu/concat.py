@@ -67,7 +67,7 @@ def _emit(func: tirx.PrimFunc, concatenation: Concatenation, cpu: CpuFeatures, t
         def task(index: Expr) -> None:
             row, low = let(index // chunks), let(index % chunks * chunk_length)
             high = let(tirx.min(low + chunk_length, concatenation.row))
-            for source, start, length in concatenation.parts:
+            for source, start, length in concatenation.sources:
                 first = let(tirx.max(low, start))
                 count = let(tirx.max(tirx.min(high, start + length) - first, 0))
                 begin, end = let(row * length + (first - start)), let(row * concatenation.row + first)

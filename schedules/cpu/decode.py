@@ -27,11 +27,11 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
+from lowering.attention.key_ranges import count_keys, slice_ranges
 from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.keys import length, part
-from lowering.attention.plain import Row
-from lowering.attention.scores import HIDDEN
+from lowering.attention.plain import PlainRow
+from lowering.attention.scores import HIDDEN_BIAS
 
 from .attention_tiles import DecodeTiles
 from .dot_bf16 import import_dot, pack_vector
@@ -56,14 +56,14 @@ from .vector import (
 )
 
 
-def decode(bound: Bound, tiles: DecodeTiles, cpu: CpuFeatures) -> None:
+def decode(bound: BoundAttention, tiles: DecodeTiles, cpu: CpuFeatures) -> None:
     """Emit the kernel into the PrimFunc that `bound` has opened.
 
     It serves any problem without a qk output, with S <= tiles.q_len. If the batch is ragged, batches with at most
     tiles.q_len rows are served, whatever S is.
     """
     p = bound.problem
-    max_rows = tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len)) if p.packed else T.int64(1) * bound.S
+    max_rows = tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len)) if p.is_ragged else T.int64(1) * bound.S
     rows = let(max_rows * p.group)
     heads = let(T.int64(1) * bound.B * p.kv_heads)
     splits = _number_of_splits(bound, tiles)
@@ -73,19 +73,19 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: CpuFeatures) -> None:
         T.parallel(splits * heads) as work,  # splits slowest: a thread gets the same splits of every head
     ):
         head, split = let(work % heads), let(work // heads)
-        with bound.if_rows(let(head // p.kv_heads), 1, tiles.q_len):
+        with bound.guard_row_count(let(head // p.kv_heads), 1, tiles.q_len):
             _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
     work = heads * rows * splits * len(partial.v_starts)
     split_among_threads(heads * rows, work, tiles.parallel_work, lambda row: partial.merge(let(row), rows, splits))
 
 
-def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
+def _number_of_splits(bound: BoundAttention, tiles: DecodeTiles) -> Expr:
     """Return the number of splits of each sequence: the problem's, or such that the longest has `split` keys each."""
     if bound.problem.splits is not None:
         return T.int64(bound.problem.splits)
     longest = Register(T.int64(0))
-    with T.serial(T.int64(1) * bound.B) as b, bound.if_rows(b, 1, tiles.q_len):
-        keys = length(bound.keys.of_tile(b, T.int64(0), bound.S))
+    with T.serial(T.int64(1) * bound.B) as b, bound.guard_row_count(b, 1, tiles.q_len):
+        keys = count_keys(bound.keys.compute_tile_ranges(b, T.int64(0), bound.S))
         longest.value = tirx.max(longest.value, keys)
     return let(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
 
@@ -93,7 +93,7 @@ def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
 class _Partial:
     """(m, l, O) of every query row and split, in that order, and their merge into Y."""
 
-    def __init__(self, bound: Bound, tiles: DecodeTiles, cpu: CpuFeatures) -> None:
+    def __init__(self, bound: BoundAttention, tiles: DecodeTiles, cpu: CpuFeatures) -> None:
         self.bound, self.tiles, self.cpu, self.acc = bound, tiles, cpu, bound.problem.acc_dtype
         # TVM moves an allocation of the outermost level to the top of the function, where its size must be computable.
         rows = T.int64(1) * bound.B * bound.problem.q_heads * tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len))
@@ -109,28 +109,28 @@ class _Partial:
         p = self.bound.problem
         head, r = let(row // rows), let(row % rows)
         b, h, i = let(head // p.kv_heads), let(head % p.kv_heads * p.group + r % p.group), let(r // p.group)
-        with self.bound.if_rows(b, 1, self.tiles.q_len), self.bound.if_there(b, i):
+        with self.bound.guard_row_count(b, 1, self.tiles.q_len), self.bound.guard_row(b, i):
             self.merge_row((b, h, i), let(row * splits), splits)
 
     def merge_row(self, position: tuple[Expr, Expr, Expr], first: Expr, splits: Expr) -> None:
         """Emit Y at (b, h, i) from the partial results of all splits, the first of which has index `first`."""
         b, h, i = position
-        m_0, l_0 = (let(x) for x in self.bound.scores.before_keys(h))
+        m_0, l_0 = (let(x) for x in self.bound.scores.compute_initial_statistics(h))
         m = Register(m_0)
         with T.serial(splits) as s:
             m.value = tirx.max(m.value, self.m[first + s])
 
         def store() -> None:
             l, y = self.combine_splits(m.value, (m_0, l_0), first, splits)
-            self.bound.addressing.store_ends(b, h, i, m.value, l)
+            self.bound.addressing.store_statistics(b, h, i, m.value, l)
             store_y(self.bound, self.cpu, b, h, i, y, self.v_starts)
 
-        if not self.bound.scores.skips_numbers:
+        if not self.bound.scores.can_skip_finite:
             store()
             return
-        with T.If(m.value <= tirx.const(HIDDEN / 2, self.acc)):
+        with T.If(m.value <= tirx.const(HIDDEN_BIAS / 2, self.acc)):
             with T.Then():  # a row whose keys are all hidden by a finite mask gives them equal weights
-                Row(self.bound, b, h, i).emit()
+                PlainRow(self.bound, b, h, i).emit()
             with T.Else():
                 store()
 
@@ -156,7 +156,7 @@ class _Split:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundAttention,
         tiles: DecodeTiles,
         cpu: CpuFeatures,
         head: Expr,
@@ -169,7 +169,7 @@ class _Split:
         self.partial, self.head, self.split, self.splits = partial, head, split, splits
         p, self.acc = self.problem, self.problem.acc_dtype
         self.b, self.hk = let(head // p.kv_heads), let(head % p.kv_heads)
-        self.max_rows, self.rows = rows, let(bound.rows(self.b) * p.group) if p.packed else rows
+        self.max_rows, self.rows = rows, let(bound.rows(self.b) * p.group) if p.is_ragged else rows
         self.kv = KeyValueTile(bound, cpu, 0, tiles.kv, self.b, self.hk)
         self.Wk, self.Wv, self.vectors = self.kv.Wk, self.kv.Wv, self.kv.vectors
         self.chunks = len(self.kv.k_starts)
@@ -189,12 +189,12 @@ class _Split:
     def emit(self) -> None:
         self.load_queries()
         self.initialize()
-        bounds = self.bound.keys.of_tile(self.b, T.int64(0), self.bound.S)
+        bounds = self.bound.keys.compute_tile_ranges(self.b, T.int64(0), self.bound.S)
         ranges = [(let(lo), let(hi)) for lo, hi in bounds]
-        total = let(length(ranges))
+        total = let(count_keys(ranges))
         keys_of_split = let(tirx.ceildiv(tirx.ceildiv(total, self.splits), self.Wk) * self.Wk)
         start = let(tirx.min(self.split * keys_of_split, total))
-        split_ranges = part(ranges, start, let(tirx.min(start + keys_of_split, total)))
+        split_ranges = slice_ranges(ranges, start, let(tirx.min(start + keys_of_split, total)))
         self.key_tiles = KeyTiles(split_ranges, split_ranges, self.tiles.kv, let)
         with T.serial(self.key_tiles.count) as t:
             self.kv0 = let(self.key_tiles.first(t))
@@ -210,8 +210,8 @@ class _Split:
         rows = T.int64(0), T.int64(1) * self.bound.rows(self.b) - 1
         keys = self.kv0, self.kv0 + self.keys - 1
         h, group = self.hk * self.problem.group, self.problem.group
-        _, highest = self.bound.scores.mask_extremes(self.b, h, group, rows, keys)
-        with T.If(highest <= tirx.const(HIDDEN, self.acc)):
+        _, highest = self.bound.scores.emit_mask_bounds(self.b, h, group, rows, keys)
+        with T.If(highest <= tirx.const(HIDDEN_BIAS, self.acc)):
             with T.Then():
                 T.evaluate(0)
             with T.Else():
@@ -238,7 +238,7 @@ class _Split:
 
     def load_queries(self) -> None:
         """Compute Q := scale Q, or packed lanes of Q."""
-        factor = self.kv.factor("k")
+        factor = self.kv.tensor_scale("k")
         scale = splat(self.bound.scores.scale * (1.0 if factor is None else factor), self.Wk, self.acc)
 
         def vector(h: Expr, i: Expr, d: int) -> Expr:
@@ -348,15 +348,17 @@ class _Split:
         """Return the scores s of row i with the Wk keys from kv0 + j, capped and biased; -inf where invisible."""
         W = self.Wk
         scaled = s * splat(self.bound.scores.scale, W, self.acc) if self.kv.pairs else s
-        changed = self.bound.scores.changed(let(scaled), self.b, h, i, ramp_index(let(self.kv0 + j), W), tanh=tanh)
+        changed = self.bound.scores.apply_score_mod(
+            let(scaled), self.b, h, i, ramp_index(let(self.kv0 + j), W), tanh=tanh
+        )
         result = Register(changed)
 
         def mask(inside: bool) -> None:
             key = ramp_index(let(self.kv0 + j), W)
             bias = None
             if self.bound.scores.has_mask:
-                bias = Register(self.bound.scores.additive(self.b, h, i, key, inside=inside)).value
-            visible = self.bound.visible(self.b, h, i, key, inside=inside, bias=bias)
+                bias = Register(self.bound.scores.compute_bias(self.b, h, i, key, inside=inside)).value
+            visible = self.bound.is_visible(self.b, h, i, key, inside=inside, bias=bias)
             if not inside:  # a key of the next range may follow
                 visible = tirx.all(visible, key < splat(self.kv0 + self.keys, W, "int64"))
             s = result.value if bias is None else result.value + bias
@@ -381,7 +383,7 @@ class _Split:
     def add_pv(self, rows: list[Expr]) -> None:
         """Emit O = alpha O + P V of these rows, at most `pv_vectors` vectors at a time."""
         # If rows see different keys, 0 * NaN = NaN would leak an invisible value.
-        leave_out = self.bound.rows_differ
+        leave_out = self.bound.has_row_dependent_keys
         groups = -(-self.vectors // self.tiles.pv_vectors)
         for n in range(groups):
             columns = range(n * self.vectors // groups, (n + 1) * self.vectors // groups)

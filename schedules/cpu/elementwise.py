@@ -17,8 +17,8 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, flatten_index, is_function, is_int, loads, uses, walk
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis, Stage, read_stages, volume
-from ..reading.values import Evaluator, Program, View, flat_view, scratch_type
+from ..reading.stages import Axis, Stage, count_points, read_stages
+from ..reading.values import Evaluator, Program, View, choose_scratch_dtype, flat_view
 from ..variant import Variant
 from .fast_math import expand
 from .loops import split_among_threads, split_rows
@@ -45,7 +45,7 @@ def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: CpuFeatures, tiles: Swe
         for stage in stages:
             if stage.output in stored and stage.output not in memory:
                 memory[stage.output] = T.alloc_buffer(
-                    (volume(stage.axes),), scratch_type(stage.output, evaluator.moved)
+                    (count_points(stage.axes),), choose_scratch_dtype(stage.output, evaluator.moved)
                 )
         for stage in stages:
             if stage.output in memory:

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int, substitute
 
-from ..reading.values import read
+from ..reading.values import load_widened
 from ..tiles import Space
 from .loops import LoopTiles, split_among_threads
 from .operands import MatmulOperands
@@ -117,7 +117,7 @@ def emit_dots(o: MatmulOperands, tiles: GemvTiles, few_rows: bool) -> None:
         accumulators, copy = scratch["sums"], scratch.get("copy")
         if copy is not None:
             with T.serial(few) as f, T.serial(o.depth) as k:
-                element = read(small, substitute(small_offset, {**values, small_var: f, o.k: k}))
+                element = load_widened(small, substitute(small_offset, {**values, small_var: f, o.k: k}))
                 store(copy, element, f * o.depth + k)
 
         def kernel(height: int) -> None:
@@ -201,7 +201,7 @@ def emit_stream(o: MatmulOperands, tiles: GemvTiles) -> None:
             """Emit rows m .. m + height of accumulators += A[.., k0 .. k0 + depth] B[k0 .. k0 + depth, ..]."""
             a = [
                 [
-                    let(read(o.a, substitute(o.a_offset, {**values, o.results.m: m + i, o.k: k0 + k})))
+                    let(load_widened(o.a, substitute(o.a_offset, {**values, o.results.m: m + i, o.k: k0 + k})))
                     for k in range(depth)
                 ]
                 for i in range(height)

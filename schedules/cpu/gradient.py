@@ -26,7 +26,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.emit import lanes as lanes_of
-from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem, Read
+from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem, TableRead
 from lowering.attention.plain_gradient import add_to_table, clear_tables
 
 from ..variant import Variant
@@ -71,10 +71,10 @@ def gradient(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | 
 
 
 def gradient_kernel(problem: GradientProblem, cpu: CpuFeatures, tiles: GradientTiles) -> tirx.PrimFunc:
-    """Return the PrimFunc with the parameters of `plain_gradient(problem)`."""
+    """Return the PrimFunc with the parameters of `build_plain_gradient(problem)`."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention_gradient")
-        bound = BoundGradient(GradientParameters(problem, of_vectors=of_vectors))
+        bound = BoundGradient(GradientParameters(problem, emit_vector_call=of_vectors))
         if problem.tables:
             clear_tables(bound)
         with _tasks(bound) as (b, hk):
@@ -249,7 +249,7 @@ class _Head:
             self.attend(whole)
             return
         rows, keys = (self.i0, self.i0 + self.here - 1), (self.j0, self.j0 + self.keys - 1)
-        lowest, highest = scores.mask_extremes(self.b, self.h, 1, rows, keys)
+        lowest, highest = scores.emit_mask_bounds(self.b, self.h, 1, rows, keys)
         shown, zero = let(highest), tirx.const(0, self.acc)
         full = let(tirx.all(whole, lowest == zero, shown == zero).astype("int32"))
         with T.If(shown > tirx.const(float("-inf"), self.acc)), T.Then():
@@ -297,14 +297,14 @@ class _Head:
     def store_probability(self, s: Expr, r: Expr, j: Expr, key: Expr, masked: bool) -> None:
         """Store P := exp(score - lse), 0 where masked; and temporarily dS := ds'/ds, which is a function of s."""
         offset, pair = key * self.tiles.q + r, self.pair(r, j)
-        score = self.bound.bound.scores.changed(s, *pair, tanh=tanh)
+        score = self.bound.bound.scores.apply_score_mod(s, *pair, tanh=tanh)
         p = exp2(let(score) * splat_like(LOG2_E, s) - load(self.memory["lse"], self.W, r))
         if masked:
             p = let(self.where_visible(p, r, j))
         store(self.memory["P"], p, offset)
         if self.bound.reads:
             store(self.memory["S"], s, offset)
-        if self.bound.changes:
+        if self.bound.has_score_mod:
             slope = self.bound.slope(*pair, s)
             slope = slope.astype(self.acc) if lanes_of(slope) == 1 else convert(slope, self.acc, self.cpu)
             store(self.memory["dS"], slope if lanes_of(slope) > 1 else splat_like(slope, s), offset)
@@ -316,7 +316,7 @@ class _Head:
         if masked:
             dz = let(self.where_visible(dz, r, j))
         ds = dz
-        if self.bound.changes:
+        if self.bound.has_score_mod:
             ds = let(dz * load(self.memory["dS"], self.W, offset))
             if masked:
                 ds = let(self.where_visible(ds, r, j))
@@ -333,7 +333,7 @@ class _Head:
         b, h, i, key = self.pair(r, j)
         is_visible = i < splat_like(self.bound.bound.S, i)
         if self.bound.bound.scores.has_mask:
-            shown = self.bound.bound.scores.unmasked(b, h, i, key)
+            shown = self.bound.bound.scores.is_unmasked(b, h, i, key)
             is_visible = tirx.all(is_visible, shown if lanes_of(shown) > 1 else splat_like(shown, is_visible))
         return tirx.Select(is_visible, x, splat_like(0.0, x))
 
@@ -341,7 +341,7 @@ class _Head:
         """Add the pairs' gradients to the tables; pairs that read the same element are added up first."""
         zero = tirx.const(0, self.acc)
         for read in self.bound.reads:
-            if "i" in read.over:
+            if "i" in read.index_names:
                 with T.serial(self.keys) as j, T.serial(self.here) as r:
                     self.add_to_table(read, r, j, self.table_gradient(read, r, j, 1))
                 continue
@@ -351,18 +351,18 @@ class _Head:
                 with T.serial(self.panels * self.tiles.qk_vectors) as n:
                     by_lane.value += self.table_gradient(read, let(n * self.W), j, self.W)
                 total.value += reduce_lanes(by_lane.value, lambda x, y: x + y)
-                if "j" in read.over:
+                if "j" in read.index_names:
                     self.add_to_table(read, T.int64(0), j, total.value)
                     total.value = zero
-            if "j" not in read.over:
+            if "j" not in read.index_names:
                 self.add_to_table(read, T.int64(0), T.int64(0), total.value)
 
-    def table_gradient(self, read: Read, r: Expr, j: Expr, width: int) -> Expr:
+    def table_gradient(self, read: TableRead, r: Expr, j: Expr, width: int) -> Expr:
         """Return the gradient of `width` rows of pairs for a table; 0 where dz is 0, whatever the derivative is."""
         offset = j * self.tiles.q + r
         rows = T.ramp(self.i0 + r, 1, width) if width > 1 else self.i0 + r
         dz, s = (let(load(self.memory[name], width, offset)) for name in ("dz", "S"))
-        derivative = read.part(self.b, self.h, rows, self.j0 + j, s)
+        derivative = read.derivative(self.b, self.h, rows, self.j0 + j, s)
         derivative = convert(
             derivative if lanes_of(derivative) == width else splat(derivative, width, element_type(derivative)),
             self.acc,
@@ -370,7 +370,7 @@ class _Head:
         )
         return let(tirx.Select(dz == splat_like(0.0, dz), splat_like(0.0, dz), dz * derivative))
 
-    def add_to_table(self, read: Read, r: Expr, j: Expr, value: Expr) -> None:
+    def add_to_table(self, read: TableRead, r: Expr, j: Expr, value: Expr) -> None:
         s = self.memory["S"][j * self.tiles.q + r]
         add_to_table(self.bound, read, (self.b, self.h, self.i0 + r, self.j0 + j), s, value)
 

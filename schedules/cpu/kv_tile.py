@@ -9,8 +9,8 @@ from tvm import DataType, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.addressing import decoded, half_byte
-from lowering.attention.bound import Bound
+from lowering.attention.addressing import convert_quantized, unpack_int4
+from lowering.attention.bound import BoundAttention
 from lowering.attention.problem import AttentionProblem
 
 from .dot_bf16 import LANES, dot, interleave_halves, interleave_rows, mask_zero_weights, pack_vector, restore_order
@@ -30,7 +30,9 @@ from .vector import (
 )
 
 
-def load_query(bound: Bound, cpu: CpuFeatures, position: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int) -> Expr:
+def load_query(
+    bound: BoundAttention, cpu: CpuFeatures, position: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int
+) -> Expr:
     """Load elements [d, d + lanes) of q at (b, h, i), in the accumulator type."""
     buffer, indices = bound.addressing.at("q", *position, T.int64(1) * d)
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
@@ -67,7 +69,7 @@ class KeyValueTile:
     each use (`zips`) come in a shuffled order, which `restore_order` undoes in O.
     """
 
-    def __init__(self, bound: Bound, cpu: CpuFeatures, size: int, max_rows: int, b: Expr, hk: Expr) -> None:
+    def __init__(self, bound: BoundAttention, cpu: CpuFeatures, size: int, max_rows: int, b: Expr, hk: Expr) -> None:
         self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
         self.next: tuple[Expr, Expr, Expr] | None = None
         p = bound.problem
@@ -79,7 +81,7 @@ class KeyValueTile:
         self.Wv, self.v_starts = cover_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in p.stored_types)
-        self.by_offset = bound.addressing.looked_up
+        self.by_offset = bound.addressing.has_lookup
         self.scratch = {
             "K": (self.unpacks_k * size * self.D, p.acc_dtype),
             "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
@@ -175,11 +177,11 @@ class KeyValueTile:
         """
         acc = self.bound.problem.acc_dtype
         if self.bound.addressing.packing == 1:
-            return decoded(raw, acc)
+            return convert_quantized(raw, acc)
         if lanes == 1:
-            return half_byte(raw, T.int64(1) * d, acc)
+            return unpack_int4(raw, T.int64(1) * d, acc)
         bytes_ = let(raw)
-        return half_byte(tirx.Shuffle([bytes_] * 2, [lane // 2 for lane in range(lanes)]), T.ramp(0, 1, lanes), acc)
+        return unpack_int4(tirx.Shuffle([bytes_] * 2, [lane // 2 for lane in range(lanes)]), T.ramp(0, 1, lanes), acc)
 
     def k(self, j: Expr, d: Expr, lanes: int = 1, row_offset: Expr | None = None) -> Expr:
         """Load elements [d, d + lanes) of key j."""
@@ -213,7 +215,7 @@ class KeyValueTile:
             self.bound.problem.acc_dtype,
             self.bound.addressing,
         )
-        if not self.bound.problem.coded:
+        if not self.bound.problem.is_quantized:
             return convert(raw, acc, self.cpu)
         if addressing.channels:
             buffer, indices = addressing.channel_scales(name, self.hk, d)
@@ -224,19 +226,19 @@ class KeyValueTile:
             offset = (self.memory[f"{name}_rows"][j] if row_offset is None else row_offset) + d
         else:
             offset = addressing.offset(name, self.b, self.hk, self.start + j, d)
-        scaled, narrow = let(decoded(raw, acc) * self.scale(name, offset, lanes)), addressing.product_type()
+        scaled, narrow = let(convert_quantized(raw, acc) * self.scale(name, offset, lanes)), addressing.scaled_dtype()
         if narrow == acc:
             return scaled
         return convert(let(convert(scaled, narrow, self.cpu)), acc, self.cpu)
 
-    def factor(self, name: str) -> Expr | None:
+    def tensor_scale(self, name: str) -> Expr | None:
         """Return the common scale of k or of v, if there is one."""
-        factor = self.bound.addressing.factor(name)
+        factor = self.bound.addressing.tensor_scale(name)
         return None if factor is None else let(factor)
 
     def apply_factor(self, o: Sequence[Expr]) -> list[Expr]:
         """Multiply vectors of O by the factor of v. An O of 0, without any value, does not depend on the factor."""
-        factor = self.factor("v")
+        factor = self.tensor_scale("v")
         if factor is None:
             return list(o)
         return [let(tirx.Select(x == splat_like(0.0, x), x, x * splat_like(factor, x))) for x in o]
@@ -293,7 +295,7 @@ class KeyValueTile:
         The scales of a page, or of a few tokens, are in a line far from any other.
         """
         p, addressing = self.bound.problem, self.bound.addressing
-        if not p.coded or not addressing.group():
+        if not p.is_quantized or not addressing.group():
             return
         assert self.next is not None
         b, hk, start = self.next
@@ -357,7 +359,9 @@ class KeyValueTile:
         return let(tirx.Select(weight == splat_like(0.0, weight), total, new)) if leave_out else new
 
 
-def store_y(bound: Bound, cpu: CpuFeatures, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:
+def store_y(
+    bound: BoundAttention, cpu: CpuFeatures, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]
+) -> None:
     """Store the vectors to Y at (b, h, i), rounded to its type."""
     for d, y in zip(starts, vectors):
         buffer, indices = bound.addressing.at("y", b, h, i, T.int64(d))

@@ -20,7 +20,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.linear import ATTRIBUTE, BoundLinear, LinearAttention
+from lowering.attention.linear import ATTRIBUTE, BoundLinearAttention, LinearAttention
 
 from ..variant import Variant
 from .linear_chunk import LinearChunk
@@ -52,7 +52,7 @@ def linear(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 def linear_kernel(problem: LinearAttention, cpu: CpuFeatures, tiles: LinearTiles) -> tirx.PrimFunc:
     """Return the PrimFunc (*inputs, y), with the state in place."""
     with IRBuilder() as builder, T.prim_func():
-        bound = BoundLinear(problem)
+        bound = BoundLinearAttention(problem)
         tasks = T.int64(problem.v_heads) * bound.B
         work = bound.tokens * (problem.v_heads * problem.head_dim * problem.v_head_dim)
 

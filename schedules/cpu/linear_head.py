@@ -8,8 +8,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.expr.emit import widened
-from lowering.attention.linear import ACC, BoundLinear, Sequence
+from lowering.attention.expr.emit import widen_to
+from lowering.attention.linear import ACC, BoundLinearAttention, LinearSequence
 
 from .linear_tiles import LinearTiles
 from .vector import (
@@ -31,7 +31,9 @@ from .vector import (
 class LinearHead:
     """The code for head h of the state of a sequence."""
 
-    def __init__(self, bound: BoundLinear, tiles: LinearTiles, cpu: CpuFeatures, sequence: Sequence, h: Expr) -> None:
+    def __init__(
+        self, bound: BoundLinearAttention, tiles: LinearTiles, cpu: CpuFeatures, sequence: LinearSequence, h: Expr
+    ) -> None:
         self.bound, self.tiles, self.cpu, self.sequence, self.h = bound, tiles, cpu, sequence, h
         self.p = p = bound.linear
         self.W, self.C = cpu.lanes(ACC), tiles.chunk
@@ -145,7 +147,7 @@ class LinearHead:
                     ),
                 )
             if p.betas:
-                value = widened(bound.buffers["beta"][(*self.index(t), bound.beta_at(self.h))], ACC)
+                value = widen_to(bound.buffers["beta"][(*self.index(t), bound.beta_at(self.h))], ACC)
                 T.buffer_store(memory["beta"], value, [i])
 
     def store_outputs(self, first: Expr, count: Expr) -> None:

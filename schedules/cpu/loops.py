@@ -12,7 +12,7 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..reading.stages import Axis, unravel, volume
+from ..reading.stages import Axis, count_points, unravel
 from ..tiles import Space, Tiles
 from .vector import CpuFeatures, let
 
@@ -84,7 +84,7 @@ def split_rows(
         first = let(index % blocks * rows)
         body(point, Axis(first, let(tirx.min(rows, last.extent - first))))
 
-    split_among_threads(volume(outer) * blocks, volume(axes) * row_work, tiles.parallel_work, task)
+    split_among_threads(count_points(outer) * blocks, count_points(axes) * row_work, tiles.parallel_work, task)
 
 
 def emit_nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> None:

@@ -90,7 +90,7 @@ def plan_stages(
     groups = read_groups(stages, parameters)
     if not groups:
         return None
-    quantized = [matmul.codes for group in groups for matmul in group.matmuls if matmul.codes is not None]
+    quantized = [matmul.quantization for group in groups for matmul in group.matmuls if matmul.quantization is not None]
     if not all(is_panel_width(c.nr, cpu.lanes("float32")) for c in quantized):
         return None
     tiles = tiles or PanelTiles.default(groups, cpu)

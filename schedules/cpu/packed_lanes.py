@@ -17,7 +17,7 @@ from .vector import CpuFeatures
 class PackedLanes:
     """The packing of `factor` values of k into one 32-bit lane. Buffers hold packed lanes as accumulator elements."""
 
-    factor: int
+    tensor_scale: int
     pack_vector: Callable[[Expr], Expr]
     """Reinterpret a vector of n * factor values as n packed lanes."""
     pack_values: Callable[[list[Expr]], Expr]

@@ -11,8 +11,8 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr
 
-from ..reading.matmul import Group
-from ..reading.stages import volume
+from ..reading.matmul import MatmulGroup
+from ..reading.stages import count_points
 from ..tiles import Space
 from .cycles import L1, L2, L2_LINE, TYPICAL, miss_ratio, register_tile_cycles
 from .loops import LoopTiles
@@ -49,19 +49,19 @@ class PanelTiles(LoopTiles):
     """... this number of bytes ahead, and scales a quarter of that."""
 
     @classmethod
-    def default(cls, problem: Sequence[Group], cpu: CpuFeatures) -> PanelTiles:
+    def default(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> PanelTiles:
         """Return the default; 32-bit integers of several quantized values also occupy registers."""
         matmuls = [matmul for group in problem for matmul in group.matmuls]
         columns = matmuls[0].j.extent
         acc = matmuls[0].acc
         vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu, acc)
         vectors //= cpu.lanes(acc)
-        if any(matmul.codes is not None and matmul.codes.group > 1 for matmul in matmuls):
+        if any(matmul.quantization is not None and matmul.quantization.group > 1 for matmul in matmuls):
             return PanelTiles(vectors=vectors, mr=5, mc=140)
         return PanelTiles(vectors=vectors)
 
     @classmethod
-    def space(cls, problem: Sequence[Group], cpu: CpuFeatures) -> Space:
+    def space(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> Space:
         return super().space(problem, cpu) | {
             "vectors": tuple(range(1, _max_vectors(cpu) + 1)),
             "mr": (1, 2, 3, 4, 5, 6, 8, 12),
@@ -74,9 +74,11 @@ class PanelTiles(LoopTiles):
             "ahead": (1024, 2048, 4096, 8192),
         }
 
-    def rules(self, problem: Sequence[Group], cpu: CpuFeatures) -> dict[str, bool]:
+    def rules(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> dict[str, bool]:
         widest, registers = _max_vectors(cpu), cpu.registers
-        quantized = [matmul.codes for group in problem for matmul in group.matmuls if matmul.codes is not None]
+        quantized = [
+            matmul.quantization for group in problem for matmul in group.matmuls if matmul.quantization is not None
+        ]
         wide = max((c.nr // cpu.lanes("float32") for c in quantized), default=self.vectors)
         needed = self.mr * wide + wide + 1 + (wide if any(c.group > 1 for c in quantized) else 0)
         return super().rules(problem, cpu) | {
@@ -90,7 +92,7 @@ class PanelTiles(LoopTiles):
             f"{needed} registers are more than {registers}": needed <= registers,
         }
 
-    def estimate(self, problem: Sequence[Group], cpu: CpuFeatures) -> float:
+    def estimate(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> float:
         """Estimate the log of the cycles.
 
         It counts the steps of the register tiles of all strips. It adds reloads of the panel from the second-level
@@ -100,7 +102,7 @@ class PanelTiles(LoopTiles):
         for group in problem:
             for matmul in group.matmuls:
                 rows, columns, depth = (
-                    _estimate_size(n) for n in (volume(matmul.rows), matmul.j.extent, matmul.k.extent)
+                    _estimate_size(n) for n in (count_points(matmul.rows), matmul.j.extent, matmul.k.extent)
                 )
                 strips = max(-(-rows // self.mr), 1)
                 panels = -(-columns // (self.vectors * lanes))

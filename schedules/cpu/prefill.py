@@ -24,10 +24,10 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.expr.interval import Interval
 from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.scores import HIDDEN
+from lowering.attention.scores import HIDDEN_BIAS
 
 from .attention_tiles import PrefillTiles
 from .dot_bf16 import import_dot, pack_rounded, pack_vector
@@ -53,7 +53,7 @@ from .vector import (
 )
 
 
-def prefill(bound: Bound, tiles: PrefillTiles, cpu: CpuFeatures, more_than: int = 0) -> None:
+def prefill(bound: BoundAttention, tiles: PrefillTiles, cpu: CpuFeatures, more_than: int = 0) -> None:
     """Emit the kernel into the PrimFunc that `bound` has opened, for any problem without a qk output.
 
     If the batch is ragged, only batches with more than `more_than` rows are served.
@@ -69,10 +69,10 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: CpuFeatures, more_than: int 
         # Order: first, last, second, last but one. Late rows cost more under a causal mask, and threads take neighbors.
         tile = T.bind(tirx.Select(position % 2 == 0, position // 2, count - 1 - position // 2))
         r0 = let(tile * tiles.q)
-        if not bound.problem.packed:
+        if not bound.problem.is_ragged:
             _QueryTile(bound, tiles, cpu, b, hk, r0, row_count).emit()
             return
-        with bound.if_rows(b, more_than + 1, None), bound.if_there(b, let(r0 // group)):
+        with bound.guard_row_count(b, more_than + 1, None), bound.guard_row(b, let(r0 // group)):
             _QueryTile(bound, tiles, cpu, b, hk, r0, let(bound.rows(b) * group)).emit()
 
 
@@ -80,7 +80,7 @@ class _QueryTile:
     """The code for one tile: packed rows [r0, r0 + B_r) of key/value head hk in batch b."""
 
     def __init__(
-        self, bound: Bound, tiles: PrefillTiles, cpu: CpuFeatures, b: Expr, hk: Expr, r0: Expr, rows: Expr
+        self, bound: BoundAttention, tiles: PrefillTiles, cpu: CpuFeatures, b: Expr, hk: Expr, r0: Expr, rows: Expr
     ) -> None:
         self.bound, self.problem, self.tiles, self.cpu = bound, bound.problem, tiles, cpu
         self.b, self.hk, self.r0, self.rows = b, hk, r0, rows
@@ -100,8 +100,8 @@ class _QueryTile:
             l=(tiles.q, self.acc),
             m_new=(tiles.q, self.acc),
             alpha=(tiles.q, self.acc),
-            lo=(bound.keys.parts * tiles.q, "int32"),  # keys [lo, hi) of each row: [range][row]
-            hi=(bound.keys.parts * tiles.q, "int32"),
+            lo=(bound.keys.range_count * tiles.q, "int32"),  # keys [lo, hi) of each row: [range][row]
+            hi=(bound.keys.range_count * tiles.q, "int32"),
             M=(bound.scores.has_mask * tiles.kv * (tiles.q if per_row else 1), self.acc),  # [key][row]
             **self.kv.scratch,
         )
@@ -111,7 +111,7 @@ class _QueryTile:
     def emit(self) -> None:
         self.load_queries()
         is_nan_safe = tirx.const(0, "int32")
-        if not self.bound.rows_differ:
+        if not self.bound.has_row_dependent_keys:
             self.emit_pass(is_nan_safe)
         else:
             needs_retry = Register(tirx.const(1, "int32"))
@@ -128,7 +128,7 @@ class _QueryTile:
         worst = Register(tirx.const(0, self.acc))
         with T.serial(self.here) as r:
             worst.value = tirx.min(worst.value, self.m[r])
-        return let(tirx.all(skipped.value != 0, worst.value <= tirx.const(HIDDEN / 2, self.acc)))
+        return let(tirx.all(skipped.value != 0, worst.value <= tirx.const(HIDDEN_BIAS / 2, self.acc)))
 
     def is_not_finite(self) -> Expr:
         """Return whether O holds a NaN or an infinity, perhaps from an invisible value, times P = 0."""
@@ -147,12 +147,14 @@ class _QueryTile:
         """
         self.is_nan_safe = is_nan_safe
         self.initialize()
-        hidden = (tirx.const(x, self.acc) for x in (HIDDEN, float("-inf")))
+        hidden = (tirx.const(x, self.acc) for x in (HIDDEN_BIAS, float("-inf")))
         threshold = let(tirx.Select(is_nan_safe == 0, *hidden))
         skipped = Register(tirx.const(0, "int32"))
         i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
         keys = self.bound.keys
-        tiles = KeyTiles(keys.of_tile(self.b, i0, i1), keys.of_all(self.b, i0, i1), self.tiles.kv, let)
+        tiles = KeyTiles(
+            keys.compute_tile_ranges(self.b, i0, i1), keys.compute_common_ranges(self.b, i0, i1), self.tiles.kv, let
+        )
         with T.serial(tiles.count) as t:
             self.kv0, self.end = let(tiles.first(t)), let(tiles.end(t))
             self.range = let(tiles.number(t) * self.tiles.q)  # the offset of the range in the rows' `lo` and `hi`
@@ -178,7 +180,7 @@ class _QueryTile:
         if self.bound.scores.formula is None:
             return self.load_mask()
         h, group = self.hk * self.problem.group, self.problem.group
-        ends = self.bound.scores.mask_extremes(self.b, h, group, rows, (self.kv0, self.end - 1))
+        ends = self.bound.scores.emit_mask_bounds(self.b, h, group, rows, (self.kv0, self.end - 1))
         lowest, highest = Register(ends[0]), Register(ends[1])
         zero = tirx.const(0, self.acc)
         with T.If(tirx.any(highest.value <= threshold, tirx.all(full, lowest.value == zero, highest.value == zero))):
@@ -208,7 +210,7 @@ class _QueryTile:
         steps = let(tirx.ceildiv(keys, self.tiles.qk_keys))
         self.scores(steps * self.tiles.qk_keys, masked=True)
         self.softmax(steps * self.tiles.qk_keys)
-        if not self.bound.rows_differ:
+        if not self.bound.has_row_dependent_keys:
             self.accumulate(keys)
             return
         with T.If(self.is_nan_safe == 0):
@@ -234,7 +236,7 @@ class _QueryTile:
         """Compute Q := scale Q_i^T, or packed lanes of Q_i^T. Rows past the end repeat the last one."""
         D = self.kv.D
         w, starts = cover_row(D, self.W)
-        factor = self.kv.factor("k")
+        factor = self.kv.tensor_scale("k")
         scale = splat(self.bound.scores.scale * (1.0 if factor is None else factor), w, self.acc)
 
         def vector(row: tuple[Expr, Expr], d: Expr) -> Expr:
@@ -258,10 +260,10 @@ class _QueryTile:
         """Initialize m, l and O, and [lo, hi): the keys that each row sees before the mask tensor is applied."""
         with T.serial(self.tiles.q) as r:
             h, i = self.head_and_row(let(tirx.min(self.r0 + r, self.rows - 1)))
-            for buffer, value in zip((self.m, self.l), self.bound.scores.before_keys(h)):
+            for buffer, value in zip((self.m, self.l), self.bound.scores.compute_initial_statistics(h)):
                 T.buffer_store(buffer, value, [r])
             T.buffer_store(self.memory["m_new"], self.m[r], [r])
-            for n, (lo, hi) in enumerate(self.bound.keys.of_row(self.b, i)):
+            for n, (lo, hi) in enumerate(self.bound.keys.compute_row_ranges(self.b, i)):
                 T.buffer_store(self.memory["lo"], lo.astype("int32"), [n * self.tiles.q + r])
                 T.buffer_store(self.memory["hi"], hi.astype("int32"), [n * self.tiles.q + r])
         with T.serial(self.tiles.q * self.vectors) as r:
@@ -272,7 +274,7 @@ class _QueryTile:
         with T.serial(self.here) as r:
             h, i = (T.bind(x) for x in self.head_and_row(self.r0 + r))
             l = self.l[r]
-            self.bound.addressing.store_ends(self.b, h, i, self.m[r], l)
+            self.bound.addressing.store_statistics(self.b, h, i, self.m[r], l)
             inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
             inverse = T.bind(splat(inverse, self.Wv, self.acc))
             y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]
@@ -330,13 +332,13 @@ class _QueryTile:
         """
         keys = T.ramp(j, 1, self.W)
         hidden = splat(float("-inf"), self.W, self.acc)
-        bias = self.bound.scores.additive(self.b, h, i, keys, inside=inside)
+        bias = self.bound.scores.compute_bias(self.b, h, i, keys, inside=inside)
         if self.bound.scores.formula is None:  # rows are far apart, and the hardware prefetcher follows few streams
             buffer, indices = self.bound.scores.mask_at(self.b, h, i, j + self.tiles.kv, inside=True)
             prefetch(buffer, *indices)
         if not inside:
             bias = tirx.Select(keys < splat_like(self.end, keys), bias, hidden)
-        if self.bound.keys.differ and self.bound.scores.mask_per_row:
+        if self.bound.keys.is_row_dependent and self.bound.scores.mask_per_row:
             lo, hi = (splat_like(self.memory[name][self.range + r].astype("int64"), keys) for name in ("lo", "hi"))
             bias = tirx.Select(tirx.all(keys >= lo, keys < hi), bias, hidden)
         return Register(bias).value
@@ -366,7 +368,7 @@ class _QueryTile:
                 for k in range(t.qk_keys):
                     scaled = s[k][c].value * splat(scale, W, self.acc) if self.kv.pairs else s[k][c].value
                     position = self.b, *self.heads_and_rows(r), self.kv0 + j[k]
-                    x = T.bind(self.bound.scores.changed(let(scaled), *position, tanh=tanh))
+                    x = T.bind(self.bound.scores.apply_score_mod(let(scaled), *position, tanh=tanh))
                     largest.append(Register(self.apply_mask(x, r, j[k]) if masked else x))
                     store(self.S, largest[-1].value, j[k] * t.q + r)
                 store(m_new, T.max(load(m_new, W, r), reduce_registers(tirx.max, largest)), r)
@@ -402,7 +404,7 @@ class _QueryTile:
     def apply_mask(self, s: Expr, r: Expr, j: Expr) -> Expr:
         """Return s, or -inf where key kv0 + j is invisible to its row, for the vector at row r of the tile."""
         visible = []
-        if not self.bound.scores.has_mask or (self.bound.keys.differ and not self.bound.scores.mask_per_row):
+        if not self.bound.scores.has_mask or (self.bound.keys.is_row_dependent and not self.bound.scores.mask_per_row):
             key = splat((self.kv0 + j).astype("int32"), self.W, "int32")
             lo, hi = (load(self.memory[name], self.W, self.range + r) for name in ("lo", "hi"))
             visible += [key >= lo, key < hi]

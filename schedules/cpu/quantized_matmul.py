@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, substitute
 
-from ..reading.codes import Codes
+from ..reading.quantized_weights import WeightQuantization
 from .vector import (
     LINE,
     CpuFeatures,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def accumulate_quantized(
     b: BlockedMatmul,
-    quantized: Codes,
+    quantized: WeightQuantization,
     a: tirx.Buffer,
     starts: list[Expr],
     row: Expr,
@@ -98,7 +98,7 @@ def _prefetch_row(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -
         prefetch(buffer, start + (ahead + line) // size, level=1)
 
 
-def _pop_value(quantized: Codes, stored: Register, cpu: CpuFeatures) -> Expr:
+def _pop_value(quantized: WeightQuantization, stored: Register, cpu: CpuFeatures) -> Expr:
     """Return the quantized value of the lowest k as float32, and shift the packed integers to the next k."""
     if quantized.group == 1:
         return cast(stored.value, "float32")

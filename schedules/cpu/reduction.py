@@ -22,9 +22,17 @@ from lowering.tensorir.facts import Facts
 
 from ..half_precision import is_half
 from ..reading.reducers import Combine, read_term
-from ..reading.shared_axes import runs_across, several, shared_rank
-from ..reading.stages import Axis, Stage, read_stages, volume
-from ..reading.values import Evaluator, Known, Program, View, flat_view, moved_outputs, scratch_type
+from ..reading.shared_axes import count_shared_axes, has_many_elements, is_contiguous_across
+from ..reading.stages import Axis, Stage, count_points, read_stages
+from ..reading.values import (
+    ComputedValues,
+    Evaluator,
+    Program,
+    View,
+    choose_scratch_dtype,
+    find_moved_outputs,
+    flat_view,
+)
 from ..tiles import Space
 from ..variant import Variant
 from .cycles import LATENCY
@@ -110,10 +118,10 @@ class RowKernel:
         self.lanes = cpu.lanes("float32")
         parameters = set(func.params) if parameters is None else parameters
         self.stored = parameters & {stage.output for stage in stages}
-        self.moved = moved_outputs(stages, parameters - self.stored)
+        self.moved = find_moved_outputs(stages, parameters - self.stored)
         needed = [stage for stage in stages if stage.reduce or stage.output in self.stored]
-        self.rank = shared_rank(needed, stages)
-        while self.rank and any(stage.reduce and runs_across(stage, self.rank) for stage in stages):
+        self.rank = count_shared_axes(needed, stages)
+        while self.rank and any(stage.reduce and is_contiguous_across(stage, self.rank) for stage in stages):
             self.rank -= 1
         self.costly = find_expensive_outputs(stages)
         reused = find_recomputed(stages) | {
@@ -121,7 +129,7 @@ class RowKernel:
         }
         self.materialized = []
         for stage in stages:
-            is_materialized = stage.output in reused and shared_rank([*needed, stage], stages) >= self.rank
+            is_materialized = stage.output in reused and count_shared_axes([*needed, stage], stages) >= self.rank
             if stage in needed or is_materialized:
                 self.materialized.append(stage)
 
@@ -139,7 +147,7 @@ class RowKernel:
         """Return roughly the number of simple operations per row."""
         total: Expr = tirx.const(0, "int64")
         for stage in self.materialized:
-            elements = volume((*stage.axes[self.rank :], *stage.reduce))
+            elements = count_points((*stage.axes[self.rank :], *stage.reduce))
             total = total + elements * (_COSTLY if stage.output in self.costly else 1)
         return Analyzer().simplify(total)
 
@@ -155,22 +163,22 @@ class RowKernel:
         rows = {}
         for stage in self.materialized:
             output, half = stage.output, is_half(stage.output.dtype)
-            in_memory = several(stage, self.rank) or (stage.reduce and read_term(stage) is None)
+            in_memory = has_many_elements(stage, self.rank) or (stage.reduce and read_term(stage) is None)
             if in_memory and (output not in self.stored or (half and stage.reduce)):
-                rows[output] = volume(stage.axes[self.rank :]), scratch_type(output, self.moved)
+                rows[output] = count_points(stage.axes[self.rank :]), choose_scratch_dtype(output, self.moved)
         return rows
 
     def emit_row(self, point: list[Expr], scratch: dict[tirx.Buffer, tirx.Buffer]) -> None:
         """Emit all stages at one point of the leading axes."""
         self.point, self.scratch = point, scratch
         self.evaluator = Evaluator(self.stages, dict(self.inputs), expand)
-        self.bindings: Known = {}
+        self.bindings: ComputedValues = {}
         self.facts = Facts.of(self.func)
         for axis, index in zip(self.materialized[0].axes, point):
             self.facts.bind(index, 0, axis.extent)
         for stage in self.materialized:
             term = read_term(stage)
-            if several(stage, self.rank) or (stage.reduce and term is None):
+            if has_many_elements(stage, self.rank) or (stage.reduce and term is None):
                 (self.accumulate if stage.reduce else self.map)(stage)
             elif term is None:
                 self.bind_value(stage, self.evaluate(stage.at(self.only_point(stage))))

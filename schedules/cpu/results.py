@@ -10,9 +10,9 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, flatten_index, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.matmul import Group
+from ..reading.matmul import MatmulGroup
 from ..reading.selection import Selection
-from ..reading.stages import Axis, Stage, unravel, volume
+from ..reading.stages import Axis, Stage, count_points, unravel
 from ..reading.values import Evaluator
 from .fast_math import expand
 from .loop_body import hoist_before_loop, is_vectorizable
@@ -37,7 +37,7 @@ class MatmulResults:
         self,
         func: tirx.PrimFunc,
         stages: list[Stage],
-        group: Group,
+        group: MatmulGroup,
         cpu: CpuFeatures,
         selection: Selection | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class MatmulResults:
         self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
         self.j = first.j.var
         self.batch_axes = first.batch
-        self.batch, self.rows, self.columns = volume(first.batch), volume(first.rows), first.j.extent
+        self.batch, self.rows, self.columns = count_points(first.batch), count_points(first.rows), first.j.extent
         for axis in (*first.batch, Axis(self.m, self.rows), first.j):
             self.facts.bind(axis.var, 0, axis.extent)
         if selection is not None:

@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..reading.row_parts import Part, RowParts, read_row_parts
+from ..reading.row_segments import RowSegment, RowSegments, read_row_segments
 from ..reading.stages import unravel
 from ..reading.values import flat_view
 from ..rejections import fits
@@ -52,7 +52,7 @@ class RowBlockTiles(LoopTiles):
     """Blocks that keep threads busy."""
 
     @classmethod
-    def space(cls, problem: RowParts, cpu: CpuFeatures) -> Space:
+    def space(cls, problem: RowSegments, cpu: CpuFeatures) -> Space:
         return super().space(problem, cpu) | {
             "cache": tuple(1 << n for n in range(17, 22)),
             "rows": (12, 24, 48, 96, 144, 192),
@@ -60,7 +60,7 @@ class RowBlockTiles(LoopTiles):
             "many_tasks": (4, 8, 16, 32, 64),
         }
 
-    def rules(self, problem: RowParts, cpu: CpuFeatures) -> dict[str, bool]:
+    def rules(self, problem: RowSegments, cpu: CpuFeatures) -> dict[str, bool]:
         return super().rules(problem, cpu) | {
             f"rows = {self.rows} and least = {self.least} must be positive multiples of {_STRIP}": (
                 min(self.rows, self.least) > 0 and self.rows % _STRIP == self.least % _STRIP == 0
@@ -75,11 +75,11 @@ def row_blocks(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] 
 
     Return None for anything else.
     """
-    row_parts = read_row_parts(func)
+    row_parts = read_row_segments(func)
     if row_parts is None:
         return None
     cpu = read_cpu_features(target)
-    kernels = [_plan_phase(func, phase, cpu) for phase in row_parts.parts]
+    kernels = [_plan_phase(func, phase, cpu) for phase in row_parts.segments]
     matmuls = [kernel for kernel in kernels if isinstance(kernel, list)]
     rank = len(row_parts.groups[0].matmuls[0].stage.axes) - 1
     needs = {
@@ -94,7 +94,7 @@ def row_blocks(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] 
     return [Variant("blocks", row_parts, cpu, tiles, lambda tiles: _emit(func, row_parts, cpu, tiles["blocks"]))]
 
 
-def _plan_phase(func: tirx.PrimFunc, phase: Part, cpu: CpuFeatures) -> list[BlockedMatmul] | RowKernel | None:
+def _plan_phase(func: tirx.PrimFunc, phase: RowSegment, cpu: CpuFeatures) -> list[BlockedMatmul] | RowKernel | None:
     """Return the kernel of a phase: of its matmul, or of its rows; None for a matmul that is not by panels."""
     if phase.group is None:
         return RowKernel(func, phase.stages, cpu, ReductionTiles.default(phase.stages, cpu), phase.parameters)
@@ -102,7 +102,7 @@ def _plan_phase(func: tirx.PrimFunc, phase: Part, cpu: CpuFeatures) -> list[Bloc
     return plan[0] if plan is not None and len(plan) == 1 else None
 
 
-def _emit(func: tirx.PrimFunc, row_parts: RowParts, cpu: CpuFeatures, tiles: RowBlockTiles) -> tirx.PrimFunc:
+def _emit(func: tirx.PrimFunc, row_parts: RowSegments, cpu: CpuFeatures, tiles: RowBlockTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         _Blocks(func, row_parts, cpu, tiles).emit()
     return func.with_body(builder.get().body)
@@ -111,9 +111,9 @@ def _emit(func: tirx.PrimFunc, row_parts: RowParts, cpu: CpuFeatures, tiles: Row
 class _Blocks:
     """The kernel, emitted at the IRBuilder's insertion point."""
 
-    def __init__(self, func: tirx.PrimFunc, row_parts: RowParts, cpu: CpuFeatures, tiles: RowBlockTiles) -> None:
+    def __init__(self, func: tirx.PrimFunc, row_parts: RowSegments, cpu: CpuFeatures, tiles: RowBlockTiles) -> None:
         self.read, self.tiles = row_parts, tiles
-        self.phases = [(phase, _plan_phase(func, phase, cpu)) for phase in row_parts.parts]
+        self.phases = [(phase, _plan_phase(func, phase, cpu)) for phase in row_parts.segments]
         self.matmuls = [kernel for _, kernel in self.phases if isinstance(kernel, list)]
         self.results = self.matmuls[0][0].results
         self.arguments: Memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
@@ -121,7 +121,7 @@ class _Blocks:
     def emit(self) -> None:
         tiles, batch, rows = self.tiles, self.results.batch, self.results.rows
         unit, size = tirx.const(1, "int64"), tirx.const(0, "int64")
-        for buffer in self.read.between:
+        for buffer in self.read.intermediates:
             size = size + buffer.shape[-1] * DataType(buffer.dtype).itemsize
         fitting = let(tirx.min(tirx.max(tiles.cache // tirx.max(size, unit), tiles.least), tiles.rows))
         enough = tirx.min((tiles.many_tasks - 1) // tirx.max(batch, unit), (rows - 1) // tiles.least) + 1
@@ -151,7 +151,7 @@ class _Blocks:
     def block(self, number: Expr, first: Expr, height: Expr, max_rows: Expr) -> None:
         """Emit all phases for `height` <= max_rows rows from `first` on, of the batch `number`."""
         scratch = self.allocate(max_rows)
-        memory = {**self.arguments, **self.between(scratch, number * self.results.rows + first)}
+        memory = {**self.arguments, **self.intermediates(scratch, number * self.results.rows + first)}
         for phase, kernel in self.phases:
             if isinstance(kernel, RowKernel):
                 kernel.bind_memory({buffer: memory[buffer] for buffer in phase.parameters})
@@ -180,7 +180,7 @@ class _Blocks:
     def allocate(self, max_rows: Expr) -> dict[str, tirx.Buffer]:
         """Allocate the memory of a block of rows at once, by name: the intermediates, and the scratch of each phase."""
         sizes: dict[str, tuple[int | Expr, str]] = {}
-        for n, buffer in enumerate(self.read.between):
+        for n, buffer in enumerate(self.read.intermediates):
             sizes[f"between_{n}"] = max_rows * buffer.shape[-1], buffer.dtype
         for matmul in self.matmuls:
             for name, (size, dtype) in list_panel_scratch(matmul, self.tiles.rows).items():
@@ -196,11 +196,11 @@ class _Blocks:
         index = next(n for n, (_, other) in enumerate(self.phases) if other is kernel)
         return {output: f"row_{index}_{n}" for n, output in enumerate(kernel.scratch_rows())}
 
-    def between(self, scratch: dict[str, tirx.Buffer], row: Expr) -> Memory:
+    def intermediates(self, scratch: dict[str, tirx.Buffer], row: Expr) -> Memory:
         """Return views of the intermediates, of which only a block is in memory: it begins with this row of all
         batches."""
         views = {}
-        for n, buffer in enumerate(self.read.between):
+        for n, buffer in enumerate(self.read.intermediates):
             view = scratch[f"between_{n}"]
             start = let(view.elem_offset - row * buffer.shape[-1])
             size = self.results.simplify(self.results.batch * self.results.rows * buffer.shape[-1])

@@ -32,7 +32,7 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, flatten_index, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis, Stage, read_stages, unravel, volume
+from ..reading.stages import Axis, Stage, count_points, read_stages, unravel
 from ..reading.values import Evaluator, flat_view
 from ..tiles import Space
 from ..variant import Variant
@@ -133,8 +133,8 @@ class _Kernel:
             self.emit_vectors(lambda channel, lanes: self.emit_chunk(values, first, end, channel, lanes))
 
         elements = math.prod(axis.extent.value for axis in problem.stage.reduce)
-        work = volume(problem.stage.axes) * elements
-        split_among_threads(volume(outer) * chunks, work, self.tiles.parallel_work, task)
+        work = count_points(problem.stage.axes) * elements
+        split_among_threads(count_points(outer) * chunks, work, self.tiles.parallel_work, task)
 
     def emit_vectors(self, body: Callable[[Expr, int], None]) -> None:
         """Emit body(channel, lanes) for vectors of channels. The remainder is halved if its length is static."""

@@ -17,7 +17,7 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, children, is_int, substitute, walk
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis, unravel, volume
+from ..reading.stages import Axis, count_points, unravel
 from ..reading.values import Program
 from .loop_body import LoopBody, hoist_before_loop, is_vectorizable
 from .loops import emit_nest, emit_vector_loop
@@ -94,7 +94,7 @@ def plan_sweep(axes: Sequence[Axis], write: Write, facts: Facts) -> Sweep:
             long_axes[: len(long_axes) - count],
             long_axes[len(long_axes) - count :],
         )
-        extent = volume(fused)
+        extent = count_points(fused)
         values = dict(zip((axis.var for axis in fused), unravel(index, fused)))
         zero = tirx.const(0, "int64")
         point = [values.get(a.var, a.var if a in outer else zero) for a in axes]

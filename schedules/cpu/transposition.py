@@ -22,7 +22,7 @@ from lowering.tensorir.facts import Facts
 from lowering.tensorir.moves import read_moved_value
 
 from ..half_precision import is_half
-from ..reading.stages import Axis, unravel, volume
+from ..reading.stages import Axis, count_points, unravel
 from ..reading.values import Program
 from ..tiles import Space
 from .loop_body import hoist_before_loop, is_vectorizable
@@ -111,8 +111,8 @@ class Transposition:
                 j0 = let(tirx.min(low + j * side, last.extent - side))
                 self._tile(values, i0, j0, tiles, body)
 
-        work = self.sweep.extent * self.sweep.work * volume(self.sweep.outer)
-        split_among_threads(volume(outer_axes) * strips * rows, work, self.tiles.parallel_work, task)
+        work = self.sweep.extent * self.sweep.work * count_points(self.sweep.outer)
+        split_among_threads(count_points(outer_axes) * strips * rows, work, self.tiles.parallel_work, task)
 
     def _tile(
         self,

@@ -12,7 +12,7 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, is_int, loads, rewrite, substitute, uses, walk
 
 from ..reading.reducers import Combine, read_term
-from ..reading.stages import Axis, Stage, same_axes
+from ..reading.stages import Axis, Stage, has_same_axes
 from .elementwise import find_expensive_outputs
 
 _MAX_ELEMENTS = 1024  # of a window; larger ones are reductions
@@ -114,7 +114,7 @@ def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> WindowRed
             return None
         if reads:
             derived.add(other.output)
-        if (reads or other.output in parameters) and not same_axes(other, stage):
+        if (reads or other.output in parameters) and not has_same_axes(other, stage):
             return None
         outputs += [other.output] if other.output in parameters else []
     if not outputs or find_expensive_outputs([s for s in stages if s.output in {load.source for load in loads(term)}]):

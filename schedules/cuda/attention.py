@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
 from ..rejections import fits
@@ -56,7 +56,7 @@ def _list_prefill_tiles(problem: AttentionProblem, gpu: Device) -> dict[str, typ
     needs = {
         "the GPU is a Hopper": gpu.generation == 90,
         # TMA would write whole tiles of Y over the rows of the next batch, and cannot follow tables.
-        "neither rows nor keys are packed, looked up or codes": problem.dense,
+        "neither rows nor keys are packed, looked up or codes": problem.is_dense,
     }
     return ({"wgmma": WgmmaTiles} if fits("wgmma", needs) else {}) | {"mma": MmaTiles}
 
@@ -86,7 +86,7 @@ def attention_kernel(
     with IRBuilder() as builder, T.prim_func():
         bound = _bind_problem(problem)
         max_rows = decode_tiles.rows // problem.group
-        if problem.packed:
+        if problem.is_ragged:
             if max_rows:
                 decode(bound, decode_tiles, gpu)
             with T.If(T.int64(1) * bound.S > max_rows), T.Then():
@@ -104,14 +104,14 @@ def attention_kernel(
     return builder.get()
 
 
-def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device, more_than: int = 0) -> None:
+def _prefill(bound: BoundAttention, tiles: MmaTiles | WgmmaTiles, gpu: Device, more_than: int = 0) -> None:
     if isinstance(tiles, WgmmaTiles):
         prefill_wgmma(bound, tiles, gpu)
     else:
         prefill_mma(bound, tiles, gpu, more_than)
 
 
-def _bind_problem(problem: AttentionProblem) -> Bound:
+def _bind_problem(problem: AttentionProblem) -> BoundAttention:
     """Bind the problem to the function being built.
 
     A size of 0 becomes symbolic, because TVM divides by static sizes.
@@ -122,4 +122,4 @@ def _bind_problem(problem: AttentionProblem) -> Bound:
         mb, mh, ms, mt = (n or None for n in mask.dims)
         mask = dataclasses.replace(mask, dims=(mb, mh, ms, mt))
     batch, q_len, kv_len = (size or None for size in (p.batch, p.q_len, p.kv_len))
-    return Bound(dataclasses.replace(p, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask), scope="local")
+    return BoundAttention(dataclasses.replace(p, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask), scope="local")

@@ -69,7 +69,7 @@ class MmaTiles(Tiles):
         They cover Q_i, whose memory Y_i reuses, the stages of K and V, and the dequantized tiles.
         """
         d, dv = pad_head_dim(problem.head_dim), problem.v_head_dim
-        dequantized = 2 * CHUNK if problem.coded else 0
+        dequantized = 2 * CHUNK if problem.is_quantized else 0
         chunk_bytes = self.stages * staged_chunk_bytes(problem) + dequantized
         return 2 * self.q * max(d, dv) + self.kv * (d + dv) // CHUNK * chunk_bytes
 
@@ -117,7 +117,7 @@ class MmaTiles(Tiles):
         matmuls = 2 * self.q * self.kv * (d + dv) / rate
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
         dequantization, moved_bytes = (
-            (EXPANSION * CHUNK * chunks / LANES, 2 * staged + tile) if problem.coded else (0, tile)
+            (EXPANSION * CHUNK * chunks / LANES, 2 * staged + tile) if problem.is_quantized else (0, tile)
         )
         operands = self.warps * tile + (0 if self.q_in_registers else 2 * self.q * d)
         units = max(
@@ -152,17 +152,17 @@ class MmaTiles(Tiles):
     def _published(problem: AttentionProblem, device: Device) -> MmaTiles:
         dim = max(pad_head_dim(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
-        causal, two_ended = problem.causal, problem.two_ended
-        if problem.coded and dim <= 96:
+        causal, two_ended = problem.is_causal, problem.has_left_bound
+        if problem.is_quantized and dim <= 96:
             return MmaTiles(q=128, kv=48, warps=4)
-        if problem.coded:  # with more warps, each dequantizes less and has registers left for it
+        if problem.is_quantized:  # with more warps, each dequantizes less and has registers left for it
             return MmaTiles(q=128, kv=64 if dim <= 128 else 32, warps=8)
         if dim <= 64:
             return MmaTiles(q=128, kv=64, warps=4)
         if dim <= 128 and small and causal:
             return MmaTiles(q=64, kv=48 if dim > 96 or two_ended else 64, warps=4)
         if dim <= 96:
-            return MmaTiles(q=128, kv=48 if dim > 80 and (two_ended or problem.adds_mask) else 64, warps=4)
+            return MmaTiles(q=128, kv=48 if dim > 80 and (two_ended or problem.has_additive_mask) else 64, warps=4)
         if dim <= 128:
             return MmaTiles(q=128, kv=32, warps=4)
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)
@@ -282,7 +282,7 @@ class WgmmaTiles(Tiles):
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None
         if dim <= 64 and plain:
-            return WgmmaTiles(3, 96 if problem.two_ended else 128, 160, 32, y_apart=True)
+            return WgmmaTiles(3, 96 if problem.has_left_bound else 128, 160, 32, y_apart=True)
         if dim <= 96:  # mask blocks have 128 keys: tiles across two of them are hidden less often
             masked = problem.has_formula and not problem.softcap
             return WgmmaTiles(2, 128 if plain or masked else 112, 232, 40, y_apart=True)
@@ -298,7 +298,7 @@ def count_packed_heads(problem: AttentionProblem) -> int:
     These are all heads that share keys, so that keys are read once. That needs 64 rows to be whole query rows, and no
     computed mask that distinguishes heads; otherwise 1.
     """
-    return 1 if problem.formula_per_head or 64 % problem.group else problem.group
+    return 1 if problem.has_formula_per_head or 64 % problem.group else problem.group
 
 
 def pad_head_dim(head_dim: int) -> int:
@@ -331,4 +331,4 @@ def _key_tiles(problem: AttentionProblem, q: int, kv: int) -> float:
     """
     keys = problem.kv_len or TYPICAL_SIZE
     all_tiles = -(-keys // kv)
-    return min(all_tiles, (keys + q) / (2 * kv) + 0.5) if problem.causal else all_tiles
+    return min(all_tiles, (keys + q) / (2 * kv) + 0.5) if problem.is_causal else all_tiles

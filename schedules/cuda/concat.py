@@ -40,7 +40,7 @@ def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 def _kernels(func: tirx.PrimFunc, concatenation: Concatenation, tiles: ThreadTiles) -> tirx.PrimFunc:
     size = DataType(concatenation.output.dtype).itemsize
     vector = CHUNK_BYTES // size if size in (1, 2, 4, 8) else 1
-    offsets = [concatenation.row, *(offset for _, *rest in concatenation.parts for offset in rest)]
+    offsets = [concatenation.row, *(offset for _, *rest in concatenation.sources for offset in rest)]
     is_aligned = Analyzer().simplify(
         functools.reduce(tirx.And, (tirx.EQ(offset % vector, tirx.const(0, "int64")) for offset in offsets))
     )
@@ -48,7 +48,7 @@ def _kernels(func: tirx.PrimFunc, concatenation: Concatenation, tiles: ThreadTil
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
 
         def emit_copies(count: int) -> None:
-            for tensor in concatenation.parts:
+            for tensor in concatenation.sources:
                 _copy(concatenation, tensor, memory, count, tiles)
 
         if is_int(is_aligned, 1) or is_int(is_aligned, 0):

@@ -31,10 +31,10 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
+from lowering.attention.key_ranges import KeyRange, count_keys
 from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.keys import Range, length
-from lowering.attention.scores import HIDDEN
+from lowering.attention.scores import HIDDEN_BIAS
 
 from . import ptx
 from .attention_tiles import pad_head_dim
@@ -53,7 +53,7 @@ from .visible_tiles import VisibleTiles
 from .warp_tile import ROWS, WarpTile
 
 
-def decode(bound: Bound, tiles: DecodeTiles, gpu: Device) -> None:
+def decode(bound: BoundAttention, tiles: DecodeTiles, gpu: Device) -> None:
     """Emit the kernels and their launches into the PrimFunc opened by `bound`, for problems that `prefill_mma` accepts.
 
     In a ragged batch, this serves the sequences with at most tiles.rows rows over all heads that share keys.
@@ -70,13 +70,13 @@ def decode(bound: Bound, tiles: DecodeTiles, gpu: Device) -> None:
         splits = bind_on_host(by_size if p.splits is None else T.int64(p.splits))
         keys, dequantizer = (
             KeySplits(bound, splits, tiles.keys * tiles.warps),
-            KvDequantizer(bound, gpu) if p.coded else None,
+            KvDequantizer(bound, gpu) if p.is_quantized else None,
         )
         partial = PartialResults(
             bound,
             splits,
             group=p.group,
-            careful=bound.rows_differ,
+            careful=bound.has_row_dependent_keys,
             warps=tiles.warps,
             ahead=tiles.ahead,
             max_rows=max_rows,
@@ -99,7 +99,7 @@ class _Split:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundAttention,
         tiles: DecodeTiles,
         dequantizer: KvDequantizer | None,
         partial: PartialResults,
@@ -111,7 +111,7 @@ class _Split:
         self.head, self.split, row_block = position
         self.thread, self.warp, self.lane = thread, let(thread // WARP), let(thread % WARP)
         self.b, self.hk = (let(f(self.head, self.problem.kv_heads)) for f in (tirx.truncdiv, tirx.truncmod))
-        rows = bound.rows(self.b) * self.problem.group if self.problem.packed else partial.rows
+        rows = bound.rows(self.b) * self.problem.group if self.problem.is_ragged else partial.rows
         self.rows, self.r0 = let(rows.astype("int32")), let(row_block * ROWS)
         self.chunks = {"q": pad_head_dim(self.problem.head_dim) // CHUNK, "v": self.problem.v_head_dim // CHUNK}
         self.chunks["k"] = self.chunks["q"]
@@ -143,12 +143,12 @@ class _Split:
     def emit(self) -> None:
         self.keys = self.splits.find_keys(self.b, self.split)
         self.has_all_keys = let(self.splits.splits.astype("int32")) == 1
-        with T.If(tirx.any(length(self.keys) > 0, self.has_all_keys)), T.Then():
+        with T.If(tirx.any(count_keys(self.keys) > 0, self.has_all_keys)), T.Then():
             self.attend()
 
     def attend(self) -> None:
         tiles = self.tiles
-        self.key_tiles = KeyTiles(self.keys, self.without_mask_code(), tiles.keys, lambda x: let(x.astype("int32")))
+        self.key_tiles = KeyTiles(self.keys, self.find_unmasked_ranges(), tiles.keys, lambda x: let(x.astype("int32")))
         self.steps = let(tirx.truncdiv(tirx.max(self.key_tiles.count - self.warp, 0) + (tiles.warps - 1), tiles.warps))
         self.load_queries()
         ptx.commit_copies()
@@ -197,8 +197,8 @@ class _Split:
         group, b, hk = self.problem.group, self.b.astype("int64"), self.hk.astype("int64")
         ends = (tirx.min(r, self.rows - 1) for r in (self.r0, self.r0 + (ROWS - 1)))
         (i0, i1), (j0, j1) = (let(tirx.truncdiv(r, group).astype("int64")) for r in ends), keys
-        _, highest = self.bound.scores.mask_extremes(b, hk * group, group, (i0, i1), (j0, j1))
-        return highest > T.float32(HIDDEN)
+        _, highest = self.bound.scores.emit_mask_bounds(b, hk * group, group, (i0, i1), (j0, j1))
+        return highest > T.float32(HIDDEN_BIAS)
 
     @contextmanager
     def if_visible(self) -> Iterator[None]:
@@ -242,10 +242,10 @@ class _Split:
 
     # Keys and values.
 
-    def without_mask_code(self) -> list[Range]:
+    def find_unmasked_ranges(self) -> list[KeyRange]:
         """Return, for each range of the split, the keys that need no mask code; none where there is a mask."""
         i0, i1 = (let(tirx.truncdiv(r, self.problem.group)) for r in (self.r0, self.r0 + ROWS - 1))
-        ranges = self.bound.without_mask_code(self.b, i0.astype("int64"), i1.astype("int64") + 1)
+        ranges = self.bound.find_unmasked_ranges(self.b, i0.astype("int64"), i1.astype("int64") + 1)
         return [
             (lo.astype("int32"), tirx.min(hi.astype("int32"), stop)) for (lo, hi), (_, stop) in zip(ranges, self.keys)
         ]
@@ -343,7 +343,7 @@ class _Split:
             with T.If(tirx.all(row < ROWS, r < self.rows)), T.Then():
                 b, h, i = self.partial.row_of(self.head, r)
                 empty = T.float32(float("-inf")), T.float32(0)
-                sink = self.bound.scores.before_keys(h)  # which the splits share
+                sink = self.bound.scores.compute_initial_statistics(h)  # which the splits share
                 state = merge_partials(
                     (tirx.const(W, "int32"), W),
                     lambda w: (memory[m_start + w * ROWS + row], memory[l_start + w * ROWS + row]),

@@ -14,8 +14,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.keys import Range, length
+from lowering.attention.bound import BoundAttention
+from lowering.attention.key_ranges import KeyRange, count_keys
 
 from .decode_tiles import RowTiles
 from .host import bind_on_host, sm_count
@@ -24,7 +24,7 @@ from .plain import WarpRow, plain
 from .ptx import WARP, let, store_element
 
 
-def decode_rows(bound: Bound, tiles: RowTiles) -> None:
+def decode_rows(bound: BoundAttention, tiles: RowTiles) -> None:
     """Emit the kernels and their launches into the PrimFunc opened by `bound`; `plain` where rows are many.
 
     Any problem without qk output is accepted.
@@ -58,7 +58,7 @@ def _split(partial: PartialResults, splits: KeySplits, warp: Expr, lane: Expr, a
     split, head = let(tirx.truncmod(rest, split_count)), let(tirx.truncdiv(rest, split_count))
     b, h, i = partial.row_of(head, r)
     keys = splits.find_keys(b, split)
-    with T.If(length(keys) > 0), T.Then(), partial.bound.if_there(b, i):
+    with T.If(count_keys(keys) > 0), T.Then(), partial.bound.guard_row(b, i):
         row = _SplitRow(partial.bound, (b, h, i), lane, at_once, keys)
         row.load_query()
         row.online_softmax()
@@ -72,14 +72,19 @@ class _SplitRow(WarpRow):
     """A query row with the keys of these ranges only, without a sink."""
 
     def __init__(
-        self, bound: Bound, position: tuple[Expr, Expr, Expr], lane: Expr, at_once: int, keys: Sequence[Range]
+        self,
+        bound: BoundAttention,
+        position: tuple[Expr, Expr, Expr],
+        lane: Expr,
+        at_once: int,
+        keys: Sequence[KeyRange],
     ) -> None:
         super().__init__(bound, *position, lane, at_once)
         common = []
         for (lo, hi), (start, stop) in zip(self.ranges, keys):
             lo = let(tirx.max(lo, start.astype("int64")))
             common.append((lo, let(tirx.max(tirx.min(hi, stop.astype("int64")), lo))))
-        self.take(common)
+        self.set_ranges(common)
 
-    def before_keys(self) -> tuple[Expr, Expr]:
+    def compute_initial_statistics(self) -> tuple[Expr, Expr]:
         return self.minus_infinity, self.zero

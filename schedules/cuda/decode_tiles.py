@@ -86,7 +86,7 @@ class DecodeTiles(Tiles):
         For a quantized cache, each warp has a dequantized tile, of K and then of V.
         """
         d, dv = pad_head_dim(problem.head_dim), problem.v_head_dim
-        dequantized = 2 * self.keys * max(d, dv) if problem.coded else 0
+        dequantized = 2 * self.keys * max(d, dv) if problem.is_quantized else 0
         staged = self.stages * self.keys * (d + dv) // CHUNK * staged_chunk_bytes(problem)
         return max(2 * 16 * d + self.warps * (staged + dequantized), 4 * self.warps * 16 * (2 + 8 + dv))
 
@@ -129,9 +129,9 @@ class DecodeTiles(Tiles):
         unit = self.keys * self.warps
         steps = math.ceil(math.ceil(keys / unit) / splits)
         own_cycles = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS)
-        if problem.coded:
+        if problem.is_quantized:
             own_cycles += 4 * EXPANSION * self.keys * (d + dv) / LANES
-        own_cycles = timing.own * own_cycles + (7 if problem.coded else 4) * BARRIER
+        own_cycles = timing.own * own_cycles + (7 if problem.is_quantized else 4) * BARRIER
         alone = steps * max(own_cycles, (timing.latency + own_cycles) / (self.stages - 1))
         read = Waves(blocks * splits, resident, device).cycles(keys / splits * key, alone, timing.uneven)
         merging = timing.merge + timing.part * splits if splits > 1 else 0
@@ -144,7 +144,7 @@ class DecodeTiles(Tiles):
         `prefill_wgmma` splits keys too, and reads them once for 64 rows of all heads that share them. Where it can run,
         it serves all problems that need more than one tile of 16.
         """
-        wide = device.generation == 90 and problem.dense and count_packed_heads(problem) == problem.group
+        wide = device.generation == 90 and problem.is_dense and count_packed_heads(problem) == problem.group
         rows = 64 if problem.splits or not wide else 16
         keys = 32 if pad_head_dim(problem.head_dim) + problem.v_head_dim <= 128 else 16
         typical = [dataclasses.replace(problem, batch=b, kv_len=n, q_len=1) for b, n in TYPICAL_CACHES]

@@ -1,4 +1,4 @@
-"""Quantized matrices (schedules/reading/codes.py), dequantized in registers on the way to tensor cores.
+"""Quantized matrices (schedules/reading/quantized_weights.py), dequantized in registers on the way to tensor cores.
 
 Columns are stored one after another, each with its quantized values along k: int8, or int32 with 8 values of 4 bits
 each. An element is (value - zero) * scale in float32, rounded to half precision. Quantized values become floats without
@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
-from ..reading.codes import Codes
+from ..reading.quantized_weights import WeightQuantization
 from . import ptx
 from .chunks import load_vector
 from .ptx import let, store_element
@@ -26,7 +26,7 @@ _TWO_TO_23 = 0x4B000000  # as a float32, whose lowest mantissa bit is 1
 class Dequantizer:
     """Dequantization of a matrix. `memory` maps the function's tensors to flat views."""
 
-    def __init__(self, quantized: Codes, dtype: str, memory: Mapping[tirx.Buffer, tirx.Buffer]) -> None:
+    def __init__(self, quantized: WeightQuantization, dtype: str, memory: Mapping[tirx.Buffer, tirx.Buffer]) -> None:
         self.dtype, self.group, self.bits = dtype, quantized.group, quantized.bits
         self.memory, self.scale = memory[quantized.load.source], memory[quantized.scale.source]
         self.zero = None if quantized.zero is None else memory[quantized.zero.source]

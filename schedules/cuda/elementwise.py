@@ -17,7 +17,7 @@ from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume
+from ..reading.stages import Axis, Stage, count_points, has_same_axes, read_stages, unravel
 from ..reading.values import Evaluator, flat_view
 from ..variant import Variant
 from .chunks import ChunkedRow, alloc_result_registers, evaluate_chunk, store_values
@@ -40,7 +40,7 @@ def _kernels(func: tirx.PrimFunc, stages: list[Stage], tiles: ThreadTiles) -> ti
     """Return the function: a launch for outputs with the same axes, in the order of the first of each."""
     outputs: list[list[Stage]] = []
     for stage in (stage for stage in stages if stage.output in set(func.params)):
-        group = next((group for group in outputs if same_axes(group[0], stage)), None)
+        group = next((group for group in outputs if has_same_axes(group[0], stage)), None)
         outputs.append([stage]) if group is None else group.append(stage)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
@@ -84,7 +84,7 @@ class Chunks:
         last = axes[along] if axes else Axis(tirx.Var("unit", "int64"), tirx.const(1, "int64"))
         facts = Facts.of(func)
         self.m = tirx.Var("m", "int64")
-        rows = volume(outer)
+        rows = count_points(outer)
         for axis in (Axis(self.m, rows), last):
             facts.bind(axis.var, 0, axis.extent)
         bindings = dict(zip((axis.var for axis in outer), unravel(self.m, outer)))

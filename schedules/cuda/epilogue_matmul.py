@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 
-from ..reading.epilogues import cut_epilogues
+from ..reading.epilogues import read_epilogues
 from ..variant import Variant
 from .device import device
 from .fused_epilogues import FusedEpilogues
@@ -27,7 +27,7 @@ def epilogue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
 
     None for anything else.
     """
-    split = cut_epilogues(func)
+    split = read_epilogues(func)
     if split is None:
         return None
     stages, epilogues = split

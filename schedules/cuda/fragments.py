@@ -16,8 +16,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.keys import Range
+from lowering.attention.bound import BoundAttention
+from lowering.attention.key_ranges import KeyRange
 
 from .mask_fragment import KeySpan, MaskFragment
 from .ptx import LOG2_E, alloc_registers, exp2, int32, let, pack, reciprocal, reduce_quad, store_element, tanh
@@ -36,7 +36,7 @@ class OnlineSoftmax:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundAttention,
         b: Expr,
         rows: tuple[tuple[Expr, Expr], tuple[Expr, Expr]],
         lane: Expr,
@@ -48,9 +48,9 @@ class OnlineSoftmax:
         self.biased = bound.scores.has_bias
         self.lowest = self.biased or self.problem.score is not None  # a score may be the lowest number
         scale = self.problem.scale or 0.0  # static here
-        factor = bound.addressing.factor("k")
+        factor = bound.addressing.tensor_scale("k")
         self.scale = bound.scores.scale if factor is None else let(bound.scores.scale * factor)
-        self.raw = not bound.scores.changes and not self.biased and scale > 0 and factor is None
+        self.raw = not bound.scores.has_score_mod and not self.biased and scale > 0 and factor is None
         self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (alloc_registers(ROWS, "float32") for _ in range(3))
         self.split = split
@@ -58,7 +58,7 @@ class OnlineSoftmax:
     def start(self) -> None:
         """Initialize m and l before the first key."""
         for r, (h, _) in enumerate(self.rows):
-            m, l = self.bound.scores.before_keys(h)
+            m, l = self.bound.scores.compute_initial_statistics(h)
             if self.problem.sink:
                 m, l = (tirx.Select(self.split, n, x) for n, x in ((_f32(float("-inf")), m), (_f32(0), l)))
                 m = m / _f32(self.problem.scale or 1.0) if self.raw else m
@@ -84,7 +84,7 @@ class OnlineSoftmax:
                 with T.unroll(self.keys // 4) as n:
                     at, key = _element(n, r), kv0 + self.column + (n // 2 * 8 + n % 2)
                     s = let(S[at] * self.scale)
-                    store_element(S, at, self.bound.scores.changed(s, self.b, h, i, key, tanh=tanh))
+                    store_element(S, at, self.bound.scores.apply_score_mod(s, self.b, h, i, key, tanh=tanh))
         if mask is not None:
             self._apply_mask_fragment(S, mask)
         else:
@@ -176,9 +176,9 @@ class OnlineSoftmax:
                 bit = T.bitwise_and(bits[0], T.shift_left(T.uint32(1), n.astype("uint32")))
                 store_element(S, at, tirx.Select(tirx.NE(bit, T.uint32(0)), S[at], _f32(float("-inf"))))
 
-    def _range(self, i: Expr, number: Expr) -> Range:
+    def _range(self, i: Expr, number: Expr) -> KeyRange:
         """Return the row's range of keys with that index; int32."""
-        ranges = [tuple(map(int32, ends)) for ends in self.bound.keys.of_row(self.b, i)]
+        ranges = [tuple(map(int32, ends)) for ends in self.bound.keys.compute_row_ranges(self.b, i)]
         if len(ranges) == 1:
             return ranges[0]
         lo, hi = (tirx.Select(tirx.EQ(number, 0), *ends) for ends in zip(*ranges))
@@ -192,7 +192,7 @@ class OnlineSoftmax:
         if not self.bound.scores.has_mask:
             return s, seen
         hidden = _f32(float("-inf")) if self.biased else tirx.const(False, "bool")
-        read = self.bound.scores.additive if self.biased else self.bound.scores.unmasked
+        read = self.bound.scores.compute_bias if self.biased else self.bound.scores.is_unmasked
         register = alloc_registers(1, str(hidden.ty))  # a formula may take several statements
         store_element(register, 0, hidden)
         with T.If(seen), T.Then():
@@ -237,7 +237,7 @@ class OnlineSoftmax:
             if self.problem.lse or self.problem.max:
                 h, i = self.rows[r]
                 with T.If(tirx.all(tirx.EQ(self.column, 0), i < self.bound.rows(self.b))), T.Then():
-                    self.bound.addressing.store_ends(self.b, h, i, self.maximum(r), l)
+                    self.bound.addressing.store_statistics(self.b, h, i, self.maximum(r), l)
         return self.alpha
 
 

@@ -17,8 +17,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem, Read
-from lowering.attention.plain_gradient import Part, Place
+from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem, TableRead
+from lowering.attention.plain_gradient import GradientCode, HeadPosition
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
@@ -64,7 +64,7 @@ def _kernel(problem: GradientProblem, tiles: GradientTiles) -> tirx.PrimFunc:
         for name in problem.tables:
             _clear(bound.buffers[f"d_{name}"], tiles.block * WARP)
 
-        def row(lane: Expr, position: Place) -> None:
+        def row(lane: Expr, position: HeadPosition) -> None:
             warp = WarpGradient(bound, lane)
             warp.row(position)
             if problem.tables:
@@ -77,7 +77,7 @@ def _kernel(problem: GradientProblem, tiles: GradientTiles) -> tirx.PrimFunc:
     return builder.get()
 
 
-def _launch(batches: Expr, heads: int, length: Expr, block: int, emit: Callable[[Expr, Place], None]) -> None:
+def _launch(batches: Expr, heads: int, length: Expr, block: int, emit: Callable[[Expr, HeadPosition], None]) -> None:
     """Launch a warp for each batch, head and row or key."""
     count = batches * heads * length
     with (
@@ -104,7 +104,7 @@ def _clear(buffer: tirx.Buffer, threads: int) -> None:
             T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), indices)
 
 
-class WarpGradient(Part):
+class WarpGradient(GradientCode):
     """The code for a row or a key, run by the 32 lanes of a warp."""
 
     def __init__(self, bound: BoundGradient, lane: Expr) -> None:
@@ -125,7 +125,7 @@ class WarpGradient(Part):
             total = let(total + shuffle_xor(total, lanes))
         return total
 
-    def add_to_table(self, read: Read, pair: tuple[Expr, Expr, Expr, Expr], s: Expr, value: Expr) -> None:
+    def add_to_table(self, read: TableRead, pair: tuple[Expr, Expr, Expr, Expr], s: Expr, value: Expr) -> None:
         buffer = self.buffers[f"d_{read.table}"]
         with T.If(self.lane == 0), T.Then():
             index = [T.bind(at(*pair, s)) for at in read.at]

@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 
 from . import ptx
 from .attention_tiles import MmaTiles, pad_head_dim
@@ -42,7 +42,14 @@ class KvTiles(ABC):
     """The tiles of K and V. The `slots` readable tiles of each follow Q in shared memory."""
 
     def __init__(
-        self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange, *, slots: int, pending: int
+        self,
+        bound: BoundAttention,
+        tiles: MmaTiles,
+        memory: tirx.Buffer,
+        work: KvTileRange,
+        *,
+        slots: int,
+        pending: int,
     ) -> None:
         """`pending` is the number of groups of copies that may be in flight when a tile is waited for."""
         p, self.tiles, self.memory, self.work = bound.problem, tiles, memory, work
@@ -90,7 +97,7 @@ class KvTiles(ABC):
 class HalfPrecisionKvTiles(KvTiles):
     """Tiles of half precision, copied directly to where they are read."""
 
-    def __init__(self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange) -> None:
+    def __init__(self, bound: BoundAttention, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange) -> None:
         super().__init__(bound, tiles, memory, work, slots=tiles.stages, pending=2 * tiles.stages - 2)
 
     def begin(self, start: Expr) -> None:
@@ -119,7 +126,7 @@ class QuantizedKvTiles(KvTiles):
     """
 
     def __init__(
-        self, bound: Bound, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange, dequantizer: KvDequantizer
+        self, bound: BoundAttention, tiles: MmaTiles, memory: tirx.Buffer, work: KvTileRange, dequantizer: KvDequantizer
     ) -> None:
         super().__init__(bound, tiles, memory, work, slots=1, pending=2 * tiles.stages - 1)
         self.rings, start = dict[str, QuantizedRows](), self.end

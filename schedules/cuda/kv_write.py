@@ -18,7 +18,14 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.emit import cast
-from lowering.attention.kv_write import ATTRIBUTE, BoundKvWrite, KvWrite, group_code, group_scale, rounded
+from lowering.attention.kv_write import (
+    ATTRIBUTE,
+    BoundKvWrite,
+    KvWrite,
+    compute_group_scale,
+    quantize_in_group,
+    round_to_dtype,
+)
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
@@ -64,7 +71,7 @@ def kv_write(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | 
 def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(private=True):
         bound = BoundKvWrite(record, copy=False)
-        quantization = record.layout.codec
+        quantization = record.layout.quantization
         group = quantization.group if quantization is not None and quantization.group else record.layout.packing
         dims = record.dims()
         keys, values = record.heads * record.head_dim // group, record.heads * record.v_head_dim // group
@@ -81,7 +88,7 @@ def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
                 with T.serial(let(steps)) as step, T.serial(T.int64(rounds)) as iteration:
                     i = let(share + step * tiles.shares)
                     unit = let(iteration * tiles.threads + thread.astype("int64"))
-                    with T.If(bound.stays(b, i)), T.Then():
+                    with T.If(bound.is_last_in_slot(b, i)), T.Then():
                         with T.If(unit < keys), T.Then():
                             _Group(bound, b, i, 0, dims[0], group, unit).emit()
                         if values:
@@ -100,7 +107,7 @@ class _Group:
         self.h, self.g = let(unit // (dim // group)), let(unit % (dim // group))
 
     def emit(self) -> None:
-        bound, quantization = self.bound, self.bound.layout.codec
+        bound, quantization = self.bound, self.bound.layout.quantization
         with bound.slot(self.kind, self.b, self.t) as (buffer, where):
 
             def store(d: Expr, value: Expr) -> None:
@@ -110,12 +117,12 @@ class _Group:
                 store(self.g, cast(self.value(self.g), buffer.dtype))
             elif not quantization.group:
                 at = bound.index(where, self.h, self.g, self.dim // quantization.packing)
-                T.buffer_store(buffer, bound.coded(self.kind, self.h, self.g, self.value), at)
+                T.buffer_store(buffer, bound.quantize_element(self.kind, self.h, self.g, self.value), at)
             else:
                 scale = self.store_scale(quantization.group)
                 with T.serial(T.int64(quantization.group)) as e:
                     d = let(self.g * quantization.group + e)
-                    store(d, group_code(rounded(self.value(d) / scale, bound.record.dtype)))
+                    store(d, quantize_in_group(round_to_dtype(self.value(d) / scale, bound.record.dtype)))
 
     def store_scale(self, group: int) -> Expr:
         """Store the group's scale, and return it."""
@@ -124,7 +131,7 @@ class _Group:
         T.buffer_store(largest, tirx.const(0.0, "float32"), [0])
         with T.serial(T.int64(group)) as e:
             T.buffer_store(largest, tirx.max(largest[0], tirx.abs(self.value(let(self.g * group + e)))), [0])
-        scale = let(group_scale(largest[0], bound.record.dtype))
+        scale = let(compute_group_scale(largest[0], bound.record.dtype))
         with bound.slot(self.kind, self.b, self.t, scale=True) as (scales, where):
             T.buffer_store(
                 scales, cast(scale, scales.dtype), bound.index(where, self.h, self.g, self.dim // self.group)
@@ -140,6 +147,6 @@ class _Group:
             pair, is_second = (d // 2, d % 2 != 0) if rotary.interleaved else (d % half, d >= half)
             pair = let(tirx.Select(d < rotary.dim, pair, T.int64(0)))
             first, second = (bound.element(0, self.n, self.h, index) for index in bound.pair(pair))
-            rotated = bound.turned(self.n, pair, let(first), let(second))
+            rotated = bound.rotate_pair(self.n, pair, let(first), let(second))
             x = tirx.Select(d < rotary.dim, tirx.Select(is_second, rotated[1], rotated[0]), x)
-        return let(rounded(let(x), bound.record.dtype))
+        return let(round_to_dtype(let(x), bound.record.dtype))

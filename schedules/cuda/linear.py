@@ -18,8 +18,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.expr.emit import cast, widened
-from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinear, LinearAttention, Sequence
+from lowering.attention.expr.emit import cast, widen_to
+from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinearAttention, LinearAttention, LinearSequence
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
@@ -66,7 +66,7 @@ def linear(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
     """Return the PrimFunc (*inputs, y), with the state in place."""
     with IRBuilder() as builder, T.prim_func(private=True):
-        bound = BoundLinear(problem)
+        bound = BoundLinearAttention(problem)
         columns = tiles.warps * (WARP // _LANES)
         shares = -(-problem.v_head_dim // columns)
         count = T.int64(problem.v_heads * shares) * bound.B
@@ -88,7 +88,7 @@ def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
 class _Column:
     """The code of a lane for its share of column c of a sequence's state of head h; the column may not exist."""
 
-    def __init__(self, bound: BoundLinear, sequence: Sequence, h: Expr, c: Expr, lane: Expr) -> None:
+    def __init__(self, bound: BoundLinearAttention, sequence: LinearSequence, h: Expr, c: Expr, lane: Expr) -> None:
         self.bound, self.p, self.sequence, self.h, self.c, self.lane = bound, bound.linear, sequence, h, c, lane
         self.exists = let(c < self.p.v_head_dim)
         self.count = -(-self.p.head_dim // _LANES)
@@ -115,7 +115,7 @@ class _Column:
         return self.exists if is_full else tirx.all(self.exists, self.row(m) < self.p.head_dim)
 
     def load_or_zero(self, condition: Expr, value: Callable[[], Expr]) -> Expr:
-        return T.if_then_else(condition, widened(value(), ACC), tirx.const(0.0, ACC))
+        return T.if_then_else(condition, widen_to(value(), ACC), tirx.const(0.0, ACC))
 
     def element(self, name: str, t: Expr, at: Expr, condition: Expr) -> Expr:
         return self.load_or_zero(condition, lambda: self.bound.buffers[name][self.sequence.batch, t, at])

@@ -13,7 +13,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.mask_pairs import MaskPairs
-from lowering.attention.scores import Scores
+from lowering.attention.scores import PairScores
 
 from .ptx import alloc_registers, let, store_element
 
@@ -45,10 +45,10 @@ class MaskFragment:
     """
 
     def __init__(
-        self, scores: Scores, b: Expr, first: Expr, rows: list[tuple[Expr, Expr, KeySpan]], count: int
+        self, scores: PairScores, b: Expr, first: Expr, rows: list[tuple[Expr, Expr, KeySpan]], count: int
     ) -> None:
         self.pairs, self.b, self.first, self.count = MaskPairs(scores), b, first, count
-        self.packed = [alloc_registers(count, self.pairs.word) for _ in rows]
+        self.packed = [alloc_registers(count, self.pairs.pair_dtype) for _ in rows]
         is_aligned = let(self.pairs.whole(b, first))
         for packed in self.packed:
             with T.unroll(count) as n:
@@ -62,7 +62,7 @@ class MaskFragment:
 
     def read_pairs(self, packed: tirx.Buffer, h: Expr, i: Expr, span: KeySpan) -> None:
         """Read the pairs both of whose keys are visible."""
-        index = let(self.pairs.place(self.b, h, i, self.first))
+        index = let(self.pairs.pair_offset(self.b, h, i, self.first))
         with T.unroll(self.count) as n, T.If(span.holds(n * PAIR_STRIDE, n * PAIR_STRIDE + 1)), T.Then():
             store_element(packed, n, self.pairs.at(index + n * (PAIR_STRIDE // 2)))
 
@@ -81,5 +81,5 @@ class MaskFragment:
         It is -inf where the key is invisible, whatever the score is.
         """
         hidden = tirx.const(float("-inf"), "float32")
-        element = let(self.pairs.added(self.packed[r][n], x))
+        element = let(self.pairs.convert_to_bias(self.packed[r][n], x))
         return tirx.Select(tirx.NE(element, hidden), score + element if added else score, hidden)

@@ -19,9 +19,9 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.scores import HIDDEN
+from lowering.attention.scores import HIDDEN_BIAS
 
 from .host import bind_on_host
 from .ptx import WARP, all_registers, alloc_registers, ballot, int32, let, reduce_warp, store_element
@@ -41,12 +41,12 @@ class MaskPrepass:
     There are query rows. Blocks of the pre-pass have `warps` warps.
     """
 
-    def __init__(self, bound: Bound, rows: int, keys: int, warps: int) -> None:
+    def __init__(self, bound: BoundAttention, rows: int, keys: int, warps: int) -> None:
         self.bound, self.rows, self.keys = bound, rows, keys
-        self.lists = bound.scores.formula is not None and bound.keys.parts == 1
+        self.lists = bound.scores.formula is not None and bound.keys.range_count == 1
         if not self.lists:
             return
-        self.heads = bound.problem.q_heads if bound.problem.formula_per_head else 1
+        self.heads = bound.problem.q_heads if bound.problem.has_formula_per_head else 1
         self.count = bind_on_host(tirx.ceildiv(T.int64(1) * bound.S, rows))
         self.room = bind_on_host(tirx.ceildiv(T.int64(1) * bound.T, keys))
         total = bind_on_host(T.int64(1) * bound.B * self.heads * self.count)
@@ -61,7 +61,7 @@ class MaskPrepass:
                 head, tile = let(tirx.truncdiv(index, self.count)), let(tirx.truncmod(index, self.count))
                 b, h = let(tirx.truncdiv(head, self.heads)), let(tirx.truncmod(head, self.heads))
                 i0 = let(tile * rows)
-                with bound.if_there(b, i0):
+                with bound.guard_row(b, i0):
                     _QueryTile(self, (b, h, i0), let(thread % WARP), self.list_at(index)).write()
 
     def list_at(self, index: Expr) -> Expr:
@@ -72,7 +72,7 @@ class MaskPrepass:
         """Return the tiles of keys that some row of the tile from row i0 of query head h sees; int32."""
         if not self.lists:
             rows = i0, let(i0 + self.rows)
-            ranges, whole = self.bound.keys.of_tile(b, *rows), self.bound.without_mask_code(b, *rows)
+            ranges, whole = self.bound.keys.compute_tile_ranges(b, *rows), self.bound.find_unmasked_ranges(b, *rows)
             return KeyTiles(ranges, whole, self.keys, lambda value: let(int32(value)))
         head = b.astype("int64") * self.heads + (h if self.heads > 1 else 0)
         return _Listed(self, self.list_at(head * self.count + tirx.truncdiv(i0.astype("int64"), self.rows)))
@@ -101,7 +101,7 @@ class _Listed(KeyTiles):
     def full(self, u: Expr) -> Expr:
         return u >= self.masked
 
-    def masked_first(self) -> tuple[Expr, Callable[[Expr], Expr]]:
+    def order_masked_first(self) -> tuple[Expr, Callable[[Expr], Expr]]:
         return self.masked, lambda u: u
 
 
@@ -112,16 +112,16 @@ class _QueryTile:
         self.prepass, self.bound, self.size, self.lane, self.at = prepass, prepass.bound, prepass.keys, lane, at
         self.b, self.h, self.i0 = position
         self.i1 = let(tirx.min(self.i0 + prepass.rows, T.int64(1) * self.bound.rows(self.b)))
-        ((lo, hi),) = self.bound.keys.of_tile(self.b, self.i0, self.i1)
-        ((all_lo, all_hi),) = self.bound.keys.of_all(self.b, self.i0, self.i1)
+        ((lo, hi),) = self.bound.keys.compute_tile_ranges(self.b, self.i0, self.i1)
+        ((all_lo, all_hi),) = self.bound.keys.compute_common_ranges(self.b, self.i0, self.i1)
         self.lo, self.hi, self.seen_by_all = let(lo), let(hi), (let(all_lo), let(all_hi))
         self.count = let(tirx.ceildiv(self.hi - self.lo, T.int64(self.size)))
 
     def write(self) -> None:
         """Write the list."""
         self.threshold = alloc_registers(1, "float32")  # tiles whose mask values are all at most this one are skipped
-        store_element(self.threshold, 0, T.float32(HIDDEN))
-        if not self.bound.scores.skips_numbers:
+        store_element(self.threshold, 0, T.float32(HIDDEN_BIAS))
+        if not self.bound.scores.can_skip_finite:
             self.list_tiles()
             return
         is_pending = alloc_registers(1, "int32")
@@ -159,13 +159,13 @@ class _QueryTile:
         store_element(full, 0, tirx.const(False, "bool"))
         with T.If(t < self.count), T.Then():
             end = let(tirx.min(key + self.size, self.hi))
-            ends = self.bound.scores.mask_extremes(self.b, self.h, 1, (self.i0, self.i1 - 1), (key, end - 1))
+            ends = self.bound.scores.emit_mask_bounds(self.b, self.h, 1, (self.i0, self.i1 - 1), (key, end - 1))
             lowest, highest = (let(end) for end in ends)
             zero, (all_lo, all_hi) = T.float32(0), self.seen_by_all
             shown = tirx.all(tirx.EQ(lowest, zero), tirx.EQ(highest, zero), key >= all_lo, key + self.size <= all_hi)
             store_element(full, 0, shown)
             store_element(masked, 0, tirx.all(highest > self.threshold[0], tirx.Not(full[0])))
-            if self.bound.scores.skips_numbers:
+            if self.bound.scores.can_skip_finite:
                 self.record_tile(t, highest)
         self.append_tiles(masked[0], self.masked, key, lambda n: n)
         self.append_tiles(full[0], self.full, key, lambda n: self.prepass.room - 1 - n)
@@ -196,7 +196,7 @@ class _QueryTile:
         store_element(is_blind, 0, tirx.const(0, "int32"))
         store_element(i, 0, self.i0)
         with T.While(tirx.all(is_blind[0] == 0, i[0] < self.i1)):
-            ((lo, hi),) = self.bound.keys.of_row(self.b, i[0])
+            ((lo, hi),) = self.bound.keys.compute_row_ranges(self.b, i[0])
             lo, hi = let(tirx.max(lo, start)), let(tirx.min(hi, stop))
             store_element(has_better, 0, tirx.const(0, "int32"))
             store_element(j, 0, lo)
@@ -204,9 +204,9 @@ class _QueryTile:
                 better, key = alloc_registers(1, "int32"), let(j[0] + self.lane)
                 store_element(better, 0, tirx.const(0, "int32"))
                 with T.If(key < hi), T.Then():
-                    bias = self.bound.scores.additive(self.b, self.h, i[0], key, inside=True)
+                    bias = self.bound.scores.compute_bias(self.b, self.h, i[0], key, inside=True)
                     # Scores up to that bound keep the sum above what `HIDDEN` promises.
-                    store_element(better, 0, (bias > T.float32(HIDDEN / 4)).astype("int32"))
+                    store_element(better, 0, (bias > T.float32(HIDDEN_BIAS / 4)).astype("int32"))
                 store_element(has_better, 0, reduce_warp(better[0], tirx.max))
                 store_element(j, 0, j[0] + WARP)
             store_element(is_blind, 0, 1 - has_better[0])

@@ -19,10 +19,10 @@ from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitut
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
-from ..reading.codes import Codes
-from ..reading.matmul import MATMULS, WEIGHTS, Group, read_groups
+from ..reading.matmul import MATMULS, WEIGHTS, MatmulGroup, read_groups
+from ..reading.quantized_weights import WeightQuantization
 from ..reading.selection import Selection, read_selection
-from ..reading.stages import Axis, Stage, read_stages, unravel, volume
+from ..reading.stages import Axis, Stage, count_points, read_stages, unravel
 from .tensor_types import TENSOR_TYPES, TensorType
 
 _ZERO = tirx.const(0, "int64")
@@ -36,7 +36,7 @@ class Order(Enum):
     NONE = "nothing: elements are copied one by one"
 
 
-def chunks_per_load(quantized: Codes | None) -> int:
+def chunks_per_load(quantized: WeightQuantization | None) -> int:
     """Return the chunks of k in 16 bytes of a row: one of elements, more of quantized values."""
     return 16 // (16 if quantized is None else quantized.bits)
 
@@ -76,7 +76,7 @@ class Operand:
     order: Order
     condition: Expr | None
     """The run-time condition under which chunks are whole and aligned to 16 bytes; None where it always holds."""
-    quantized: Codes | None = None
+    quantized: WeightQuantization | None = None
     """The quantized matrix: `buffer` has its values, and `start + along` is the number of one."""
     first: Expr = _ZERO
     """The index of its first column among the stored columns, an expression of the batch axes."""
@@ -89,7 +89,12 @@ class Matmuls:
     """
 
     def __init__(
-        self, func: tirx.PrimFunc, stages: list[Stage], group: Group, dtype: str, selection: Selection | None = None
+        self,
+        func: tirx.PrimFunc,
+        stages: list[Stage],
+        group: MatmulGroup,
+        dtype: str,
+        selection: Selection | None = None,
     ) -> None:
         first = group.matmuls[0]
         self.func, self.stages, self.group, self.selection = func, stages, group, selection
@@ -97,7 +102,7 @@ class Matmuls:
         self.facts = Facts.of(func)
         self.m, self.j, self.k = tirx.Var("m", "int64"), first.j.var, first.k.var
         self.batch_axes, self.row_axes = first.batch, first.rows
-        self.batch, self.rows = volume(first.batch), volume(first.rows)
+        self.batch, self.rows = count_points(first.batch), count_points(first.rows)
         self.columns, self.depth = first.j.extent, first.k.extent
         for axis in (*first.batch, Axis(self.m, self.rows), first.j, first.k):
             self.facts.bind(axis.var, 0, axis.extent)
@@ -120,7 +125,7 @@ class Matmuls:
     def shape(self) -> MatmulShape:
         sizes = (self.batch, self.rows, self.columns, self.depth)
         batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
-        chunks = chunks_per_load(self.group.matmuls[0].codes)
+        chunks = chunks_per_load(self.group.matmuls[0].quantization)
         return MatmulShape(self.dtype, batch, rows, columns, depth, len(self.group.matmuls), chunks)
 
     def is_weight(self, b: Operand) -> bool:
@@ -139,10 +144,10 @@ class Matmuls:
             point = {**self.point, matmul.k.var: self.k}
             indices = ([substitute(index, point) for index in load.indices] for load in (matmul.a, matmul.b))
             a = self._read_operand(matmul.a.source, next(indices), self.m, self.rows)
-            if matmul.codes is None:
+            if matmul.quantization is None:
                 b = self._read_operand(matmul.b.source, next(indices), self.j, self.columns)
             else:
-                b = self._read_quantized(matmul.codes, next(indices)[0])
+                b = self._read_quantized(matmul.quantization, next(indices)[0])
             if a is None or b is None:
                 return None
             a_operands.append(a)
@@ -179,7 +184,7 @@ class Matmuls:
                     break
         return Operand(buffer, outer, k, start, along, order, condition)
 
-    def _read_quantized(self, quantized: Codes, column: Expr) -> Operand | None:
+    def _read_quantized(self, quantized: WeightQuantization, column: Expr) -> Operand | None:
         """Return quantized values in chunks along k, each with one scale, column after column.
 
         None for another layout.
@@ -258,9 +263,9 @@ def read_stage_matmuls(
     if not groups:
         return None
     matmuls = [matmul for group in groups for matmul in group.matmuls]
-    loads = [load for matmul in matmuls for load in (matmul.a, *(() if matmul.codes else (matmul.b,)))]
+    loads = [load for matmul in matmuls for load in (matmul.a, *(() if matmul.quantization else (matmul.b,)))]
     types = {str(load.ty) for load in loads}
-    if types == {"float32"} and MATMULS in func.attrs and not any(matmul.codes for matmul in matmuls):
+    if types == {"float32"} and MATMULS in func.attrs and not any(matmul.quantization for matmul in matmuls):
         types = {str(func.attrs[MATMULS])}
     elif len(types) > 1 or not types <= set(HALF):
         return None

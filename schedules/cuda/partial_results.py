@@ -13,9 +13,9 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.keys import Range, length, part
-from lowering.attention.scores import HIDDEN
+from lowering.attention.bound import BoundAttention
+from lowering.attention.key_ranges import KeyRange, count_keys, slice_ranges
+from lowering.attention.scores import HIDDEN_BIAS
 
 from . import ptx
 from .fragments import OnlineSoftmax
@@ -34,25 +34,25 @@ class KeySplits:
     Sizes are the host's.
     """
 
-    def __init__(self, bound: Bound, splits: Expr, unit: int) -> None:
+    def __init__(self, bound: BoundAttention, splits: Expr, unit: int) -> None:
         self.bound, self.splits, self.unit = bound, splits, unit
 
-    def find_keys(self, b: Expr, split: Expr) -> list[Range]:
+    def find_keys(self, b: Expr, split: Expr) -> list[KeyRange]:
         """Return the keys of a split; int32."""
         ranges, total, split_size = self._find_batch_keys(b)
         start = let(tirx.min(split * split_size, total))
-        return [(let(lo), let(hi)) for lo, hi in part(ranges, start, tirx.min(start + split_size, total))]
+        return [(let(lo), let(hi)) for lo, hi in slice_ranges(ranges, start, tirx.min(start + split_size, total))]
 
     def count_used(self, b: Expr) -> Expr:
         """Return how many splits have keys: these come first; int32."""
         _, total, split_size = self._find_batch_keys(b)
         return let(tirx.truncdiv(total + split_size - 1, split_size))
 
-    def _find_batch_keys(self, b: Expr) -> tuple[list[Range], Expr, Expr]:
+    def _find_batch_keys(self, b: Expr) -> tuple[list[KeyRange], Expr, Expr]:
         """Return the ranges of all keys, their number, and the number in a split."""
-        ranges64 = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
+        ranges64 = self.bound.keys.compute_tile_ranges(b, T.int64(0), T.int64(1) * self.bound.S)
         ranges = [(let(int32(lo)), let(int32(hi))) for lo, hi in ranges64]
-        total, splits = let(length(ranges)), let(int32(self.splits))
+        total, splits = let(count_keys(ranges)), let(int32(self.splits))
         units = let(tirx.truncdiv(total + (self.unit - 1), self.unit))
         return ranges, total, let(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
 
@@ -69,7 +69,7 @@ class PartialResults:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundAttention,
         splits: Expr,
         *,
         group: int,
@@ -92,7 +92,7 @@ class PartialResults:
 
     def if_served(self, b: Expr) -> AbstractContextManager[None]:
         """Run the enclosed code if the sequence of batch b is among the served ones."""
-        return self.bound.if_rows(b, *self.served_rows)
+        return self.bound.guard_row_count(b, *self.served_rows)
 
     def row_of(self, pack: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
         """Return batch, query head and query row of row r of a pack, counted over all batches."""
@@ -140,13 +140,13 @@ class PartialResults:
                 rows = let(self.rows.astype("int32"))
                 pack, r = let(tirx.truncdiv(row, rows)), let(tirx.truncmod(row, rows))
                 b, h, i = self.row_of(pack, r)
-                with self.if_served(b), self.bound.if_there(b, i):
+                with self.if_served(b), self.bound.guard_row(b, i):
                     first, dim, lane = self.index(pack, r, T.int32(0)), self.problem.v_head_dim, let(thread % WARP)
                     state = merge_partials(
                         (used(b), MERGE_UNROLL),
                         lambda s: (self.m[first + s], self.l[first + s]),
                         lambda s, d: self.O[(first + s) * dim + d],
-                        self.bound.scores.before_keys(h),
+                        self.bound.scores.compute_initial_statistics(h),
                         (dim, lane),
                     )
                     self.finish((b, h, i), lane, state)
@@ -171,9 +171,9 @@ class PartialResults:
         with unrolled(O.shape[0]) as n:
             store_element(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", O[n]), 0x7FFFFFFF)))
         doubtful = ptx.reduce_warp(largest[0], tirx.max) >= 0x7F800000
-        if not self.bound.scores.skips_numbers:
+        if not self.bound.scores.can_skip_finite:
             return doubtful
-        return tirx.any(doubtful, m <= T.float32(HIDDEN / 2))
+        return tirx.any(doubtful, m <= T.float32(HIDDEN_BIAS / 2))
 
     def store(self, b: Expr, h: Expr, i: Expr, lane: Expr, state: tuple[Expr, Expr, tirx.Buffer]) -> None:
         """Store Y := O / l, or 0 where l = 0. A NaN in l is not 0, so it stays."""
@@ -184,7 +184,7 @@ class PartialResults:
             self.problem.v_head_dim, lane, lambda n, d: self.bound.addressing.store_y(b, h, i, d, O[n] * inverse)
         )
         with T.If(lane == 0), T.Then():
-            self.bound.addressing.store_ends(b, h, i, m, l)
+            self.bound.addressing.store_statistics(b, h, i, m, l)
 
 
 def merge_partials(

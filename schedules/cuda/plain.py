@@ -15,16 +15,16 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.keys import key_at
-from lowering.attention.plain import Row
+from lowering.attention.bound import BoundAttention
+from lowering.attention.key_ranges import select_key
+from lowering.attention.plain import PlainRow
 
 from .decode_tiles import RowTiles
 from .lanes import lane_elements, per_lane
 from .ptx import WARP, alloc_registers, let, shuffle_xor, store_element
 
 
-def plain(bound: Bound, tiles: RowTiles) -> None:
+def plain(bound: BoundAttention, tiles: RowTiles) -> None:
     """Emit the kernel and its launch into the PrimFunc opened by `bound`, for any problem."""
     heads = bound.problem.q_heads
     rows = T.int64(1) * bound.B * heads * bound.S
@@ -36,17 +36,17 @@ def plain(bound: Bound, tiles: RowTiles) -> None:
         with T.If(row < rows), T.Then():
             head, i = let(tirx.truncdiv(row, bound.S)), let(tirx.truncmod(row, bound.S))
             b, h = let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads))
-            with bound.if_there(b, i):
+            with bound.guard_row(b, i):
                 WarpRow(bound, b, h, i, let(thread % WARP), tiles.keys).emit()
 
 
-class WarpRow(Row):
+class WarpRow(PlainRow):
     """The code for query row i of head h in batch b, run by the 32 lanes of a warp, with `at_once` keys at once."""
 
-    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, at_once: int) -> None:
+    def __init__(self, bound: BoundAttention, b: Expr, h: Expr, i: Expr, lane: Expr, at_once: int) -> None:
         self.lane, self.at_once = lane, at_once
         super().__init__(bound, b, h, i)
-        self.take([(let(lo), let(hi)) for lo, hi in self.ranges])
+        self.set_ranges([(let(lo), let(hi)) for lo, hi in self.ranges])
 
     def vector(self, dim: int) -> tirx.Buffer:
         return self.bound.scratch(per_lane(dim), self.problem.acc_dtype)
@@ -56,14 +56,14 @@ class WarpRow(Row):
         with lane_elements(dim, self.lane) as slot:
             yield slot
 
-    def alone(self) -> AbstractContextManager[object]:
+    def guard_one_thread(self) -> AbstractContextManager[object]:
         stack = ExitStack()
         stack.enter_context(T.If(self.lane == 0))
         stack.enter_context(T.Then())
         return stack
 
-    def put_qk(self, j: Expr, value: Expr) -> None:
-        super().put_qk(j, let(value))  # an infinite constant of 16 bits is not valid C++ in TVM 0.27
+    def store_qk_element(self, j: Expr, value: Expr) -> None:
+        super().store_qk_element(j, let(value))  # an infinite constant of 16 bits is not valid C++ in TVM 0.27
 
     def logit(self, j: Expr) -> Expr:
         return T.bind(let(super().logit(j)))
@@ -71,17 +71,17 @@ class WarpRow(Row):
     def online_softmax(self) -> None:
         """Emit the softmax of `Row` for several keys at once, so that their loads overlap."""
         m, l, o = self.m, self.l, self.o
-        for buffer, value in zip((m, l), self.before_keys()):
+        for buffer, value in zip((m, l), self.compute_initial_statistics()):
             store_element(buffer, 0, value)
         with self.elements(self.problem.v_head_dim) as (slot, _):
             store_element(o, slot, self.zero)
         with T.serial(tirx.truncdiv(self.count + (self.at_once - 1), self.at_once)) as step:
             first = let(step * self.at_once)
-            keys = [let(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(self.at_once)]
+            keys = [let(select_key(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(self.at_once)]
             visible = [let(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
             scores = []
             for key, seen, s in zip(keys, visible, self.dots(keys)):
-                logit = self.bound.scores.of(s, self.b, self.h, self.i, key, inside=True)
+                logit = self.bound.scores.compute_logit(s, self.b, self.h, self.i, key, inside=True)
                 scores.append(let(tirx.Select(seen, let(logit), self.minus_infinity)))
             m_new = let(functools.reduce(tirx.max, scores, m[0]))
             shift = let(self.shift(m_new))
@@ -98,7 +98,7 @@ class WarpRow(Row):
         """Return whether key number n exists and the row sees it; `key` is that key, or the last one."""
         if not self.bound.scores.has_mask:
             return n < self.count
-        return tirx.all(n < self.count, self.bound.scores.unmasked(self.b, self.h, self.i, key, inside=True))
+        return tirx.all(n < self.count, self.bound.scores.is_unmasked(self.b, self.h, self.i, key, inside=True))
 
     def dot(self, j: Expr) -> Expr:
         return self.dots([j])[0]

@@ -30,8 +30,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.expr.emit import widened
+from lowering.attention.bound import BoundAttention
+from lowering.attention.expr.emit import widen_to
 from lowering.attention.problem import AttentionProblem
 
 from ..rejections import fits
@@ -70,12 +70,13 @@ def can_prefill(problem: AttentionProblem) -> bool:
         f"sizes of heads are multiples of {CHUNK}": problem.head_dim % CHUNK == problem.v_head_dim % CHUNK == 0,
         "heads have at most 256 elements": max(problem.head_dim, problem.v_head_dim) <= 256,
         "the scores themselves are no output": problem.qk_mode is None,
-        "codes are of a kind that tensor cores are fed with": not problem.coded or quantized_kv.can_dequantize(problem),
+        "codes are of a kind that tensor cores are fed with": not problem.is_quantized
+        or quantized_kv.can_dequantize(problem),
     }
     return fits("mma", needs)
 
 
-def prefill_mma(bound: Bound, tiles: MmaTiles, gpu: Device, more_than: int = 0) -> None:
+def prefill_mma(bound: BoundAttention, tiles: MmaTiles, gpu: Device, more_than: int = 0) -> None:
     """Emit the kernel and its launch into the PrimFunc opened by `bound`, for a problem that `can_prefill` accepts.
 
     In a ragged batch, this serves the sequences with more than `more_than` rows.
@@ -87,14 +88,14 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, gpu: Device, more_than: int = 0) 
         by_blocks = tirx.truncdiv(sm_count(), batch * tile_count * bound.problem.q_heads)
         by_keys = tirx.ceildiv(T.int64(1) * bound.T, T.int64(tiles.split))
         splits = bind_on_host(tirx.max(tirx.min(by_blocks, by_keys), T.int64(1)))
-        partial = PartialResults(bound, splits, group=1, careful=bound.rows_differ, min_rows=more_than + 1)
-        dequantizer = quantized_kv.KvDequantizer(bound, gpu) if bound.problem.coded else None
+        partial = PartialResults(bound, splits, group=1, careful=bound.has_row_dependent_keys, min_rows=more_than + 1)
+        dequantizer = quantized_kv.KvDequantizer(bound, gpu) if bound.problem.is_quantized else None
         _launch(bound, tiles, dequantizer, prepass, partial, (batch, tile_count))
         partial.merge(lambda b: int32(splits))
 
 
 def _launch(
-    bound: Bound,
+    bound: BoundAttention,
     tiles: MmaTiles,
     dequantizer: quantized_kv.KvDequantizer | None,
     prepass: MaskPrepass,
@@ -113,7 +114,7 @@ def _launch(
         b = let(batch_chunk.astype("int32") * MAX_BLOCKS_Z + z)
         h, split = (f(y, p.q_heads) for f in (tirx.truncmod, tirx.truncdiv))
         i0 = let((int32(tile_count) - 1 - x) * tiles.q)  # late rows may see more keys, so they go first
-        with partial.if_served(b), bound.if_there(b, i0):
+        with partial.if_served(b), bound.guard_row(b, i0):
             position = b, h, let(tirx.truncdiv(h, p.group)), i0
             _QueryTile(bound, tiles, dequantizer, prepass, partial, position, split, thread).emit()
 
@@ -126,7 +127,7 @@ class _QueryTile:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundAttention,
         tiles: MmaTiles,
         dequantizer: quantized_kv.KvDequantizer | None,
         prepass: MaskPrepass,
@@ -166,7 +167,7 @@ class _QueryTile:
 
     def find_tiles(self) -> None:
         """Order the key tiles: those that need mask code come first; `start` to `stop` are processed here."""
-        self.masked, self.tile = self.keys.masked_first()
+        self.masked, self.tile = self.keys.order_masked_first()
         splits = int32(self.partial.splits)
         split_size = let(tirx.truncdiv(self.keys.count + splits - 1, splits))
         self.start = let(tirx.min(self.split * split_size, self.keys.count))
@@ -189,7 +190,7 @@ class _QueryTile:
         return tirx.EQ(self.partial.splits, T.int64(1))
 
     def emit(self) -> None:
-        if self.bound.rows_differ:
+        if self.bound.has_row_dependent_keys:
             self.attend_carefully()
         else:
             self.attend(None)
@@ -427,6 +428,6 @@ class _QueryTile:
                     with T.Else(), T.serial(CHUNK) as d:
                         indices[-1] = indices[-1] + d
                         y = [
-                            widened(x, "float32") for x in (buffer[tuple(indices)], self.memory[shared.indices[0] + d])
+                            widen_to(x, "float32") for x in (buffer[tuple(indices)], self.memory[shared.indices[0] + d])
                         ]
                         self.bound.addressing.store_y(self.b, h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])

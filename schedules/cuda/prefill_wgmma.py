@@ -32,7 +32,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.key_tiles import KeyTiles
 
 from . import wgmma
@@ -53,7 +53,7 @@ SWIZZLE_ALIGNMENT = 1024
 FIRST_OWN, ALL_CONSUMERS = 4, 7  # named barriers, after 0 (the block) and 1 to 3 (ping-pong)
 
 
-def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
+def prefill_wgmma(bound: BoundAttention, tiles: WgmmaTiles, device: Device) -> None:
     """Emit the kernel and its launch into the PrimFunc opened by `bound`.
 
     It accepts any problem that `prefill_mma` accepts, for sm_90a.
@@ -93,7 +93,7 @@ class _Block:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundAttention,
         tiles: WgmmaTiles,
         maps: dict[str, TensorMap],
         scheduler: Scheduler,
@@ -116,7 +116,7 @@ class _Block:
         self.K = MbarrierRing(self.barriers, 2 * tiles.consumers, tiles.stages, 4 * tiles.consumers)
         self.V = MbarrierRing(self.barriers, self.K.end, tiles.stages, 4 * tiles.consumers)
         self.finite: FiniteValues | None = None
-        if bound.rows_differ or bound.keys.hides:
+        if bound.has_row_dependent_keys or bound.keys.can_hide_keys:
             threads = tiles.consumers * WARPGROUP
             self.finite = FiniteValues(self.memory, self.problem.v_dtype, maps["v"], tiles.stages, threads)
 

@@ -18,7 +18,7 @@ from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import is_int
 
 from ..half_precision import HALF
-from ..reading.row_parts import cut_parts
+from ..reading.row_segments import split_segments
 from ..reading.stages import Stage
 from ..variant import Variant
 from .device import Device, device
@@ -36,7 +36,7 @@ def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
 
     None for any other function, and where rows are too many or too long.
     """
-    stages = cut_parts(func)
+    stages = split_segments(func)
     matmuls = read_prologue_matmul(func, *stages) if stages is not None and len(stages) == 2 else None
     if matmuls is None:
         return None

@@ -15,8 +15,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
-from lowering.attention.expr.emit import widened
+from lowering.attention.bound import BoundAttention
+from lowering.attention.expr.emit import widen_to
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx
@@ -38,7 +38,7 @@ def can_dequantize(problem: AttentionProblem) -> bool:
     """Return whether a quantized problem has rows and groups of whole chunks, and scales that copies of 4 bytes can
     fetch.
     """
-    quantization = problem.codec
+    quantization = problem.quantization
     assert quantization is not None
     if problem.head_dim % 16 or problem.v_head_dim % CHUNK or quantization.group % CHUNK:
         return False
@@ -52,23 +52,23 @@ def can_dequantize(problem: AttentionProblem) -> bool:
 
 def quantized_chunk_bytes(problem: AttentionProblem) -> int:
     """Return the bytes of the quantized values of a chunk."""
-    assert problem.codec is not None
-    return CHUNK // problem.codec.packing
+    assert problem.quantization is not None
+    return CHUNK // problem.quantization.packing
 
 
 def staged_chunk_bytes(problem: AttentionProblem) -> int:
     """Return the bytes of a chunk of K or V in shared memory: quantized values with the scale of their group, if
     any.
     """
-    quantization = problem.codec
+    quantization = problem.quantization
     return 2 * CHUNK if quantization is None else quantized_chunk_bytes(problem) + (4 if quantization.group else 0)
 
 
 class KvDequantizer:
     """Dequantization of the cache of a problem on a GPU."""
 
-    def __init__(self, bound: Bound, gpu: Device) -> None:
-        quantization = bound.problem.codec
+    def __init__(self, bound: BoundAttention, gpu: Device) -> None:
+        quantization = bound.problem.quantization
         assert quantization is not None
         self.bound, self.quantization, self.dtype = bound, quantization, bound.problem.dtype
         self.converts = gpu.generation >= 89 and self.dtype == "float16"
@@ -154,7 +154,7 @@ class KvDequantizer:
         """
         if self.quantization.group:
             return
-        tensor = self.bound.addressing.factor("v")
+        tensor = self.bound.addressing.tensor_scale("v")
         factor = None if tensor is None else let(tensor)
         with unrolled(int(O.shape[0]) // 4) as column, unrolled(4) as x:
             at = column * 4 + x
@@ -165,7 +165,7 @@ class KvDequantizer:
 
     def _channel(self, name: str, hk: Expr, d: Expr) -> Expr:
         buffer, indices = self.bound.addressing.channel_scales(name, hk, d)
-        return widened(buffer[tuple(indices)], "float32")
+        return widen_to(buffer[tuple(indices)], "float32")
 
 
 def _twice(half: int, bits: int = 16) -> Expr:

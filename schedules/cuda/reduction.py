@@ -23,9 +23,9 @@ from lowering.tensorir.facts import Facts
 
 from ..reading.matmul import read_matmul
 from ..reading.reducers import Combine, read_term
-from ..reading.shared_axes import several, shared_rank
-from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from ..reading.values import Evaluator, Known, Program, flat_view
+from ..reading.shared_axes import count_shared_axes, has_many_elements
+from ..reading.stages import Axis, Stage, count_points, read_stages, unravel
+from ..reading.values import ComputedValues, Evaluator, Program, flat_view
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .chunks import CHUNK, ChunkedRow, alloc_result_registers, evaluate_chunk, store_values
@@ -102,7 +102,7 @@ class ReducedRows:
     @property
     def longest(self) -> int | None:
         """Elements of the longest row, if all lengths are static."""
-        sizes = [volume(self.along(stage)) for stage in self.materialized]
+        sizes = [count_points(self.along(stage)) for stage in self.materialized]
         static = [size.value for size in sizes if isinstance(size, tirx.IntImm)]
         return max(static) if len(static) == len(sizes) else None
 
@@ -116,9 +116,9 @@ def read_reduced_rows(func: tirx.PrimFunc, stages: list[Stage]) -> ReducedRows |
     if not any(stage.reduce for stage in stages) or any(map(read_matmul, stages)):
         return None
     materialized = [stage for stage in stages if stage.reduce or stage.output in set(func.params)]
-    rank = shared_rank(materialized, stages)
+    rank = count_shared_axes(materialized, stages)
     for stage in materialized:
-        if stage.reduce and (not _has_neutral_init(stage) or several(stage, rank)):
+        if stage.reduce and (not _has_neutral_init(stage) or has_many_elements(stage, rank)):
             return None
     return ReducedRows(func, stages, materialized, rank)
 
@@ -142,7 +142,7 @@ def _kernel(rows: ReducedRows, tiles: RowReductionTiles) -> tirx.PrimFunc:
 def emit_reduced_rows(rows: ReducedRows, tiles: RowReductionTiles) -> None:
     """Emit the kernel and its launch into the function being built."""
     memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, rows.func.params)}
-    count = bind_on_host(volume(rows.axes))
+    count = bind_on_host(count_points(rows.axes))
     rows_per_block = tiles.block if tiles.warps == 1 else 1
     blocks = tirx.ceildiv(count, rows_per_block)
     with (
@@ -174,7 +174,7 @@ class ReducedRow:
         for index, axis in zip(self.point, axes):
             self.facts.bind(index, 0, axis.extent)
         self.evaluator = Evaluator.of(rows.stages, memory)
-        self.row_bindings: Known = {}
+        self.row_bindings: ComputedValues = {}
         self.variables: dict[tirx.Var, Expr] = {}
 
     def emit(self, number: Expr) -> None:
@@ -185,7 +185,7 @@ class ReducedRow:
             if stage.reduce:
                 assert term is not None
                 self.bind_result(stage, self.reduce(stage, *term))
-            elif several(stage, self.rows.rank):
+            elif has_many_elements(stage, self.rows.rank):
                 self.store_stage(stage)
             else:
                 self.bind_result(stage, self.evaluate_once(stage.at(self.full_index(stage))))
@@ -219,7 +219,7 @@ class ReducedRow:
     def along(self, stage: Stage) -> tuple[ChunkedRow, list[Expr], Facts]:
         """Return the row of a stage, and the point of its element j along it."""
         axes = self.rows.along(stage)
-        facts, j, length = self.facts.copy(), tirx.Var("j", "int64"), volume(axes)
+        facts, j, length = self.facts.copy(), tirx.Var("j", "int64"), count_points(axes)
         facts.bind(j, 0, length)
         return ChunkedRow(facts, j, length), [facts.simplify(index) for index in unravel(j, axes)], facts
 

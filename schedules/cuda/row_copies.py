@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 
 from . import ptx
 from .ptx import let, unrolled
@@ -24,7 +24,7 @@ class RowCopies:
     are looked up in a table.
     """
 
-    def __init__(self, bound: Bound, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
+    def __init__(self, bound: BoundAttention, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
         p = bound.problem
         self.chunks = (p.v_head_dim if name == "v" else p.head_dim) // CHUNK
         self.size = CHUNK if name == "q" else CHUNK // bound.addressing.packing
@@ -33,7 +33,7 @@ class RowCopies:
         self.rows_per_pass = threads // self.across
         self.row, self.chunk = let(thread // self.across), let(thread % self.across)
         self.addressing, self.name, self.b, self.h = bound.addressing, name, b, h
-        self.looked_up = name in ("k", "v") and bound.addressing.looked_up
+        self.has_lookup = name in ("k", "v") and bound.addressing.has_lookup
         _, _, self.stride = bound.addressing.strides(name)
         self.head = bound.addressing.offset(name, b, h, T.int64(0))
         self.thread_offset = let(
@@ -56,7 +56,7 @@ class RowCopies:
 
         `address` is its offset in memory, `exists` tells whether it comes before `end`.
         """
-        start = None if self.looked_up else let(self.head + first.astype("int64") * self.stride) + self.thread_offset
+        start = None if self.has_lookup else let(self.head + first.astype("int64") * self.stride) + self.thread_offset
         rows_left = None if end is None else let(end - first - self.row)
 
         def visit_row(step: Expr) -> None:
@@ -72,7 +72,7 @@ class RowCopies:
 
         # Addresses of many rows that are looked up at once do not fit next to the registers that dequantize.
         is_partly_unrolled = (
-            self.looked_up and self.addressing.problem.coded and count > _LOOKED_UP * self.rows_per_pass
+            self.has_lookup and self.addressing.problem.is_quantized and count > _LOOKED_UP * self.rows_per_pass
         )
         self._visit_rows(count, visit_row, _LOOKED_UP if is_partly_unrolled else True)
 

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.parameters import int64
 
 from .attention_tiles import WgmmaTiles
@@ -33,7 +33,7 @@ class Scheduler:
     are processed one by one, expensive ones first, of as many packs as balance the load.
     """
 
-    def __init__(self, bound: Bound, tiles: WgmmaTiles, device: Device, group: int) -> None:
+    def __init__(self, bound: BoundAttention, tiles: WgmmaTiles, device: Device, group: int) -> None:
         self.tiles, p = tiles, bound.problem
         self.packs_of_batch = p.q_heads // group
         q_tiles = bind_on_host(tirx.ceildiv(int64(bound.S) * group, T.int64(tiles.q)))
@@ -45,7 +45,7 @@ class Scheduler:
         cached_packs = tirx.max(tirx.truncdiv(T.int64(device.l2 * 2 // 3), kv_bytes), T.int64(1)) * (p.group // group)
         items = bind_on_host(q_tiles * self.splits)
         blocks = bind_on_host(tirx.min(max_blocks, items * packs))
-        self.has_uneven_tiles = bound.keys.differ
+        self.has_uneven_tiles = bound.keys.is_row_dependent
         per_pack, iterations = items, bind_on_host(tirx.ceildiv(items * packs, blocks))
         if self.has_uneven_tiles:
             half = tirx.ceildiv(q_tiles, T.int64(2))

@@ -16,7 +16,7 @@ from tvm import DataType, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.parameters import int64
 
 COLUMNS = 64  # of a panel, of 16 bits
@@ -46,7 +46,7 @@ class TensorMap:
     group: int
 
     @staticmethod
-    def encode(bound: Bound, name: str, rows: int, group: int = 1) -> TensorMap:
+    def encode(bound: BoundAttention, name: str, rows: int, group: int = 1) -> TensorMap:
         """Emit the host's code. Elements have 16 bits, rows whole 16 bytes, and B and S are positive.
 
         Where there are no keys, the map is one of Q, because it needs some tensor; nothing is read through it.

@@ -17,7 +17,7 @@ from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import Expr, flatten_index, is_int, loads, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis, Stage, read_stages, unravel, volume
+from ..reading.stages import Axis, Stage, count_points, read_stages, unravel
 from ..reading.values import Evaluator, Program, flat_view
 from ..variant import Variant
 from .chunks import ChunkedRow, alloc_result_registers, evaluate_chunk, store_values
@@ -98,7 +98,7 @@ class _Kernel:
         read, last = axes[self.across], axes[-1]
         outer = [a for n, a in enumerate(axes[:-1]) if n != self.across and not is_int(a.extent, 1)]
         facts, m = Facts.of(self.func), tirx.Var("m", "int64")
-        for axis in (Axis(m, volume(outer)), read, last):
+        for axis in (Axis(m, count_points(outer)), read, last):
             facts.bind(axis.var, 0, axis.extent)
         where = dict(zip((axis.var for axis in outer), unravel(m, outer)))
         zero = tirx.const(0, "int64")
@@ -108,7 +108,7 @@ class _Kernel:
             program = _make_program(self.stages, memory, self.output, point, facts)
             address = facts.simplify(flatten_index(self.output.output.shape, point))
             along = [bind_on_host(tirx.ceildiv(axis.extent, SIDE)) for axis in (read, last)]
-            blocks = bind_on_host(volume(outer) * along[0] * along[1])
+            blocks = bind_on_host(count_points(outer) * along[0] * along[1])
             with (
                 T.If(blocks > 0),
                 T.Then(),

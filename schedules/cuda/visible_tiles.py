@@ -19,7 +19,7 @@ class VisibleTiles:
 
     def __init__(self, count: Expr, lane: Expr, is_visible: Callable[[Expr], Expr]) -> None:
         self.count, self.lane, self.is_visible = count, lane, is_visible
-        self.visible, self.history = alloc_registers(1, "uint32"), alloc_registers(1, "uint32")
+        self.visible_bits, self.history = alloc_registers(1, "uint32"), alloc_registers(1, "uint32")
         store_element(self.history, 0, T.uint32(0))
 
     def test_tile(self, u: Expr) -> Expr:
@@ -29,8 +29,8 @@ class VisibleTiles:
             store_element(result, 0, tirx.const(False, "bool"))
             with T.If(tile < self.count), T.Then():
                 store_element(result, 0, self.is_visible(tile))
-            store_element(self.visible, 0, ballot(result[0]))
-        answer = let(T.bitwise_and(self.visible[0] >> (u % WARP).astype("uint32"), T.uint32(1)))
+            store_element(self.visible_bits, 0, ballot(result[0]))
+        answer = let(T.bitwise_and(self.visible_bits[0] >> (u % WARP).astype("uint32"), T.uint32(1)))
         store_element(self.history, 0, T.bitwise_or(self.history[0] << T.uint32(1), answer))
         return tirx.NE(answer, T.uint32(0))
 

@@ -26,7 +26,7 @@ class Concatenation:
     output: tirx.Buffer
     rows: Expr
     row: Expr
-    parts: tuple[tuple[tirx.Buffer, Expr, Expr], ...]
+    sources: tuple[tuple[tirx.Buffer, Expr, Expr], ...]
 
 
 def read_concatenation(func: tirx.PrimFunc) -> Concatenation | None:
@@ -35,7 +35,7 @@ def read_concatenation(func: tirx.PrimFunc) -> Concatenation | None:
     if not isinstance(root, s_tir.SBlockRealize) or root.block.match_buffers or root.block.alloc_buffers:
         return None
     blocks = [read_block(nest) for nest in tirx.stmt_list(root.block.body)]
-    found = [_copied(block, func) for block in blocks]
+    found = [_read_copy(block, func) for block in blocks]
     if len(found) < 2 or blocks[0] is None or any(copy is None for copy in found):
         return None
     output = blocks[0].buffer
@@ -52,7 +52,7 @@ def read_concatenation(func: tirx.PrimFunc) -> Concatenation | None:
     return Concatenation(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
 
 
-def _copied(block: LeafBlock | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
+def _read_copy(block: LeafBlock | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
     """The parameter that a block copies to a place of its output, and where that begins along each axis."""
     if block is None or block.reduce or not isinstance(block.value, ir.TensorLoad):
         return None

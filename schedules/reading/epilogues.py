@@ -1,7 +1,7 @@
 """Matmuls with epilogues: what becomes of a result, in one function with it.
 
 A decoder's keys are rotated and go to their slots in a cache, its values go there as they are, its queries are rotated.
-The stages of such a function are those of the matmuls (in parts, where a norm stands in front: row_parts.py), then
+The stages of such a function are those of the matmuls (in parts, where a norm stands in front: row_segments.py), then
 those of each epilogue; behind them stand updates of caches. An attribute says which results have epilogues.
 """
 
@@ -16,7 +16,7 @@ from tvm import s_tir, tirx
 from lowering.tensorir.expressions import Expr
 from lowering.tensorir.scatter import BoundUpdate, CacheUpdate
 
-from .row_parts import cut_parts
+from .row_segments import split_segments
 from .stages import Stage
 
 EPILOGUES = "lowering.epilogues"
@@ -36,7 +36,7 @@ class EpilogueSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Update:
+class EpilogueUpdate:
     """New rows that go to a cache. In memory they lie as CacheUpdate has them; how many there are to a batch is a
     dimension of theirs (row_axis)."""
 
@@ -70,19 +70,19 @@ class FusedEpilogue:
 
     rows: tirx.Buffer
     stages: list[Stage]
-    update: Update | None
+    update: EpilogueUpdate | None
 
 
 def to_json(epilogues: Sequence[EpilogueSpec]) -> str:
     return json.dumps([asdict(epilogue) for epilogue in epilogues])
 
 
-def cut_epilogues(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[FusedEpilogue]] | None:
+def read_epilogues(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[FusedEpilogue]] | None:
     """The parts of the matmuls, and the epilogues, of a function that has some; None of any other."""
     if func.attrs is None or EPILOGUES not in func.attrs:
         return None
     specs = [EpilogueSpec(**each) for each in json.loads(str(func.attrs[EPILOGUES]))]
-    parts = cut_parts(_without_updates(func, sum(bool(spec.update) for spec in specs)))
+    parts = split_segments(_without_updates(func, sum(bool(spec.update) for spec in specs)))
     if parts is None:
         return None
     first = len(parts) - sum(spec.has_stages for spec in specs)
@@ -104,4 +104,6 @@ def _epilogue(func: tirx.PrimFunc, spec: EpilogueSpec, stages: list[Stage]) -> F
         return FusedEpilogue(rows, stages, None)
     indices = params[spec.indices] if spec.indices >= 0 else None
     made = stages[-1].output if stages else rows
-    return FusedEpilogue(rows, stages, Update(CacheUpdate.from_json(spec.update), made, params[spec.cache], indices))
+    return FusedEpilogue(
+        rows, stages, EpilogueUpdate(CacheUpdate.from_json(spec.update), made, params[spec.cache], indices)
+    )

@@ -11,8 +11,8 @@ from tvm.ir import prim
 from lowering.tensorir.expressions import Expr, loads, substitute, uses
 
 from ..half_precision import HALF
-from .codes import Codes, read_codes
-from .stages import Axis, Stage, same_axes
+from .quantized_weights import WeightQuantization, read_quantization
+from .stages import Axis, Stage, has_same_axes
 
 MATMULS = "lowering.matmuls"
 """Attribute of a function whose matmuls of float32 are computed otherwise than in float32: "tf32" or "3xtf32", where
@@ -21,7 +21,7 @@ the target can (schedules/cuda/tensor_types.py)."""
 WEIGHTS = "lowering.weights"
 """Of a function: the numbers of its parameters that are weights of the model, which no kernel writes."""
 
-_SUMS = ("float32", "float64", "int32", *HALF)
+_ACCUMULATOR_TYPES = ("float32", "float64", "int32", *HALF)
 _TYPES = {"float64": ("float64",), "float32": ("float32", *HALF), "int32": ("uint8", "int8")}
 """Of operands, by the type of the sums."""
 
@@ -42,7 +42,7 @@ class Matmul:
     rows: tuple[Axis, ...]
     j: Axis
     k: Axis
-    codes: Codes | None = None
+    quantization: WeightQuantization | None = None
     selector: ir.TensorLoad | None = None
 
     @property
@@ -52,12 +52,16 @@ class Matmul:
 
     def sources(self) -> list[tirx.Buffer]:
         """The tensors whose elements are multiplied and scaled."""
-        parts = [self.a, self.b, *((self.codes.scale, self.codes.zero) if self.codes is not None else ())]
+        parts = [
+            self.a,
+            self.b,
+            *((self.quantization.scale, self.quantization.zero) if self.quantization is not None else ()),
+        ]
         return [load.source for load in parts if load is not None]
 
 
 @dataclass(frozen=True)
-class Group:
+class MatmulGroup:
     """Matmuls with the same axes whose sums are read together, and the outputs that are made of them."""
 
     matmuls: tuple[Matmul, ...]
@@ -77,12 +81,12 @@ def read_matmul(stage: Stage) -> Matmul | None:
     total, term = (value.a, value.b) if isinstance(value.b, prim.Mul) else (value.b, value.a)
     if not isinstance(term, prim.Mul) or not isinstance(total, ir.TensorLoad):
         return None
-    if not total.source.same_as(stage.output) or stage.output.dtype not in _SUMS:
+    if not total.source.same_as(stage.output) or stage.output.dtype not in _ACCUMULATOR_TYPES:
         return None
     k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
     left, right = sorted((term.a, term.b), key=lambda operand: uses(operand, {j.var}))
     selector = _selector(right, outer)
-    codes = read_codes(right, j, k)
+    codes = read_quantization(right, j, k)
     acc = _acc(stage)
     a, b = _operand(left, acc), codes.load if codes is not None else _operand(right, acc, selector)
     if a is None or b is None or (codes is not None and acc != "float32"):
@@ -98,7 +102,7 @@ def read_matmul(stage: Stage) -> Matmul | None:
     return Matmul(stage, a, b, batch, rows, j, k, codes, selector)
 
 
-def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group] | None:
+def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[MatmulGroup] | None:
     """The matmuls among the stages, those whose sums meet in one group; None where the stages are anything else.
 
     In whatever order they stand: matmuls are of parameters, and what reads their sums, or what was made of them, does
@@ -121,18 +125,18 @@ def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group
             return None
         if own:
             made[stage.output] = set().union(*(made[node.source] for node in own))
-            if not all(same_axes(stage, matmuls[n].stage) for n in made[stage.output]):
+            if not all(has_same_axes(stage, matmuls[n].stage) for n in made[stage.output]):
                 return None
         elif stage.output in parameters:
             alone.append(stage)
     groups = _joined(list(made.values()))
     outputs = [[buffer for buffer in made if buffer in parameters and made[buffer] <= group] for group in groups]
     for stage in alone:
-        place = next((n for n, group in enumerate(groups) if same_axes(stage, matmuls[min(group)].stage)), None)
+        place = next((n for n, group in enumerate(groups) if has_same_axes(stage, matmuls[min(group)].stage)), None)
         if place is None:
             return None
         outputs[place].append(stage.output)
-    found = [Group(_aligned([matmuls[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
+    found = [MatmulGroup(_aligned([matmuls[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
     kinds = {(p.acc, None if p.selector is None else p.selector.source) for p in matmuls}
     return found if len(kinds) == 1 and all(group.outputs and _alike(group.matmuls) for group in found) else None
 

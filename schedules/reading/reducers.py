@@ -57,7 +57,7 @@ def _extreme(value: prim.Select) -> tuple[Combine, Expr, Expr] | None:
     same = ((value.true_value, a), (inner.true_value, a), (inner.false_value, b))
     if not is_nan or not all(prim.expr_deep_equal(x, y) for x, y in same):
         return None
-    return (largest if isinstance(value.condition, prim.GT) else smallest), a, b
+    return (combine_largest if isinstance(value.condition, prim.GT) else combine_smallest), a, b
 
 
 def _is_nan(condition: Expr, x: Expr) -> bool:
@@ -66,11 +66,11 @@ def _is_nan(condition: Expr, x: Expr) -> bool:
     return call and prim.expr_deep_equal(condition.args[0], x)
 
 
-def largest(a: Expr, b: Expr) -> Expr:
+def combine_largest(a: Expr, b: Expr) -> Expr:
     """The larger of two, NaN if either is. (a <= a is what TVM's simplifier leaves of a being a number.)"""
     return tirx.Select(a > b, a, tirx.Select(a <= a, b, a))
 
 
-def smallest(a: Expr, b: Expr) -> Expr:
+def combine_smallest(a: Expr, b: Expr) -> Expr:
     """The smaller of two, NaN if either is."""
     return tirx.Select(a < b, a, tirx.Select(a <= a, b, a))

@@ -15,7 +15,7 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import Expr, is_int, rewrite, walk
 
-from .matmul import Group, Matmul
+from .matmul import Matmul, MatmulGroup
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Selection:
         """Return the number of a matrix for what is read of the table, int64."""
         return tirx.max(tirx.min(number, tirx.const(self.count - 1, "int64")), tirx.const(0, "int64"))
 
-    def apply(self, group: Group) -> Group:
+    def apply(self, group: MatmulGroup) -> MatmulGroup:
         """Return the matmuls of the rows of one matrix: what was their batch are their rows."""
         return dataclasses.replace(group, matmuls=tuple(map(self._apply, group.matmuls)))
 
     def _apply(self, matmul: Matmul) -> Matmul:
-        codes = matmul.codes
+        codes = matmul.quantization
         if codes is not None:
             zero = None if codes.zero is None else self._select(codes.zero)
             codes = dataclasses.replace(
                 codes, load=self._select(codes.load), scale=self._select(codes.scale), zero=zero
             )
         return dataclasses.replace(
-            matmul, b=self._select(matmul.b), batch=(), rows=matmul.batch, codes=codes, selector=None
+            matmul, b=self._select(matmul.b), batch=(), rows=matmul.batch, quantization=codes, selector=None
         )
 
     def _select(self, load: ir.TensorLoad) -> ir.TensorLoad:
@@ -52,14 +52,14 @@ class Selection:
         return rewrite(load, replace)
 
 
-def read_selection(groups: Sequence[Group]) -> Selection | None:
+def read_selection(groups: Sequence[MatmulGroup]) -> Selection | None:
     """Return how rows choose their matrices, in all matmuls alike; None where they do not."""
     first = groups[0].matmuls[0]
     if first.selector is None:
         return None
     table = first.selector.source
     matmuls = [matmul for group in groups for matmul in group.matmuls]
-    codes = [matmul.codes for matmul in matmuls if matmul.codes is not None]
+    codes = [matmul.quantization for matmul in matmuls if matmul.quantization is not None]
     loads = [*(p.b for p in matmuls), *(load for c in codes for load in (c.load, c.scale, c.zero) if load is not None)]
     indices = (index for load in loads for index in load.indices)
     counts = {n for index in indices for node in walk(index) if (n := _count(node, table)) is not None}

@@ -15,7 +15,7 @@ from .stages import Stage
 Read = tuple[tirx.Buffer, list[Expr]]
 
 
-def shared_rank(kept: list[Stage], stages: list[Stage]) -> int:
+def count_shared_axes(kept: list[Stage], stages: list[Stage]) -> int:
     """How many leading axes the kept stages share.
 
     They have equal extents there, and read each other's output at their own point, also by way of stages that are not
@@ -56,7 +56,7 @@ def _add(found: list[Read], more: Iterable[Read]) -> None:
             found.append((buffer, indices))
 
 
-def runs_across(stage: Stage, rank: int) -> bool:
+def is_contiguous_across(stage: Stage, rank: int) -> bool:
     """Whether the inputs of a reduction are contiguous along axis rank - 1, and not along what it reduces.
 
     Then that axis is better part of the row: vectors along it, and a partial result for each of its elements.
@@ -73,6 +73,6 @@ def _stride(node: ir.TensorLoad, var: tirx.Var) -> int | None:
     return step.value if isinstance(step, tirx.IntImm) else None
 
 
-def several(stage: Stage, rank: int) -> bool:
+def has_many_elements(stage: Stage, rank: int) -> bool:
     """Whether the stage has more than one element per row."""
     return not all(is_int(axis.extent, 1) for axis in stage.axes[rank:])

@@ -51,7 +51,7 @@ class Stage:
         return substitute(self.value, dict(zip(self.indices, point)))
 
 
-def volume(axes: Sequence[Axis]) -> Expr:
+def count_points(axes: Sequence[Axis]) -> Expr:
     """Points of a rectangle."""
     size: Expr = tirx.const(1, "int64")
     for axis in axes:
@@ -71,7 +71,7 @@ def unravel(index: Expr, axes: Sequence[Axis], hold: Callable[[Expr], Expr] = la
     return [index, *reversed(point)] if axes else []
 
 
-def same_axes(a: Stage, b: Stage) -> bool:
+def has_same_axes(a: Stage, b: Stage) -> bool:
     """Whether two stages have the same rectangle."""
     return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
 
@@ -123,7 +123,7 @@ def _read_stage(nest: tirx.Stmt) -> Stage | None:
     return Stage(block.buffer, tuple(axes), reduce, block.init, block.value)
 
 
-def renamed(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Expr:
+def replace_symbols(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Expr:
     """`expr` of other tensors and variables."""
 
     def replaced(node: Expr) -> Expr | None:
@@ -135,12 +135,12 @@ def renamed(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Map
     return rewrite(expr, replaced)
 
 
-Behind = Callable[[Callable[[tirx.Buffer], tirx.Buffer]], None]
+EmitTrailing = Callable[[Callable[[tirx.Buffer], tirx.Buffer]], None]
 """Writes blocks, given the function's tensor for each that stages know."""
 
 
 def write_stages(
-    stages: Sequence[Stage], params: Sequence[tirx.Var], behind: Behind = lambda own: None
+    stages: Sequence[Stage], params: Sequence[tirx.Var], emit_trailing: EmitTrailing = lambda own: None
 ) -> tirx.PrimFunc:
     """The inverse: a function of these parameters, tensors and integers, that computes the stages one after the other,
     and does what stands behind them.
@@ -151,7 +151,7 @@ def write_stages(
     tensors: dict[tirx.Buffer, tirx.Buffer] = {}
 
     def own(expr: Expr) -> Expr:
-        return renamed(expr, tensors, symbols)
+        return replace_symbols(expr, tensors, symbols)
 
     def shape(buffer: tirx.Buffer) -> list[Expr]:
         for node in (n for extent in buffer.shape for n in walk(extent)):
@@ -181,5 +181,5 @@ def write_stages(
                     with T.init():
                         T.buffer_store(output, own(stage.init), place)
                 T.buffer_store(output, own(stage.value), place)
-        behind(tensors.__getitem__)
+        emit_trailing(tensors.__getitem__)
     return builder.get()

@@ -20,7 +20,7 @@ from lowering.tensorir.expressions import Expr, flatten_index, is_int, loads, re
 from lowering.tensorir.facts import Facts
 from lowering.tensorir.moves import BITS, constant_to_bits, find_moved_loads, is_reinterpreted, read_choice, to_bits
 
-from ..half_precision import is_half, narrow, rounded, widen
+from ..half_precision import is_half, narrow, round_to_half, widen
 from .stages import Stage
 
 _ZERO = tirx.const(0, "int64")
@@ -39,7 +39,7 @@ class Program:
         return [*(expr for _, expr in self.bindings), *self.results]
 
 
-Known = dict[tirx.Buffer, list[tuple[list[Expr], Expr]]]
+ComputedValues = dict[tirx.Buffer, list[tuple[list[Expr], Expr]]]
 """Values at hand: by buffer, the points at which it is known and what it is there."""
 
 
@@ -72,7 +72,7 @@ class Evaluator:
         self.stages = {stage.output: stage for stage in stages}
         self.views, self.expand = views, expand
         self.inputs = set(views)
-        self.moved = moved_outputs(stages, self.inputs)
+        self.moved = find_moved_outputs(stages, self.inputs)
 
     @staticmethod
     def of(stages: list[Stage], memory: Mapping[tirx.Buffer, tirx.Buffer], expand: Expand | None = None) -> Evaluator:
@@ -84,7 +84,7 @@ class Evaluator:
         self,
         wanted: list[Expr],
         facts: Facts,
-        known: Known | None = None,
+        known: ComputedValues | None = None,
         stored: Sequence[str] = (),
         rounds: bool = True,
     ) -> Program:
@@ -102,24 +102,24 @@ class Evaluator:
         types = [*stored, *("" for _ in wanted[len(stored) :])]
         return Program(writer.bindings, [writer.result(*each, rounds) for each in zip(wanted, types)])
 
-    def moves(self, expr: Expr) -> bool:
+    def may_move(self, expr: Expr) -> bool:
         """Whether a half-precision `expr` may be an element that is moved."""
         return any(load.source in self.moved | self.inputs for load in find_moved_loads(expr))
 
 
 class _Writer:
-    def __init__(self, evaluator: Evaluator, facts: Facts, known: Known) -> None:
+    def __init__(self, evaluator: Evaluator, facts: Facts, known: ComputedValues) -> None:
         self.evaluator = evaluator
         self.facts = facts
         self.known = known
-        self.known_bits: Known = {}
+        self.known_bits: ComputedValues = {}
         self.bindings: list[tuple[tirx.Var, Expr]] = []
 
     def result(self, expr: Expr, dtype: str, rounds: bool) -> Expr:
         """`expr` as it is stored; dtype is the type of the memory, or empty for a value that is not stored."""
         if not is_half(dtype):
             return self.lower(expr, bind=True)
-        if expr.ty == dtype and self.evaluator.moves(expr):
+        if expr.ty == dtype and self.evaluator.may_move(expr):
             bits = self.lower_bits(expr, bind=True)
             return tirx.reinterpret(dtype, self.bind("bits", bits)) if rounds else bits
         value = self.lower(expr, bind=True)
@@ -150,7 +150,7 @@ class _Writer:
     def cast(self, value: Expr, dtype: str, bind: bool) -> Expr:
         if is_half(dtype):
             value = self.cast(value, "float32", bind)
-            return rounded(self.bind("x", value) if bind else value, dtype)
+            return round_to_half(self.bind("x", value) if bind else value, dtype)
         if value.ty == "bool" and dtype != "bool":  # TVM's analysis of a bound vector stumbles over a comparison in it
             return prim.Select(value, tirx.const(1, dtype), tirx.const(0, dtype))
         return value if value.ty == dtype else prim.Cast(dtype, value)
@@ -180,11 +180,11 @@ class _Writer:
         condition = self.facts.simplify(self.lower(condition, bind))
         if is_int(condition, 1) or is_int(condition, 0):
             return lower(yes if is_int(condition, 1) else no, bind)
-        if self.harmless(yes, done) and self.harmless(no, done):
+        if self.is_harmless(yes, done) and self.is_harmless(no, done):
             return prim.Select(condition, lower(yes, bind), lower(no, bind))
         return tirx.if_then_else(condition, lower(yes, False), lower(no, False))
 
-    def harmless(self, expr: Expr, done: Sequence[ir.TensorLoad]) -> bool:
+    def is_harmless(self, expr: Expr, done: Sequence[ir.TensorLoad]) -> bool:
         """Whether evaluating `expr` can neither leave a buffer nor divide by zero, where such loads are done anyway."""
         for node in walk(expr):
             if isinstance(node, ir.TensorLoad) and not any(prim.expr_deep_equal(node, other) for other in done):
@@ -239,7 +239,7 @@ class _Writer:
                 return value
         if buffer in self.evaluator.views:
             view = self.evaluator.views[buffer]
-            return read(view.memory, self.position(view, buffer, indices))
+            return load_widened(view.memory, self.position(view, buffer, indices))
         value = self.lower(self.evaluator.stages[buffer].at(indices), bind)
         if not bind or isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm):
             return value
@@ -255,7 +255,7 @@ class _Writer:
         return var
 
 
-def moved_outputs(stages: Sequence[Stage], inputs: Iterable[tirx.Buffer]) -> set[tirx.Buffer]:
+def find_moved_outputs(stages: Sequence[Stage], inputs: Iterable[tirx.Buffer]) -> set[tirx.Buffer]:
     """Outputs of half precision whose elements may be moved, from the inputs or from each other."""
     moved, given = set[tirx.Buffer](), set(inputs)
     for stage in stages:
@@ -265,7 +265,7 @@ def moved_outputs(stages: Sequence[Stage], inputs: Iterable[tirx.Buffer]) -> set
     return moved
 
 
-def scratch_type(output: tirx.Buffer, moved: Container[tirx.Buffer]) -> str:
+def choose_scratch_dtype(output: tirx.Buffer, moved: Container[tirx.Buffer]) -> str:
     """The type in which the elements of a stage's output are kept inside a kernel; moved ones keep their bits."""
     return "float32" if is_half(output.dtype) and output not in moved else output.dtype
 
@@ -282,7 +282,7 @@ def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
     return T.decl_buffer((Analyzer().simplify(size),), buffer.dtype, data=buffer.data, layout=None)
 
 
-def read(memory: tirx.Buffer, position: Expr) -> Expr:
+def load_widened(memory: tirx.Buffer, position: Expr) -> Expr:
     """An element, in float32 if it is half precision."""
     value = tirx.BufferLoad(memory, [position])
     return widen(value) if is_half(memory.dtype) else value

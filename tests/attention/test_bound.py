@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.problem import AttentionProblem, Mask, Window
 
 LANES, TILE = 4, 3
@@ -50,12 +50,12 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("probe")
         handles = [T.arg(name, T.handle()) for name in ("visible", "ranges")]
-        bound = Bound(p)
+        bound = BoundAttention(p)
         visible = T.match_buffer(handles[0], [2, bound.B, HEADS, bound.S, bound.T], "int32", align=4)
         ranges = T.match_buffer(handles[1], [bound.B, bound.S, 2, 6], "int64", align=8)
 
         def store_lanes(way: int, b: Any, h: Any, i: Any, j: Any) -> None:
-            seen = T.bind(T.Select(bound.visible(b, h, i, j), one, zero))
+            seen = T.bind(T.Select(bound.is_visible(b, h, i, j), one, zero))
             for lane in range(LANES):
                 at = [tirx.Shuffle([x], [lane]) if x.ty.dtype.lanes > 1 else x for x in (i, j)]
                 with T.If(tirx.all(at[0] < bound.S, at[1] < bound.T)), T.Then():
@@ -64,13 +64,17 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
         with T.serial(bound.B) as b:
             with T.serial(bound.S) as i:
                 tile = (b, i, i + TILE)
-                found = bound.keys.of_tile(*tile), bound.keys.of_all(*tile), bound.keys.of_row(b, i)
+                found = (
+                    bound.keys.compute_tile_ranges(*tile),
+                    bound.keys.compute_common_ranges(*tile),
+                    bound.keys.compute_row_ranges(b, i),
+                )
                 for n, ends in enumerate(zip(*found)):
                     for k, end in enumerate(end for pair in ends for end in pair):
                         T.buffer_store(ranges, end, [b, i, n, k])
             with T.serial(HEADS) as h:
                 with T.serial(bound.S) as i, T.serial(bound.T) as j:
-                    T.buffer_store(visible, T.Select(bound.visible(b, h, i, j), 1, 0), [0, b, h, i, j])
+                    T.buffer_store(visible, T.Select(bound.is_visible(b, h, i, j), 1, 0), [0, b, h, i, j])
                 with T.serial(bound.S) as i, T.serial((bound.T + LANES - 1) // LANES) as j:
                     store_lanes(1, b, h, i, T.ramp(j * LANES, 1, LANES))
     return tvm.compile(tvm.IRModule({"probe": builder.get()}), target=TARGET)

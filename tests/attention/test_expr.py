@@ -26,7 +26,7 @@ KEYS = SIZES["j"]
 
 
 def of(value: tirx.Expr, indices: list[tirx.Var], sizes: list[tirx.Var], tables: list[tirx.Buffer]) -> Formula:
-    return Formula.of(value, indices, sizes, tables, short=False)[0]
+    return Formula.from_tir(value, indices, sizes, tables, short=False)[0]
 
 
 def test_names_and_order_of_parameters_make_no_difference() -> None:
@@ -124,7 +124,7 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
         scalars = {name: T.arg(name, T.int64()) for name in formula.scalars()}
         scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))
         low, high = (T.match_buffer(T.arg(f"end_{k}", T.handle()), (*shape[:2], 2), dtype) for k in range(2))
-        bound = BoundExpr(formula.value, tables, scalars, of_vectors=of_vectors)
+        bound = BoundExpr(formula.value, tables, scalars, emit_vector_call=of_vectors)
         with T.serial(T.int64(shape[0])) as b, T.serial(T.int64(shape[1])) as h:
             with T.serial(T.int64(shape[2])) as i:
                 with T.serial(T.int64(shape[3])) as j:
@@ -141,7 +141,7 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
             for part in range(2):
                 first = part * shape[3] // 2
                 tile = (T.int64(first), T.int64(first + shape[3] // 2 - 1))
-                ends = bound.extremes(b, h, (T.int64(0), T.int64(shape[2] - 1)), tile)
+                ends = bound.compute_interval(b, h, (T.int64(0), T.int64(shape[2] - 1)), tile)
                 limits = (-128, 127) if dtype == "int8" else (float("-inf"), float("inf"))
                 for buffer, k in ((low, 0), (high, 1)):
                     value = tirx.const(limits[k], dtype) if ends is None else ends[k].astype(dtype)
@@ -153,8 +153,8 @@ def test_a_mask_and_a_change_of_scores_have_names_of_their_own() -> None:
     b, h, i, j, s, size = (
         tirx.Var(name, "float32" if name == "s" else "int64") for name in ("b", "h", "i", "j", "s", "n")
     )
-    mask, _ = Formula.of(j < size, (b, h, i, j), [size], [])
-    change, read = Formula.of(tirx.Select(j < size, s, -s), (b, h, i, j, s), [size], [])
+    mask, _ = Formula.from_tir(j < size, (b, h, i, j), [size], [])
+    change, read = Formula.from_tir(tirx.Select(j < size, s, -s), (b, h, i, j, s), [size], [])
     assert mask.names() == ("size_0",) and change.names() == ("score_size_0",) and read == {"score_size_0": size}
     types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
     problem = AttentionProblem(1, 1, 1, 1, 1, 8, 8, **types, scale=1.0, mask=mask, score=change)

@@ -14,7 +14,7 @@ from attention_cases import TARGET, Case, arrays, check, made, run
 from record_cases import ON_CPU, PAGE, page
 
 import schedules
-from lowering.attention.plain import plain
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem
 
 Make = Callable[[AttentionProblem], tvm.IRModule]
@@ -27,11 +27,11 @@ FOUND = {
 
 
 def plain_module(problem: AttentionProblem) -> tvm.IRModule:
-    return tvm.IRModule({"attention": plain(problem)})
+    return tvm.IRModule({"attention": build_plain_attention(problem)})
 
 
 def scheduled_module(problem: AttentionProblem) -> tvm.IRModule:
-    return schedules.apply(plain_module(problem), TARGET)
+    return schedules.apply_schedules(plain_module(problem), TARGET)
 
 
 def sweep(make: Make, seeds: Iterable[int]) -> None:

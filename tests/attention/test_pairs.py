@@ -14,8 +14,8 @@ from placed_arrays import borrow
 from lowering.attention.cache_layout import Pages
 from lowering.attention.pairs import count_pairs
 from lowering.attention.problem import AttentionProblem
-from lowering.attention.reference import dense, scores
-from lowering.attention.scores import HIDDEN
+from lowering.attention.reference import compute_scores, read_dense_inputs
+from lowering.attention.scores import HIDDEN_BIAS
 from lowering.passes.guard_divisions import guard_divisions
 
 
@@ -31,22 +31,22 @@ def test_counts(calls: list[Case]) -> None:
         tensors = {name: x if isinstance(x, int) else borrow(x) for name, x in given.items()}
         counts = np.full(2, -1)
         module["count_pairs"](*(tensors[name] for name in p.parameters()), borrow(counts))
-        seen = bias(p, case, inputs) > HIDDEN
+        seen = bias(p, case, inputs) > HIDDEN_BIAS
         assert counts[0] == seen.sum()
-        before_mask = bias(dataclasses.replace(p, mask=None), case, inputs) > HIDDEN
+        before_mask = bias(dataclasses.replace(p, mask=None), case, inputs) > HIDDEN_BIAS
         needed = before_mask.any(axis=(1, 2)).sum() * p.kv_heads
         assert counts[1] <= slots(p, inputs) * p.kv_heads
-        if p.mask is None and p.window is None and case.q_len and not p.packed:
+        if p.mask is None and p.window is None and case.q_len and not p.is_ragged:
             assert counts[1] == slots(p, inputs) * p.kv_heads - needed
 
 
 def slots(p: AttentionProblem, inputs: dict[str, np.ndarray]) -> int:
     """How many keys the cache has room for."""
-    shape = inputs["kv" if p.layout.joint else "k"].shape
+    shape = inputs["kv" if p.layout.is_joint else "k"].shape
     count = math.prod(size for axis, size in zip(p.layout.axes, shape) if axis in "btpl")
     return count // 2 if isinstance(p.layout.slots, Pages) and p.layout.slots.apart else count
 
 
 def bias(p: AttentionProblem, case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
     """What is added to each score, -inf where a key is hidden: [B, Hq, S, T]."""
-    return scores(p, dense(p, inputs), inputs).bias
+    return compute_scores(p, read_dense_inputs(p, inputs), inputs).bias

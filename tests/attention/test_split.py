@@ -12,8 +12,8 @@ from tvm import tirx
 
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.expr.node import INDICES, Expr
-from lowering.attention.expr.read import read
-from lowering.attention.split import Split, split
+from lowering.attention.expr.read import read_expr
+from lowering.attention.score_mod_split import ScoreModSplit, split_score_mod
 
 B, H, I, J = (tirx.Var(name, "int64") for name in "bhij")
 S = tirx.Var("s", "float32")
@@ -67,10 +67,10 @@ CASES: dict[str, tuple[Callable[[], tvm.ir.Expr], tuple[float, bool, str]]] = {
 }
 
 
-def whole(parts: Split, s: np.ndarray, at: Callable[[Expr, np.ndarray], np.ndarray]) -> np.ndarray:
+def whole(parts: ScoreModSplit, s: np.ndarray, at: Callable[[Expr, np.ndarray], np.ndarray]) -> np.ndarray:
     """The new scores that the parts make."""
     s = parts.softcap * np.tanh(s / parts.softcap) if parts.softcap else s
-    s = s if parts.change is None else at(parts.change, s)
+    s = s if parts.score_mod is None else at(parts.score_mod, s)
     mask = np.float32(0) if parts.mask is None else at(parts.mask, s)
     return np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask
 
@@ -78,9 +78,9 @@ def whole(parts: Split, s: np.ndarray, at: Callable[[Expr, np.ndarray], np.ndarr
 @pytest.mark.parametrize("name", CASES)
 def test_parts_make_the_whole(name: str) -> None:
     make, wanted = CASES[name]
-    value = read(make(), [B, H, I, J, S], [], [BY_KEY, BY_DISTANCE, BY_PAIR])
-    parts = split(value)
-    assert (parts.softcap, parts.change is not None, "" if parts.mask is None else parts.mask.dtype) == wanted
+    value = read_expr(make(), [B, H, I, J, S], [], [BY_KEY, BY_DISTANCE, BY_PAIR])
+    parts = split_score_mod(value)
+    assert (parts.softcap, parts.score_mod is not None, "" if parts.mask is None else parts.mask.dtype) == wanted
     assert parts.mask is None or all(node.value != "s" for node in parts.mask.walk())
     rng = np.random.default_rng(0)
     tables = {"table_0": np.array([0, -np.inf, 0, 1, -1e5, 0], "f")}

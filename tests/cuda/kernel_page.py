@@ -18,7 +18,7 @@ from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, problem
 from test_matmul_on_gpus import AUDITED, first_variant
 from test_tf32 import AUDITED as IN_TF32
 
-from lowering.attention.cache_layout import CacheLayout, Codec
+from lowering.attention.cache_layout import CacheLayout, KvQuantization
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 
@@ -115,15 +115,15 @@ it. A tile of decoding is a warp's own.
 | target | head_dim | codes | kernel | tiles | registers | spilt | HMMA | LDSM | LDGSTS | LDS | STS | instructions |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
-CODECS: dict[str, Callable[[int], Codec]] = {
-    "int8": lambda dim: Codec("int8", 0),
-    "float8": lambda dim: Codec("float8_e4m3fn", 0),
-    "int8, a scale for each token": lambda dim: Codec("int8", dim),
+CODECS: dict[str, Callable[[int], KvQuantization]] = {
+    "int8": lambda dim: KvQuantization("int8", 0),
+    "float8": lambda dim: KvQuantization("float8_e4m3fn", 0),
+    "int8, a scale for each token": lambda dim: KvQuantization("int8", dim),
 }
 
 
 def coded_rows(arch: str, dim: int, name: str) -> str:
-    p = replace(problem(dim, causal=True), layout=CacheLayout(codec=CODECS[name](dim)))
+    p = replace(problem(dim, causal=True), layout=CacheLayout(quantization=CODECS[name](dim)))
     func, tiles = prefill(p, arch)
     few = DecodeTiles.default(p, DEVICES[arch])
     lines = []

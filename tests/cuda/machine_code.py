@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.target import cubin
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
@@ -119,9 +119,9 @@ def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | W
     gpu = DEVICES[arch]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        bound = Bound(p, scope="local")
+        bound = BoundAttention(p, scope="local")
         tiles: MmaTiles | WgmmaTiles
-        if gpu.generation == 90 and p.dense:
+        if gpu.generation == 90 and p.is_dense:
             tiles = WgmmaTiles.default(p, gpu)
             prefill_wgmma(bound, tiles, gpu)
         else:
@@ -135,7 +135,7 @@ def decode_alone(p: AttentionProblem, arch: str) -> tirx.PrimFunc:
     gpu = DEVICES[arch]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        decode(Bound(p, scope="local"), DecodeTiles.default(p, gpu), gpu)
+        decode(BoundAttention(p, scope="local"), DecodeTiles.default(p, gpu), gpu)
     return builder.get()
 
 

@@ -15,7 +15,7 @@ from tvm import tirx
 from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 
 Arrays = dict[str, Any]
 CAUSAL = Window(right=0)
@@ -39,7 +39,7 @@ def formula() -> Formula:
     b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
     shown = tirx.any(table[i].equal(table[j]), j < size)
-    return Formula.of(shown, (b, h, i, j), [size], [table], short=False)[0]
+    return Formula.from_tir(shown, (b, h, i, j), [size], [table], short=False)[0]
 
 
 def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
@@ -87,7 +87,7 @@ def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarra
         table = inputs["table_0"]
         shown = ((table[i] == table[j]) | (j < inputs["size_0"]))[None, None]
         inputs = {name: inputs[name] for name in "qkv"} | {"mask": shown}
-    found = reference(p, **inputs)
+    found = compute_reference(p, **inputs)
     return found["y"], found.get("lse")
 
 

@@ -45,7 +45,9 @@ def function(dtype: str, sizes: tuple[int | str, ...], kind: str) -> tuple[Varia
         result = topi.add(topi.multiply(topi.exp(wide), topi.cast(gain, "float32")), wide)
     given = [x, gain] if kind in ("norm", "chain") else [x]
     func = te.create_prim_func([*given, topi.cast(result, dtype)])
-    rule, variants = schedules.variants(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or (
+    rule, variants = schedules.find_variants(
+        func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
+    ) or (
         "",
         [],
     )
@@ -130,7 +132,7 @@ def test_halves_of_a_rotated_head_are_read_in_pieces_of_16_bytes() -> None:
         return x(i, j) + x(i, j + tirx.Select(j < 32, *step)) * table(i, j % 32)
 
     func = te.create_prim_func([x, table, te.compute(n, rotated)])
-    rule, (variant,) = schedules.variants(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"})) or ("", [])
+    rule, (variant,) = schedules.find_variants(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"})) or ("", [])
     assert rule == "elementwise"
     assert global_accesses(variant.make(), "sm_80") == {("LDG", 128): 3, ("STG", 128): 1}
     rng = np.random.default_rng(0)

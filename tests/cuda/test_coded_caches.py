@@ -20,9 +20,9 @@ from sampled import sampled
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.cache_layout import CacheLayout, Codec, CodeType, Pages
+from lowering.attention.cache_layout import CacheLayout, KvQuantization, Pages, QuantizedType
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from schedules.cuda.attention import attention, attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -33,7 +33,7 @@ from schedules.cuda.quantized_kv import quantized_chunk_bytes
 ARCHS = ("sm_80", "sm_90a")
 """Which expand float8 in their own ways."""
 HALF = ("float16", "bfloat16")
-CODES: tuple[CodeType, ...] = ("int8", "float8_e4m3fn", "int4")
+CODES: tuple[QuantizedType, ...] = ("int8", "float8_e4m3fn", "int4")
 FLOAT8, TOKENS, LARGE = CODES[1], "int8 of tokens", "float8, large heads"
 PAGED: dict[str, Any] = {
     "row_axes": "thd",
@@ -41,17 +41,20 @@ PAGED: dict[str, Any] = {
     "window": Window(right=0, offset="lengths"),
     "layout": CacheLayout("phtd", Pages(16, "page", apart=True)),
 }
-KINDS: dict[str, tuple[Codec, dict[str, Any]]] = {
-    "int8": (Codec("int8", 0), {"q_heads": 6, "window": Window(right=0, offset="past")}),
-    "int8 of channels": (Codec("int8", 0, channels=True), {"v_head_dim": 40, "scale": None, "sink": True}),
-    "int8 of groups, in pages": (Codec("int8", 8, "float16"), {"head_dim": 80, **PAGED}),
-    TOKENS: (Codec("int8", 64), {"dtype": "bfloat16", "mask": Mask("bool", (1, 1, None, None))}),
-    "float8, in pages": (Codec(FLOAT8, 0), {"dtype": "bfloat16", "head_dim": 128, **PAGED}),
-    "float8 of channels": (Codec(FLOAT8, 0, channels=True), {"softcap": 5.0, "head_dim": 96, "v_head_dim": 72}),
-    "float8 of tokens": (Codec(FLOAT8, 32), {"head_dim": 32, "row_axes": "bte", "layout": CacheLayout("bte")}),
-    LARGE: (Codec(FLOAT8, 0), {"head_dim": 256, "kv_heads": 1, "window": Window(20, 0, "past")}),
-    "int4": (Codec("int4", 0), {"dtype": "bfloat16", "head_dim": 16, "v_head_dim": 24}),
-    "int4 of channels, in pages": (Codec("int4", 0, channels=True), PAGED),
+KINDS: dict[str, tuple[KvQuantization, dict[str, Any]]] = {
+    "int8": (KvQuantization("int8", 0), {"q_heads": 6, "window": Window(right=0, offset="past")}),
+    "int8 of channels": (KvQuantization("int8", 0, channels=True), {"v_head_dim": 40, "scale": None, "sink": True}),
+    "int8 of groups, in pages": (KvQuantization("int8", 8, "float16"), {"head_dim": 80, **PAGED}),
+    TOKENS: (KvQuantization("int8", 64), {"dtype": "bfloat16", "mask": Mask("bool", (1, 1, None, None))}),
+    "float8, in pages": (KvQuantization(FLOAT8, 0), {"dtype": "bfloat16", "head_dim": 128, **PAGED}),
+    "float8 of channels": (
+        KvQuantization(FLOAT8, 0, channels=True),
+        {"softcap": 5.0, "head_dim": 96, "v_head_dim": 72},
+    ),
+    "float8 of tokens": (KvQuantization(FLOAT8, 32), {"head_dim": 32, "row_axes": "bte", "layout": CacheLayout("bte")}),
+    LARGE: (KvQuantization(FLOAT8, 0), {"head_dim": 256, "kv_heads": 1, "window": Window(20, 0, "past")}),
+    "int4": (KvQuantization("int4", 0), {"dtype": "bfloat16", "head_dim": 16, "v_head_dim": 24}),
+    "int4 of channels, in pages": (KvQuantization("int4", 0, channels=True), PAGED),
 }
 SIZES = [(1, 2, 45), (2, 37, 150)]
 
@@ -65,7 +68,7 @@ def problem(name: str) -> AttentionProblem:
         "v_dtype": values["dtype"],
         "scale": values["head_dim"] ** -0.5,
     }
-    layout = dataclasses.replace(values.get("layout", CacheLayout()), codec=codec)
+    layout = dataclasses.replace(values.get("layout", CacheLayout()), quantization=codec)
     sizes: dict[str, Any] = {"batch": None, "q_len": None, "kv_len": None, "acc_dtype": "float32", "lse": True}
     return AttentionProblem(**sizes | derived | values | {"layout": layout})
 
@@ -120,18 +123,18 @@ def test_what_is_hidden_does_not_leak(name: str, array: str, key: int, q_len: in
     inputs[array][:, :, key, :1] = np.nan
     if "mask" in inputs:
         inputs["mask"][:, :, :, key] = np.arange(q_len) % 3 > 0
-    found, want = call(kernels("sm_80", name), case, inputs), reference(case.problem, **inputs)["y"]
+    found, want = call(kernels("sm_80", name), case, inputs), compute_reference(case.problem, **inputs)["y"]
     hidden = np.isfinite(want).all((0, 1, 3))
     assert hidden.any() and (q_len == 2 or not hidden.all())
     check(case, inputs, found, float(ml_dtypes.finfo(case.problem.dtype).eps))
     assert (np.isnan(want) == np.isnan(found["y"].astype(np.float64))).all()
 
 
-def of_all_codes(code: CodeType, dtype: str) -> AttentionProblem:
+def of_all_codes(code: QuantizedType, dtype: str) -> AttentionProblem:
     """One head of 256 elements."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "kv_len": 1, "q_heads": 1, "kv_heads": 1}
     types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
-    layout = CacheLayout(codec=Codec(code, 0))
+    layout = CacheLayout(quantization=KvQuantization(code, 0))
     return AttentionProblem(**sizes, **types, head_dim=256, v_head_dim=256, scale=1.0, layout=layout)
 
 
@@ -145,7 +148,7 @@ def kernels_of_all_codes(arch: str) -> emulated.Module:
 
 @pytest.mark.parametrize("arch", [ARCHS[0], pytest.param(ARCHS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("code", "dtype"), list(itertools.product(CODES, HALF)))
-def test_every_code_is_its_number(code: CodeType, dtype: str, arch: str) -> None:
+def test_every_code_is_its_number(code: QuantizedType, dtype: str, arch: str) -> None:
     """Attention to one key is its value, whose elements are each of the 256 bytes."""
     p, bytes_ = of_all_codes(code, dtype), np.arange(256, dtype=np.uint8)
     rows = bytes_.reshape(-1, p.head_dim // p.layout.packing)
@@ -172,8 +175,8 @@ def test_what_tensor_cores_do_not_take_is_served_by_rows() -> None:
 
     p = problem("int8")
     assert variants(p) == ["mma", "rows"]
-    codecs = Codec("int8", 4), Codec("int8", 32, "float16"), Codec("int8", 64, "float16")
-    assert [can_prefill(dataclasses.replace(p, layout=CacheLayout(codec=codec))) for codec in codecs] == [
+    codecs = KvQuantization("int8", 4), KvQuantization("int8", 32, "float16"), KvQuantization("int8", 64, "float16")
+    assert [can_prefill(dataclasses.replace(p, layout=CacheLayout(quantization=codec))) for codec in codecs] == [
         False,
         True,
         False,
@@ -206,8 +209,8 @@ def coded(head_dim: int, name: str, causal: bool) -> AttentionProblem:
     p, (codec, _) = prefill_problem(head_dim, causal), KINDS[name]
     codec = dataclasses.replace(codec, group=head_dim if codec.group > 8 else codec.group)
     if "pages" not in name:
-        return dataclasses.replace(p, layout=CacheLayout(codec=codec))
-    paged: dict[str, Any] = {**PAGED, "layout": dataclasses.replace(PAGED["layout"], codec=codec)}
+        return dataclasses.replace(p, layout=CacheLayout(quantization=codec))
+    paged: dict[str, Any] = {**PAGED, "layout": dataclasses.replace(PAGED["layout"], quantization=codec)}
     return dataclasses.replace(p, **paged)
 
 

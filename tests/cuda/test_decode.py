@@ -15,7 +15,7 @@ from tvm import tirx
 from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -44,7 +44,7 @@ def formula(dtype: str) -> Formula:
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
     shown = tirx.all(j <= i + size, table[j] != 0)
     value = shown if dtype == "bool" else tirx.Select(shown, tirx.const(0, dtype), tirx.const(LOWEST, dtype))
-    return Formula.of(value, (b, h, i, j), [size], [table], short=False)[0]
+    return Formula.from_tir(value, (b, h, i, j), [size], [table], short=False)[0]
 
 
 BF16 = {"dtype": "bfloat16", "v_dtype": "bfloat16"}
@@ -147,7 +147,7 @@ def check(name: str, inputs: Arrays, **how: Any) -> None:
     after = kernels().call(f"attention_{number}", [(inputs | outputs)[x] for x in names], **how)
     got = dict(zip(names, after))
     given = with_formula(p, inputs, q_len, kv_len)
-    found = reference(p, **given)
+    found = compute_reference(p, **given)
     want = found["y"]
     seen = np.isfinite(want)
     assert seen.any() or not want.size

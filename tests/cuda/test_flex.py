@@ -25,8 +25,8 @@ from mod_cases import Case
 
 import lowering
 from lowering.flex import masks, mods
-from lowering.flex.captured import specs_of
-from lowering.flex.problem import Problem, settings_of
+from lowering.flex.captured import read_array_specs
+from lowering.flex.problem import FlexProblem, build_settings
 
 TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
@@ -149,12 +149,12 @@ def in_blocks(mask: Callable[..., Any], states: np.ndarray, size: tuple[int, int
     return mod
 
 
-def problem(case: Case, kind: Kind, captures: dict[str, np.ndarray]) -> Problem:
-    (heads, kv_heads), (d, dv), specs = kind.heads, kind.widths, specs_of(captures)
-    settings = settings_of(case.score, case.mask, specs, kind.dtype, None, d, kind.blocks)
+def problem(case: Case, kind: Kind, captures: dict[str, np.ndarray]) -> FlexProblem:
+    (heads, kv_heads), (d, dv), specs = kind.heads, kind.widths, read_array_specs(captures)
+    settings = build_settings(case.score, case.mask, specs, kind.dtype, None, d, kind.blocks)
     q, k, v = ("batch", heads, "rows", d), ("batch", kv_heads, "keys", d), ("batch", kv_heads, "keys", dv)
     blocks = None if kind.blocks is None else (True, True)
-    return Problem(kind.dtype, q, k, v, settings, tuple(specs.items()), blocks, lse=True)
+    return FlexProblem(kind.dtype, q, k, v, settings, tuple(specs.items()), blocks, lse=True)
 
 
 def check(name: str, kind: Kind, lengths: list[tuple[int, int]], arch: str) -> None:

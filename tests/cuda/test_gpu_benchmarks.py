@@ -27,7 +27,7 @@ from benchmarks.gpu.host.memory import Host, Torch
 from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Program, Sizes, read
 from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from lowering.demo.decoder import DecoderConfig
 from lowering.manifest import WEIGHTS
 from lowering.target import resolve
@@ -94,7 +94,7 @@ def test_what_is_expected_is_the_reference(kernel: Kernel) -> None:
     p, memory = small(kernel), Host(0)
     arrays = attention.draw(p, TINY, memory, poison=True)
     right = attention.expected(p, arrays, memory)
-    want = reference(p, **{name: arrays[name] for name in p.inputs()})["y"]
+    want = compute_reference(p, **{name: arrays[name] for name in p.inputs()})["y"]
     np.testing.assert_allclose(right, want, rtol=1e-12, atol=1e-12)
     assert np.isfinite(want).all()
     hidden = np.isnan(arrays["k"].astype(np.float64)).any()
@@ -153,7 +153,7 @@ def test_pytorch_agrees(kernel: Kernel) -> None:
     poisoned = attention.draw(p, TINY, memory, poison=True)
     right = attention.expected(p, poisoned, memory)
     given = {name: poisoned[name].numpy() for name in p.parameters() if name != "y"}
-    np.testing.assert_allclose(right.numpy(), reference(p, **given)["y"], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(right.numpy(), compute_reference(p, **given)["y"], rtol=1e-12, atol=1e-12)
     if not p.softcap:
         arrays = attention.draw(p, TINY, memory, poison=False)
         sees = attention.expected(p, arrays, memory)

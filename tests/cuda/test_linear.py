@@ -11,7 +11,7 @@ import pytest
 import tvm
 from linear_cases import RULES, LinearCase, differences
 
-from lowering.attention.linear import LinearAttention, copying, in_place
+from lowering.attention.linear import LinearAttention, build_linear_attention, in_place
 from schedules.cuda.linear import linear
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
@@ -40,11 +40,11 @@ def drawn(seed: int) -> tuple[LinearCase, LinearAttention]:
 def kernels() -> emulated.Module:
     functions = {}
     for seed in SEEDS:
-        variants = linear(in_place(copying(drawn(seed)[1])), TARGET)
+        variants = linear(in_place(build_linear_attention(drawn(seed)[1])), TARGET)
         assert variants
         functions[f"linear_{seed}"] = variants[0].make()
     for seed in PACKED:
-        variants = linear(in_place(copying(replace(drawn(seed)[1], packed=True))), TARGET)
+        variants = linear(in_place(build_linear_attention(replace(drawn(seed)[1], packed=True))), TARGET)
         assert variants
         functions[f"packed_{seed}"] = variants[0].make()
     return emulated.module(functions, arch="sm_80")

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 from schedules.cuda.mask_prepass import MaskPrepass
@@ -55,7 +55,7 @@ def masked(name: str) -> AttentionProblem:
     shown, made = CASES[name]
     b, h, i, j, size = (tirx.Var(letter, "int64") for letter in ("b", "h", "i", "j", "size"))
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
-    formula, _ = Formula.of(made(shown(b, h, i, j, size, table)), (b, h, i, j), [size], [table])
+    formula, _ = Formula.from_tir(made(shown(b, h, i, j, size, table)), (b, h, i, j), [size], [table])
     return problem(dtype="float32", mask=formula)
 
 
@@ -64,7 +64,7 @@ def prepassed(p: AttentionProblem) -> tirx.PrimFunc:
     behind the last."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        bound = Bound(p, scope="local")
+        bound = BoundAttention(p, scope="local")
         prepass = MaskPrepass(bound, ROWS, KEYS, warps=3)
         tiles = tirx.ceildiv(T.int64(1) * bound.S, ROWS)
         with (

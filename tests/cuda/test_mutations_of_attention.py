@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from cuda_emulation.mutations import survivors
 
-from lowering.attention.cache_layout import CacheLayout, Codec
+from lowering.attention.cache_layout import CacheLayout, KvQuantization
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.no_gpu
 
 GPU = DEVICES["sm_80"]
 DECODE = DecodeTiles(keys=16, warps=2, stages=3, blocks=2, split=64)
-FLOAT8 = Codec("float8_e4m3fn", 0, channels=True)
+FLOAT8 = KvQuantization("float8_e4m3fn", 0, channels=True)
 # By tiles of prefill, query rows, keys before them, and what keys and values are. Every loop goes round often enough to
 # need all of its steps; in prefill, the first tile of rows sees no key at all.
 KERNELS = {
@@ -47,13 +47,13 @@ REDUNDANT = {
 }
 
 
-def problem(q_len: int, codec: Codec | None) -> AttentionProblem:
+def problem(q_len: int, codec: KvQuantization | None) -> AttentionProblem:
     """Causal, with values that are longer than keys, so that Y does not fit where Q was."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": q_len, "kv_len": None, "q_heads": 2, "kv_heads": 1}
     types: dict[str, Any] = {"dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"}
     window = Window(right=0, offset="past")
     dims: dict[str, Any] = {"head_dim": 32, "v_head_dim": 64, "scale": 0.2}
-    return AttentionProblem(**sizes, **types, **dims, window=window, layout=CacheLayout(codec=codec))
+    return AttentionProblem(**sizes, **types, **dims, window=window, layout=CacheLayout(quantization=codec))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -69,7 +69,7 @@ def test_nothing_can_be_left_out(name: str) -> None:
     if codec is not None:  # whose infinities are NaN
         given |= {name: given[name].astype(codec.dtype) for name in "kv"}
         given |= {f"{name}_scale": (rng.random(given[name].shape[1::2]) + 0.5).astype("float32") for name in "kv"}
-    want = reference(p, **given)["y"]
+    want = compute_reference(p, **given)["y"]
     inputs = given | {"y": np.full((1, 2, q_len, 64), np.nan, "float16")}
     inputs |= {name: given[name].view(np.uint8) for name in "kv" if codec is not None}
     names = p.parameters()

@@ -23,7 +23,7 @@ import lowering
 from lowering.manifest import CallSpec
 from schedules.cuda.prologue_matmul import prologue_matmul
 from schedules.cuda.prologue_tiles import PrologueSmallMTiles
-from schedules.reading.row_parts import PARTS
+from schedules.reading.row_segments import SEGMENTS
 from schedules.variant import Variant
 
 TARGETS = ("sm_80", "sm_90a")
@@ -148,7 +148,7 @@ def function(m: int, k: int, n: int) -> tirx.PrimFunc:
     )
     normed = topi.cast(scaled, "float16")
     y = topi.cast(te.compute((M, N), matmul, "sums"), "float16")
-    return te.create_prim_func([x, w, normed, y]).with_attr(PARTS, [5, 2])
+    return te.create_prim_func([x, w, normed, y]).with_attr(SEGMENTS, [5, 2])
 
 
 def variants(arch: str, m: int, k: int = 200, n: int = 40) -> list[Variant]:

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from schedules.cuda.attention_tiles import MmaTiles
@@ -67,7 +67,7 @@ SIZES = [(1, 1, 1), (1, 7, 64), (2, 130, 63), (1, 65, 200)]
 def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        prefill_mma(Bound(p, scope="local"), tiles, GPU)
+        prefill_mma(BoundAttention(p, scope="local"), tiles, GPU)
     return builder.get()
 
 

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from schedules.cuda.attention_tiles import WgmmaTiles
@@ -68,7 +68,7 @@ SIZES = [(1, 1, 1), (2, 130, 70), (1, 70, 133)]
 def kernel(p: AttentionProblem, tiles: WgmmaTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        prefill_wgmma(Bound(p, scope="local"), tiles, GPU)
+        prefill_wgmma(BoundAttention(p, scope="local"), tiles, GPU)
     return builder.get()
 
 

@@ -29,7 +29,7 @@ def kernels(seeds: range, arch: str) -> emulated.Module:
     for seed in seeds:
         p = made(seed, CALLS, tensor_cores=True)[0].problem
         assert can_prefill(p)
-        prefill = ON_HOPPER if gpu.generation == 90 and p.dense else PREFILL
+        prefill = ON_HOPPER if gpu.generation == 90 and p.is_dense else PREFILL
         decode = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=SMALL_M)
         functions[f"attention_{seed}"] = attention_kernel(p, gpu, prefill, decode)
     return emulated.module(functions, arch=arch)
@@ -43,11 +43,11 @@ def test_equals_the_reference(seed: int) -> None:
 @pytest.mark.no_gpu
 def test_the_drawn_problems_are_of_many_kinds() -> None:
     problems = [made(seed, CALLS, tensor_cores=True)[0].problem for seed in SEEDS]
-    assert {p.packed for p in problems} == {False, True}
-    assert {p.layout.looked_up for p in problems} == {False, True}
+    assert {p.is_ragged for p in problems} == {False, True}
+    assert {p.layout.has_lookup for p in problems} == {False, True}
     assert {type(p.layout.slots).__name__ for p in problems} == {"Whole", "Offset", "Pages"}
     assert {p.mask is None for p in problems} == {False, True}
-    assert {p.coded for p in problems} == {False, True}
+    assert {p.is_quantized for p in problems} == {False, True}
 
 
 @pytest.mark.slow

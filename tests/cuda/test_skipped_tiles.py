@@ -22,8 +22,8 @@ from flex_reference import visible
 
 import lowering
 from lowering.flex import masks
-from lowering.flex.captured import specs_of
-from lowering.flex.problem import Problem, settings_of
+from lowering.flex.captured import read_array_specs
+from lowering.flex.problem import FlexProblem, build_settings
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
@@ -63,11 +63,11 @@ MASKS = {
 def counted(name: str, rows: int, arch: str) -> int:
     """How many matmuls a call takes. Called in the emulation's process."""
     masked, kind = MASKS[name], ("batch", HEADS, rows, DIM)
-    specs = specs_of(masked.captures)
-    settings = settings_of(None, masked.mask, specs, "float16", None, DIM, masked.blocks)
+    specs = read_array_specs(masked.captures)
+    settings = build_settings(None, masked.mask, specs, "float16", None, DIM, masked.blocks)
     kv, blocks = ("batch", KV_HEADS, "keys", DIM), None if masked.blocks is None else (False, True)
     model = lowering.compile(
-        Problem("float16", kind, kv, kv, settings, tuple(specs.items()), blocks).to_onnx(), f"cuda:{arch}"
+        FlexProblem("float16", kind, kv, kv, settings, tuple(specs.items()), blocks).to_onnx(), f"cuda:{arch}"
     )
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, *sizes, DIM)).astype("f2") for sizes in ((HEADS, rows), (KV_HEADS, KEYS)))

@@ -33,7 +33,9 @@ def function(kind: str, sizes: tuple[int | str, ...]) -> tuple[tirx.PrimFunc, st
     else:
         turned = topi.transpose(x, [2, 0, 1])
     func = te.create_prim_func([*given, turned])
-    rule, variants = schedules.variants(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or (
+    rule, variants = schedules.find_variants(
+        func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
+    ) or (
         "",
         [],
     )
@@ -71,5 +73,5 @@ def test_what_is_written_as_it_is_read_is_left() -> None:
     x = te.placeholder(n, "float16", "x")
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     for axes in ([0, 2, 1, 3], [0, 1, 3, 2]):
-        found = schedules.variants(te.create_prim_func([x, topi.transpose(x, axes)]), target)
+        found = schedules.find_variants(te.create_prim_func([x, topi.transpose(x, axes)]), target)
         assert found is not None and found[0] == "elementwise"

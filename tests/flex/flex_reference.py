@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lowering.flex.mod import Signature
+from lowering.flex.mod import ModSignature
 
 Mod = Callable[..., Any]
 Arrays = Mapping[str, Any]
@@ -77,7 +77,7 @@ def grid(shape: tuple[int, ...]) -> list[np.ndarray]:
 def called(mod: Mod, args: list[np.ndarray], captures: Arrays) -> Any:
     """The mod with the captured arrays that it takes."""
     with np.errstate(all="ignore"):
-        return mod(*args, **{name: Table.of(array) for name, array in Signature(mod).given(captures).items()})
+        return mod(*args, **{name: Table.of(array) for name, array in ModSignature(mod).bindings(captures).items()})
 
 
 class Table:
@@ -85,7 +85,7 @@ class Table:
     and one that is still outside is moved to the nearest element."""
 
     def __init__(self, array: np.ndarray, given: tuple[Any, ...] = ()) -> None:
-        self.array, self.given = array, given
+        self.array, self.bindings = array, given
         self.shape, self.ndim = array.shape[len(given) :], array.ndim - len(given)
 
     @staticmethod
@@ -94,7 +94,7 @@ class Table:
         return Table(array) if np.ndim(array) else _wider(np.asarray(array))[()]
 
     def __getitem__(self, index: Any) -> Any:
-        given = (*self.given, *(index if isinstance(index, tuple) else (index,)))
+        given = (*self.bindings, *(index if isinstance(index, tuple) else (index,)))
         if len(given) < self.array.ndim:
             return Table(self.array, given)
         places = []

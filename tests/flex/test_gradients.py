@@ -15,7 +15,7 @@ from sampled import sampled
 import lowering
 import schedules
 from lowering import flex
-from lowering.flex.mod import Signature
+from lowering.flex.mod import ModSignature
 
 Arrays = dict[str, np.ndarray]
 
@@ -112,9 +112,9 @@ def _loss(variant: Variant, given: Arrays) -> float:
     pair = np.ogrid[tuple(slice(n) for n in s.shape)]
     with np.errstate(all="ignore"):
         if variant.score is not None:
-            s = variant.score(s, *pair, **Signature(variant.score).given(given))
+            s = variant.score(s, *pair, **ModSignature(variant.score).bindings(given))
     if variant.mask is not None:
-        s = np.where(variant.mask(*pair, **Signature(variant.mask).given(given)), s, -np.inf)
+        s = np.where(variant.mask(*pair, **ModSignature(variant.mask).bindings(given)), s, -np.inf)
     m = s.max(axis=-1, keepdims=True)
     p = np.exp(s - np.where(np.isinf(m), 0.0, m))
     l = p.sum(axis=-1, keepdims=True)

@@ -55,7 +55,7 @@ def call(
     k[unseen], v[unseen] = np.nan, np.inf
     block_mask, mask = None, case.mask
     if setting.blocks is not None and case.mask is not None:
-        own = flex.mod.Signature(case.mask).given(captures)
+        own = flex.mod.ModSignature(case.mask).bindings(captures)
         block_mask = flex.create_block_mask(case.mask, batch, heads, rows, keys, setting.blocks, own)
         dense = visible(case.mask, shape, own)
         np.testing.assert_array_equal(block_mask.states, blocks_of(dense, block_mask.BLOCK_SIZE))

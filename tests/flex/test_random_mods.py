@@ -34,7 +34,7 @@ def check(seed: int) -> None:
         )
         given, block_mask = dict(mods), None
         if blocked and mods["mask_mod"] is not None:
-            own = flex.mod.Signature(mods["mask_mod"]).given(captures)
+            own = flex.mod.ModSignature(mods["mask_mod"]).bindings(captures)
             block_mask = flex.create_block_mask(mods["mask_mod"], batch, heads, rows, keys, (16, 24), own)
             given["mask_mod"] = None
         left = captures if block_mask is None else {n: x for n, x in captures.items() if n not in block_mask.captures}

@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 from lowering import InputError, flex
-from lowering.flex.show import Work
+from lowering.flex.show import MaskWork
 
 RNG = np.random.default_rng(0)
 
 
-def counted(shown: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, Work]:
+def counted(shown: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, MaskWork]:
     """The states of the blocks of a dense mask, and what is in them."""
     rows, keys = shown.shape
     starts = range(0, rows, size[0]), range(0, keys, size[1])
@@ -31,7 +31,7 @@ def counted(shown: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, Work]
             block = shown[row : row + size[0], key : key + size[1]]
             states[r, c] = 2 if block.shape == size and block.all() else int(block.any())
             pairs[states[r, c]] += block.size
-    return states, Work(*((states == state).sum().item() for state in range(3)), *pairs)
+    return states, MaskWork(*((states == state).sum().item() for state in range(3)), *pairs)
 
 
 MASKS: dict[str, Callable[..., Any]] = {
@@ -84,7 +84,7 @@ def test_a_mask_without_a_mask_mod_saves_no_evaluations() -> None:
         np.array([[[1, 2]]]), np.array([[[[1, 0, 0], [2, 0, 0]]]]), BLOCK_SIZE=4, seq_lengths=(7, 12)
     )
     picture = flex.show(mask)
-    assert picture.work == Work(3, 3, 0, 4 * 8 + 3 * 4, 4 * 4 + 3 * 8, 0)
+    assert picture.work == MaskWork(3, 3, 0, 4 * 8 + 3 * 4, 4 * 4 + 3 * 8, 0)
     assert "evaluations" not in str(picture)
 
 
@@ -135,7 +135,7 @@ def test_rich_colors_the_same_text() -> None:
 @pytest.mark.parametrize(("rows", "keys"), [(0, 0), (0, 300), (5, 0)])
 def test_nothing_is_shown_of_nothing(rows: int, keys: int, tmp_path: Path) -> None:
     picture = flex.show(flex.masks.causal, Q_LEN=rows, KV_LEN=keys)
-    assert picture.work == Work(0, 0, 0, 0, 0, 0) and picture.work.saved == 0
+    assert picture.work == MaskWork(0, 0, 0, 0, 0, 0) and picture.work.saved == 0
     assert "0 blocks" in str(picture) and not read(str(picture)).size
     ElementTree.fromstring(picture._repr_html_())
     picture.save(tmp_path / "nothing.png")

@@ -17,9 +17,9 @@ from this_machine import LEVELS, WIDEST
 
 import schedules
 from lowering.attention.cache_layout import CacheLayout
-from lowering.attention.plain import plain
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from schedules.cpu.attention_tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.vector import read_cpu_features
 
@@ -43,7 +43,7 @@ def problem(**changes: Any) -> AttentionProblem:
 
 @functools.cache
 def kernel(p: AttentionProblem, mcpu: str) -> Callable[..., None]:
-    module = schedules.apply(tvm.IRModule({"attention": plain(p)}), target(mcpu))
+    module = schedules.apply_schedules(tvm.IRModule({"attention": build_plain_attention(p)}), target(mcpu))
     return tvm.compile(module, target=target(mcpu))["attention"]
 
 
@@ -94,7 +94,7 @@ def call(run: Callable[..., None], p: AttentionProblem, inputs: Arrays, place: P
 
 
 def close(got: np.ndarray, p: AttentionProblem, inputs: Arrays) -> None:
-    want = reference(p, **inputs)["y"]
+    want = compute_reference(p, **inputs)["y"]
     rounding = float(ml_dtypes.finfo(p.dtype).eps)
     accuracy = {"float32": 4e-6, "float64": 1e-13}[p.acc_dtype]
     np.testing.assert_allclose(got, want, rtol=rounding, atol=accuracy)
@@ -166,7 +166,7 @@ def test_hidden_values_do_not_leak(name: str, keys: tuple[int, int]) -> None:
         for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
             by_key = inputs[array] if p.layout.axes == "bte" else inputs[array].swapaxes(1, 2)
             by_key[:, keys[0]], by_key[:, keys[1]] = poison
-        want = reference(p, **inputs)["y"]
+        want = compute_reference(p, **inputs)["y"]
         clean = np.isfinite(want)
         assert clean.any()
         got = call(run, p, inputs)
@@ -207,8 +207,8 @@ def test_empty_sizes_are_no_work() -> None:
 
 def test_a_kernel_keeps_name_parameters_and_attributes() -> None:
     p = problem(mask=Mask("bool", (1, 1, None, None)), lengths=True)
-    before = plain(p).with_attr("global_symbol", "layer_0")
-    after = schedules.apply(tvm.IRModule({"layer_0": before}), target("x86-64-v4"))["layer_0"]
+    before = build_plain_attention(p).with_attr("global_symbol", "layer_0")
+    after = schedules.apply_schedules(tvm.IRModule({"layer_0": before}), target("x86-64-v4"))["layer_0"]
     assert len(after.params) == len(before.params)
     kept = {key: str(value) for key, value in before.attrs.items() if key != "s_tir"}  # says that there are blocks
     found = {key: str(value) for key, value in after.attrs.items() if key != schedules.CONSIDERED}
@@ -217,8 +217,8 @@ def test_a_kernel_keeps_name_parameters_and_attributes() -> None:
 
 
 def test_what_no_kernel_serves_stays_plain() -> None:
-    module = tvm.IRModule({"attention": plain(problem(qk_mode=0))})
-    scheduled = schedules.apply(module, target("x86-64-v4"))
+    module = tvm.IRModule({"attention": build_plain_attention(problem(qk_mode=0))})
+    scheduled = schedules.apply_schedules(module, target("x86-64-v4"))
     plainly = scheduled["attention"].without_attr(schedules.CONSIDERED)
     assert plainly.script() == module["attention"].script()
 

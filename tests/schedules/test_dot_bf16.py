@@ -13,9 +13,9 @@ from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, at_end, call, draw,
 from this_machine import WIDEST
 
 import schedules
-from lowering.attention.plain import plain
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import compute_reference
 from lowering.target import host_features
 
 PROBLEMS = {
@@ -42,7 +42,9 @@ FEATURES = [[], ["+avx512bf16"]] if "avx512_bf16" in host_features() else [[]]
 def compiled(p: AttentionProblem, features: list[str]) -> Any:
     mcpu = "x86-64-v4" if features else WIDEST
     target = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": features})
-    return tvm.compile(schedules.apply(tvm.IRModule({"attention": plain(p)}), target), target=target)
+    return tvm.compile(
+        schedules.apply_schedules(tvm.IRModule({"attention": build_plain_attention(p)}), target), target=target
+    )
 
 
 @pytest.mark.parametrize("q_len", [1, 90])
@@ -62,7 +64,7 @@ def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None
     run = compiled(p, features)["attention"]
     for batch, q_len, kv_len in (*SIZES, (1, 2, 1001)):
         inputs = draw(p, batch, q_len, kv_len)
-        want = reference(p, **inputs)["y"]
+        want = compute_reference(p, **inputs)["y"]
         bound = 2.0**-9 * np.abs(inputs["v"].astype(np.float64)).max()
         for place in (placed, at_end):
             np.testing.assert_allclose(call(run, p, inputs, place), want, rtol=2.0**-8, atol=1.01 * bound)
@@ -82,7 +84,7 @@ def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:
             by_key[:, keys[0]], by_key[:, keys[1]] = poison
         if "mask" in inputs:
             inputs["mask"][..., 1::2, keys] = False
-        want = reference(p, **inputs)["y"]
+        want = compute_reference(p, **inputs)["y"]
         clean = np.isfinite(want)
         assert want[clean].any() and not clean.all()
         np.testing.assert_allclose(call(run, p, inputs)[clean], want[clean], rtol=2.0**-8, atol=0.01)

@@ -59,7 +59,7 @@ def compile_main(
         matmuls = [g for g, f in mod.functions_items() if isinstance(f, tirx.PrimFunc) and "matmul" in g.name_hint]
         assert matmuls
         assert all(matmul(mod[g], target) is not None for g in matmuls)
-        mod = schedules.apply(mod, target)
+        mod = schedules.apply_schedules(mod, target)
     vm = relax.VirtualMachine(tvm.compile(mod, target), tvm.cpu())
 
     def run(*inputs: np.ndarray) -> np.ndarray:

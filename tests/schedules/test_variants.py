@@ -11,11 +11,11 @@ import tvm
 from tvm import te, tirx, topi
 
 import schedules
-from lowering.attention.plain import plain
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.passes.guard_divisions import guard_divisions
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update
-from schedules.reading.row_parts import PARTS
+from schedules.reading.row_segments import SEGMENTS
 from schedules.tiles import Tiles
 from schedules.variant import Choice, Variant
 
@@ -63,19 +63,19 @@ def codes() -> tirx.PrimFunc:
     s = sums(q, k)
     top = topi.max(s, axis=2)
     p = te.compute(s.shape, lambda n, i, j: tirx.max(255 - (top[n, i] - s[n, i, j]) // 64, 0).astype("uint8"))
-    return te.create_prim_func([q, k, v, sums(p, v)]).with_attr(PARTS, [1, 2, 1])
+    return te.create_prim_func([q, k, v, sums(p, v)]).with_attr(SEGMENTS, [1, 2, 1])
 
 
 FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
-    "attention": (lambda: plain(attention()), CPU),
+    "attention": (lambda: build_plain_attention(attention()), CPU),
     "matmul": (lambda: matmul(37, 50, 70), CPU),
     "matmul, few rows": (lambda: matmul(7, 90, 70), CPU),
     "matmul, few rows, transposed": (lambda: matmul(3, 90, 70, transposed=True), CPU),
     "element-wise": (sweep, CPU),
     "reduction": (total, CPU),
     "rows of codes": (codes, CPU),
-    "attention on a GPU": (lambda: plain(attention("float16")), GPU),
-    "attention in float32 on a GPU": (lambda: plain(attention()), GPU),
+    "attention on a GPU": (lambda: build_plain_attention(attention("float16")), GPU),
+    "attention in float32 on a GPU": (lambda: build_plain_attention(attention()), GPU),
     "cache update on a GPU": (lambda: make_copying_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),
 }
 RUNNING = [name for name, (_, target) in FUNCTIONS.items() if target is CPU]
@@ -130,7 +130,7 @@ def test_tiles_change_no_result(name: str) -> None:
             print(tiles)
             return Choice(found[0].name, tiles)
 
-        got = _run(schedules.apply(tvm.IRModule({"main": function}), CPU, choose), arrays)
+        got = _run(schedules.apply_schedules(tvm.IRModule({"main": function}), CPU, choose), arrays)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -140,7 +140,9 @@ def test_a_gpu_has_all_its_kernels_as_variants() -> None:
     function = FUNCTIONS["attention on a GPU"][0]()
     texts = set()
     for name in ("wgmma", "mma", "rows"):
-        module = schedules.apply(tvm.IRModule({"main": function}), GPU, lambda f, v, name=name: Choice(name, {}))
+        module = schedules.apply_schedules(
+            tvm.IRModule({"main": function}), GPU, lambda f, v, name=name: Choice(name, {})
+        )
         texts.add(str(module))
     assert len(texts) == 3
 
@@ -154,7 +156,7 @@ def test_choices_that_do_not_exist_are_refused() -> None:
         (Choice("panels", {"panels": dataclasses.replace(variant.tiles["panels"], mc=1)}), "mc = 1 must be a multiple"),
     ):
         with pytest.raises(ValueError, match=message):
-            schedules.apply(module, CPU, lambda func, found, choice=choice: choice)
+            schedules.apply_schedules(module, CPU, lambda func, found, choice=choice: choice)
     with pytest.raises(ValueError, match="is no choice of variant 'panels'"):
         variant.read('{"variant": "panels", "tiles": {"panels": {"width": 3}}}')
 

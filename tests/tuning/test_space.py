@@ -13,7 +13,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
 
 import schedules
-from lowering.attention.plain import plain
+from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.compiling.compilation import compiled
 from lowering.compiling.options import Options
@@ -53,7 +53,7 @@ def matmul_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("rows, keys", [(1, 64), (100, 128)])
 def test_every_sample_is_legal_and_dull_fields_are_not_drawn(target, rows: int, keys: int) -> None:
-    task = create_tiles_task(plain(ATTENTION), attention_shapes(rows, keys), target.tvm)
+    task = create_tiles_task(build_plain_attention(ATTENTION), attention_shapes(rows, keys), target.tvm)
     assert task is not None
     space = TileSpace(task, target.tvm)
     kernels = {k for k, _, _ in space.list_fields("tiled")}
@@ -77,7 +77,7 @@ def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
     schedule = Schedule(task)
     trace.apply_to_schedule(schedule, remove_postproc=False)
     assert read_choice(schedule.mod) == space.default
-    usual = schedules.apply(tvm.IRModule({"f": task["kernel"]}), V4.tvm)["f"]
+    usual = schedules.apply_schedules(tvm.IRModule({"f": task["kernel"]}), V4.tvm)["f"]
     assert structural_equal(schedule_candidate(schedule.mod, V4.tvm).body, usual.body, True)
     assert structural_equal(schedule_candidate(task, V4.tvm).body, usual.body, True)
 
@@ -113,9 +113,9 @@ def test_the_same_seed_gives_the_same_candidates() -> None:
 
 
 def test_a_task_is_the_same_whatever_the_model_calls_its_parts() -> None:
-    task = create_tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
-    again = create_tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
-    other = create_tiles_task(plain(ATTENTION), attention_shapes(8, 128), V4.tvm)
+    task = create_tiles_task(build_plain_attention(ATTENTION), attention_shapes(8, 64), V4.tvm)
+    again = create_tiles_task(build_plain_attention(ATTENTION), attention_shapes(8, 64), V4.tvm)
+    other = create_tiles_task(build_plain_attention(ATTENTION), attention_shapes(8, 128), V4.tvm)
     assert structural_equal(task, again) and not structural_equal(task, other)
     assert task is not None and read_shapes(task) == tuple(attention_shapes(8, 64))
 
@@ -142,6 +142,6 @@ def test_a_size_that_is_a_parameter_itself_stays_one() -> None:
 
 
 def test_which_parameters_are_written() -> None:
-    assert find_written_parameters(plain(ATTENTION)) == [False, False, False, False, True]
+    assert find_written_parameters(build_plain_attention(ATTENTION)) == [False, False, False, False, True]
     (func,) = [f for name, f in functions("n").items() if "matmul" in name]
     assert find_written_parameters(func) == [False] * (len(func.params) - 1) + [True]

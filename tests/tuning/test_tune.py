@@ -30,7 +30,7 @@ from lowering.tuning.choices import read_trace_choice
 from lowering.tuning.database import TuningDatabase, open_writable, read_best_records, read_journal
 from lowering.tuning.lookup import choose_by_size
 from lowering.tuning.session import TuningState
-from schedules.variant import BySize, Choice, Size
+from schedules.variant import BySize, Choice, RuntimeSize
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,7 +221,7 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
 
 
 def test_the_nearest_size_counts() -> None:
-    rows, keys = Size(0, 0), Size(1, None)
+    rows, keys = RuntimeSize(0, 0), RuntimeSize(1, None)
     a, b, c = (Choice(name, {}) for name in "abc")
     assert choose_by_size([rows], {(1,): a, (64,): a}) == a
     assert choose_by_size([rows, keys], {(1, 4): a, (64, 4): b}) == BySize(rows, 8, a, b)

@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import BoundAttention
 from lowering.attention.problem import AttentionProblem
 from lowering.target import Target
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
@@ -30,7 +30,7 @@ from ..plan import Kernel
 from .matmuls import Matmul
 from .reading import Read
 
-_ATTENTION: dict[str, tuple[type[Tiles], Callable[[Bound, Any, Device], None]]] = {
+_ATTENTION: dict[str, tuple[type[Tiles], Callable[[BoundAttention, Any, Device], None]]] = {
     "wgmma": (WgmmaTiles, prefill_wgmma),
     "mma": (MmaTiles, prefill_mma),
     "decode": (DecodeTiles, decode),
@@ -50,7 +50,7 @@ def _attention(kernel: Kernel, target: Target) -> tirx.PrimFunc:
     tiles = replace(kind.default(problem, gpu), **kernel.tiles.get("tiles", {}))
     tiles.check(problem, gpu)
     with IRBuilder() as builder, T.prim_func():
-        emit(Bound(problem, scope="local"), tiles, gpu)
+        emit(BoundAttention(problem, scope="local"), tiles, gpu)
     return builder.get()
 
 

@@ -1,5 +1,5 @@
-"""Expressions over batches, heads, rows and keys: what masks are made of, as plain data.
+"""Expressions over batches, heads, rows and keys: masks and score modifications as plain data.
 
-`node.py` holds the data and its canonical form, `read.py` makes one of TensorIR, `emit.py` makes TensorIR of one, for
-scalars or vectors, `interval.py` bounds one over a tile of rows and keys, `evaluate.py` computes one with NumPy.
+`node.py` defines the data and its canonical form, `read.py` reads an expression from TensorIR, `emit.py` emits TensorIR
+for scalars or vectors, `interval.py` bounds one over a tile of rows and keys, `evaluate.py` evaluates one with NumPy.
 """

@@ -1,4 +1,4 @@
-"""An expression bound to what a kernel has for its scalars and tables."""
+"""An expression bound to a kernel's values for its scalars and tables."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from .emit import OfVectors, cast, combined, emit, lanes, scalar_type, widened
-from .interval import Interval, extremes, interval
-from .node import INDICES, Expr, parameters, rewritten
+from .emit import EmitVectorCall, cast, combine, emit_expr, lanes, scalar_type, widen_to
+from .interval import Interval, compute_interval, find_table_range
+from .node import INDICES, Expr, find_parameters, rewrite_expr
 
 
 class BoundExpr:
     """`value` with buffers for its tables and TensorIR for its scalars, both by name.
 
-    scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU. of_vectors
-    has a kernel's own functions of vectors; with it indices may be vectors.
+    scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU.
+    emit_vector_call emits functions of vectors for a kernel; with it indices may be vectors.
     """
 
     def __init__(
@@ -27,69 +27,80 @@ class BoundExpr:
         tables: Mapping[str, tirx.Buffer],
         scalars: Mapping[str, ir.Expr],
         scope: str = "global",
-        of_vectors: OfVectors | None = None,
+        emit_vector_call: EmitVectorCall | None = None,
     ) -> None:
-        self.value, self.scope, self.of_vectors = value, scope, of_vectors
+        self.value, self.scope, self.emit_vector_call = value, scope, emit_vector_call
         self.tables, self.scalars = tables, dict(scalars)
-        # TensorIR takes a vector index in the last axis only: such a table is read as the vector that it is in memory.
-        ranks = {name: len(node.args) for name, node in parameters(value, "load").items()}
-        self.flat = {name: _flat(tables[name]) for name, rank in ranks.items() if of_vectors is not None and rank > 1}
-        if scope == "global":  # else the IRBuilder stands in host code, which has no memory that a kernel can read
-            self.value = rewritten(self.value, functools.cache(self._once))
+        # TensorIR takes a vector index on the last axis only: such a table is read through a flat view.
+        ranks = {name: len(node.args) for name, node in find_parameters(value, "load").items()}
+        self.flat = {
+            name: _flat(tables[name]) for name, rank in ranks.items() if emit_vector_call is not None and rank > 1
+        }
+        if scope == "global":  # else the IRBuilder is in host code, which has no memory that a kernel can read
+            self.value = rewrite_expr(self.value, functools.cache(self._compute_once))
 
-    def _once(self, node: Expr) -> Expr | None:
-        """What depends on nothing but scalars, computed here, where the IRBuilder stands; None for anything else."""
+    def _compute_once(self, node: Expr) -> Expr | None:
+        """Compute a node that depends on scalars alone, once; return None for any other node.
+
+        The code goes to the insertion point of the IRBuilder.
+        """
         leaves = [n.op for n in node.walk() if n.op in ("index", "load", "scalar")]
         if not node.args or not leaves or set(leaves) != {"scalar"}:
             return None
-        # In memory, as TVM puts the definition of a plain binding wherever it is used.
-        place = self.scratch(1, node.dtype)
-        T.buffer_store(place, emit(node, {}, self.scalars, self.load, lambda value: value), [0])
+        # In memory, as TVM inlines the definition of a plain binding wherever it is used.
+        memory = self.scratch(1, node.dtype)
+        T.buffer_store(memory, emit_expr(node, {}, self.scalars, self.load, lambda value: value), [0])
         name = f"once_{len(self.scalars)}"
-        self.scalars[name] = T.bind(place[0])
+        self.scalars[name] = T.bind(memory[0])
         return Expr("scalar", node.dtype, value=name)
 
     def __call__(self, *point: ir.Expr) -> ir.Expr:
-        """Its value at (b, h, i, j[, s]), some of which may be vectors."""
-        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load, self._keep, self.of_vectors)
+        """Return its value at (b, h, i, j[, s]), some of which may be vectors."""
+        return emit_expr(
+            self.value, dict(zip(INDICES, point)), self.scalars, self.load, self._materialize, self.emit_vector_call
+        )
 
-    def _keep(self, value: ir.Expr) -> ir.Expr:
-        """The value, in memory, as TVM puts the definition of a plain binding wherever it is used. Vectors of truth
-        values stay: TVM has no memory for them."""
+    def _materialize(self, value: ir.Expr) -> ir.Expr:
+        """Store the value to memory, as TVM inlines the definition of a plain binding wherever it is used.
+
+        Vectors of bool are returned as they are: TVM has no memory for them.
+        """
         count, dtype = lanes(value), scalar_type(value)
         if count > 1 and dtype == "bool":
             return value
-        at = 0 if count == 1 else T.ramp(0, 1, count)
-        place = self.scratch(count, dtype)
-        T.buffer_store(place, value, [at])
-        return place[at]
+        index = 0 if count == 1 else T.ramp(0, 1, count)
+        memory = self.scratch(count, dtype)
+        T.buffer_store(memory, value, [index])
+        return memory[index]
 
-    def extremes(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
-        """Its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.
+    def compute_interval(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
+        """Return its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.
 
-        Emits code where the IRBuilder stands.
+        Emits code at the insertion point of the IRBuilder.
         """
         bounds = dict(zip(INDICES, ((b, b), (h, h), rows, keys)))
 
-        def look(table: str, places: Sequence[Interval]) -> Interval:
-            return extremes(lambda *at: self.load(table, at), self.tables[table].shape, places, self.scratch)
+        def read_range(table: str, positions: Sequence[Interval]) -> Interval:
+            return find_table_range(
+                lambda *indices: self.load(table, indices), self.tables[table].shape, positions, self.scratch
+            )
 
-        return interval(self.value, bounds, self.scalars, look, self._keep)
+        return compute_interval(self.value, bounds, self.scalars, read_range, self._materialize)
 
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         return T.alloc_buffer((size,), dtype, scope=self.scope)
 
     def load(self, table: str, indices: Sequence[ir.Expr]) -> ir.Expr:
-        """An element, or a vector of them; half precision as float32."""
+        """Return an element, or a vector of them; half precision as float32."""
         buffer = self.tables[table]
         if max(map(lanes, indices[:-1]), default=1) == 1:
             value = buffer[tuple(indices)]
         else:
-            place = indices[0]
+            offset = indices[0]
             for index, size in zip(indices[1:], buffer.shape[1:]):
-                place = combined(prim.Add, combined(prim.Mul, place, cast(size, scalar_type(place))), index)
-            value = self.flat[table][self._keep(place)]
-        return widened(value, "float32") if str(buffer.dtype) in ("float16", "bfloat16") else value
+                offset = combine(prim.Add, combine(prim.Mul, offset, cast(size, scalar_type(offset))), index)
+            value = self.flat[table][self._materialize(offset)]
+        return widen_to(value, "float32") if str(buffer.dtype) in ("float16", "bfloat16") else value
 
 
 def _flat(buffer: tirx.Buffer) -> tirx.Buffer:

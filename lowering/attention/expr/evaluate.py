@@ -1,4 +1,4 @@
-"""Expressions in NumPy: what they mean, element by element. No kernel shares code with it."""
+"""Evaluation of expressions in NumPy, element by element: their semantics. No kernel shares code with it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def evaluate(
-    expr: Expr, point: Mapping[str, np.ndarray], given: Mapping[str, Any], exact: str | None = None
+    expr: Expr, point: Mapping[str, np.ndarray], arguments: Mapping[str, Any], float_dtype: str | None = None
 ) -> np.ndarray:
-    """The expression at arrays of indices by name ("b", "h", "i", "j"), which broadcast, of scalars and tables by name.
+    """Evaluate the expression at arrays of indices by name ("b", "h", "i", "j"), which broadcast.
 
-    Positions outside a table are clamped, as kernels do. Floating-point arithmetic is in the type `exact`, if that is
-    given. Raises NotImplementedError for an unknown function.
+    arguments are scalars and tables by name. Positions outside a table are clamped, as kernels do. Floating-point
+    arithmetic is in the type float_dtype, if given. Raises NotImplementedError for an unknown function.
     """
 
     def value(node: Expr) -> np.ndarray:
-        dtype = np.dtype(exact if exact is not None and "float" in node.dtype else node.dtype)
+        dtype = np.dtype(float_dtype if float_dtype is not None and "float" in node.dtype else node.dtype)
         if node.op == "number":
             return np.asarray(node.number, dtype)
         if node.op == "index":
             return np.asarray(point[node.name], dtype)
         if node.op == "scalar":
-            return np.asarray(given[node.name], dtype)
+            return np.asarray(arguments[node.name], dtype)
         args = [value(arg) for arg in node.args]
         if node.op == "load":
-            table = np.asarray(given[node.name])
+            table = np.asarray(arguments[node.name])
             return table[tuple(np.clip(x, 0, n - 1) for x, n in zip(args, table.shape, strict=True))].astype(dtype)
         if node.op == "cast":
             return args[0].astype(dtype)

@@ -1,4 +1,4 @@
-"""From TensorIR to expressions."""
+"""Conversion of TensorIR to expressions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.ir import prim
 
-from .node import INDICES, Expr, canonical, number
+from .node import INDICES, Expr, canonicalize, make_number
 
 _OPERATIONS: dict[type, str] = {
     prim.Add: "add", prim.Sub: "sub", prim.Mul: "mul", prim.Div: "div", prim.Mod: "mod", prim.FloorDiv: "floordiv",
@@ -20,26 +20,30 @@ _OPERATIONS: dict[type, str] = {
 IF_THEN_ELSE = "prim.if_then_else"
 
 
-def read(value: ir.Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]) -> Expr:
-    """The canonical form of `value`, an expression of the indices (b, h, i, j[, s]), the sizes and loads of the tables,
-    which are called size_0, ... and table_0, ... in the order given.
+def read_expr(
+    value: ir.Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]
+) -> Expr:
+    """Return the canonical form of `value`, an expression of the indices (b, h, i, j[, s]), the sizes and loads of the
+    tables.
 
-    Raises ValueError for what no expression holds.
+    Sizes and tables are called size_0, ... and table_0, ... in the given order.
+
+    Raises ValueError for an expression that cannot be represented.
     """
     leaves: dict[tirx.Var, Expr] = {var: Expr("index", str(var.ty), value=name) for name, var in zip(INDICES, indices)}
     leaves |= {var: Expr("scalar", str(var.ty), value=f"size_{k}") for k, var in enumerate(sizes)}
-    return canonical(_read(value, leaves, {table: f"table_{k}" for k, table in enumerate(tables)}))
+    return canonicalize(_read(value, leaves, {table: f"table_{k}" for k, table in enumerate(tables)}))
 
 
 def _read(value: ir.Expr, leaves: Mapping[tirx.Var, Expr], tables: Mapping[tirx.Buffer, str]) -> Expr:
-    def read(part: ir.Expr) -> Expr:
-        return _read(part, leaves, tables)
+    def read(operand: ir.Expr) -> Expr:
+        return _read(operand, leaves, tables)
 
     dtype = str(value.ty)
     if isinstance(value, tirx.Var):
         return leaves[value]
     if isinstance(value, prim.IntImm | prim.FloatImm):
-        return number(value.value, dtype)
+        return make_number(value.value, dtype)
     if isinstance(value, ir.TensorLoad):
         return Expr("load", dtype, tuple(map(read, value.indices)), tables[value.source])
     if type(value) in _OPERATIONS:

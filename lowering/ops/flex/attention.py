@@ -11,9 +11,9 @@ from typing import Any
 
 from tvm import relax
 
-from ...attention.expr.node import Expr, canonical, number, renamed
-from ...attention.flex_node import DOMAIN, FULL, PARTIAL, Settings
-from ...attention.formula import CHANGE, Formula
+from ...attention.expr.node import Expr, canonicalize, make_number, rename_parameters
+from ...attention.flex_node import DOMAIN, FULL, PARTIAL, FlexAttentionSettings
+from ...attention.formula import SCORE_MOD_PREFIX, Formula
 from ...attention.problem import AttentionProblem
 from ...importing.compute import number as require_static
 from ...importing.compute import unify_sizes
@@ -34,7 +34,7 @@ def flex_attention(
     q is [B, Hq, S, D], k [B or 1, Hkv, T, D] and v [B or 1, Hkv, T, Dv]. states is int8 [B or 1, Hq or 1, row blocks,
     key blocks], the states of a block mask. `captured` holds the captured arrays.
     """
-    attention = FlexOperands(node, Settings.from_json(node.attr("settings")), q, k, v, states, captured)
+    attention = FlexOperands(node, FlexAttentionSettings.from_json(node.attr("settings")), q, k, v, states, captured)
     problem = dataclasses.replace(attention.problem, lse=node.has_output(1))
     results = call_attention_kernel(node, problem, attention.arguments, attention.k.shape[2])
     return results["y"], results.get("lse")
@@ -49,7 +49,7 @@ class FlexOperands:
     def __init__(
         self,
         node: Node,
-        settings: Settings,
+        settings: FlexAttentionSettings,
         q: Value,
         k: Value,
         v: Value,
@@ -72,9 +72,9 @@ class FlexOperands:
             reads.arrays["block_states"] = blocks
         self.arguments: dict[str, Any] = {"q": q, "k": k, "v": v}
         formulas: dict[str, Formula] = {}
-        for field, expr, prefix in (("mask", mask, ""), ("score", score, CHANGE)):
+        for field, expr, prefix in (("mask", mask, ""), ("score", score, SCORE_MOD_PREFIX)):
             if expr is not None:
-                expr, names = renamed(expr, prefix)
+                expr, names = rename_parameters(expr, prefix)
                 formulas[field] = Formula(expr)
                 for new, old in names.items():
                     self.arguments[new] = reads.arrays[old] if old in reads.arrays else reads.sizes[old]
@@ -132,10 +132,12 @@ def _ceil_div(size: Size, divisor: int) -> Size:
 
 def _apply_block_states(mask: Expr | None, states: Value, block_size: tuple[int, int]) -> Expr:
     """Return the mask in partial blocks, and true in all of a full block."""
-    index = [number(0, "int64") if states.shape[k] == 1 else Expr("index", "int64", value="bh"[k]) for k in range(2)]
+    index = [
+        make_number(0, "int64") if states.shape[k] == 1 else Expr("index", "int64", value="bh"[k]) for k in range(2)
+    ]
     for axis, size in zip("ij", block_size):
-        index.append(Expr("floordiv", "int64", (Expr("index", "int64", value=axis), number(size, "int64"))))
+        index.append(Expr("floordiv", "int64", (Expr("index", "int64", value=axis), make_number(size, "int64"))))
     state = Expr("load", "int8", tuple(index), "block_states")
-    full, partial = (Expr("eq", "bool", (state, number(code, "int8"))) for code in (FULL, PARTIAL))
+    full, partial = (Expr("eq", "bool", (state, make_number(code, "int8"))) for code in (FULL, PARTIAL))
     inside = partial if mask is None else Expr("and", "bool", (partial, mask))
-    return canonical(Expr("or", "bool", (full, inside)))
+    return canonicalize(Expr("or", "bool", (full, inside)))

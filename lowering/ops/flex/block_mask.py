@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...attention.expr.bound import BoundExpr
 from ...attention.expr.node import Expr
-from ...attention.flex_node import DOMAIN, FULL, HIDDEN, PARTIAL, Settings
+from ...attention.flex_node import DOMAIN, FULL, HIDDEN, PARTIAL, FlexAttentionSettings
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
@@ -30,7 +30,7 @@ def block_states(node: Node, lengths: Value, *captured: Value) -> Value:
 
     lengths is int64 [4]: batches, heads, rows and keys. A block that extends past the last row or key is never full.
     """
-    settings = Settings.from_json(node.attr("settings"))
+    settings = FlexAttentionSettings.from_json(node.attr("settings"))
     if settings.mask is None or settings.block_size is None:
         raise node.error("attribute settings has no mask, or no block size.", "Both are needed.")
     if lengths.rank != 1 or lengths.dtype != "int64":
@@ -85,7 +85,7 @@ class _BlockStatesKernel:
 
     def emit_state(self, b: Any, h: Any, rows: tuple[Any, Any], keys: tuple[Any, Any], is_whole: Any) -> Any:
         flags = T.alloc_buffer((2,), "bool", scope="global")  # is some pair hidden, is some pair visible
-        bounds = self.mask.extremes(b, h, rows, keys)
+        bounds = self.mask.compute_interval(b, h, rows, keys)
         all_visible, any_visible = (T.bool(False), T.bool(True)) if bounds is None else bounds
         T.buffer_store(flags, tirx.Not(all_visible), [0])
         T.buffer_store(flags, any_visible, [1])

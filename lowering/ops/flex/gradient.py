@@ -7,9 +7,9 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from ...attention.flex_node import DOMAIN, Settings
+from ...attention.flex_node import DOMAIN, FlexAttentionSettings
 from ...attention.gradient import GradientProblem
-from ...attention.plain_gradient import plain_gradient
+from ...attention.plain_gradient import build_plain_gradient
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
@@ -36,7 +36,7 @@ def flex_attention_gradient(
     inputs. dy [B, Hq, S, Dv] is the gradient with respect to y. If k and v have one batch for all batches, dk and dv
     are sums over batches.
     """
-    settings = Settings.from_json(node.attr("settings"))
+    settings = FlexAttentionSettings.from_json(node.attr("settings"))
     attention = FlexOperands(node, settings, q, k, v, states, captured)
     try:
         gradient = GradientProblem(dataclasses.replace(attention.problem, lse=True))
@@ -57,7 +57,7 @@ def flex_attention_gradient(
     ]
     acc, tables = gradient.forward.acc_dtype, gradient.tables
     shapes = [(x.shape, acc) for x in (attention.q, attention.k, attention.v, *(bindings[name] for name in tables))]
-    function = plain_gradient(gradient).without_attr("global_symbol")
+    function = build_plain_gradient(gradient).without_attr("global_symbol")
     dq, dk, dv, *by_table = node.call_tir(function, arguments, shapes, "attention_gradient")
     gradients = {id(bindings[name]): value for name, value in zip(tables, by_table)}
     results = [_match_array(node, dq, q), _match_array(node, dk, k), _match_array(node, dv, v)]

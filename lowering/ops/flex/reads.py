@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...attention.expr.node import Expr, canonical, number, rewritten, terms
+from ...attention.expr.node import Expr, canonicalize, make_number, rewrite_expr, split_terms
 from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
@@ -50,20 +50,20 @@ class CapturedReads:
                 return _guard_division(subexpr.op, *map(self.guard, subexpr.args))
             return None
 
-        return canonical(rewritten(expr, guard_subexpr))
+        return canonicalize(rewrite_expr(expr, guard_subexpr))
 
     def _guard_index(self, name: str, axis: int, index: Expr) -> Expr:
-        index = _saturate(canonical(_widen(self.guard(index))))
+        index = _saturate(canonicalize(_widen(self.guard(index))))
         size = Expr("scalar", "int64", value=f"{name}.{axis}")
         negative = _may_be_negative(index)
-        wrapped = _select(_compare_less(index, number(0, "int64")), Expr("sum", "int64", (index, size)), index)
+        wrapped = _select(_compare_less(index, make_number(0, "int64")), Expr("sum", "int64", (index, size)), index)
         if _is_bounded(index):
             self._check_bounds(name, axis, index, negative)
             return wrapped if negative else index
         self._require(name, symbolic.less(0, self.sizes[size.name]), f"is empty along dimension {axis}, and is read.")
-        last = Expr("sum", "int64", (size, number(-1, "int64")))
+        last = Expr("sum", "int64", (size, make_number(-1, "int64")))
         nearest = Expr("min", "int64", (wrapped if negative else index, last))
-        return Expr("max", "int64", (nearest, number(0, "int64")))
+        return Expr("max", "int64", (nearest, make_number(0, "int64")))
 
     def _check_bounds(self, name: str, axis: int, index: Expr, can_wrap: bool) -> None:
         if (name, axis, index) in self._checked_indices:
@@ -91,7 +91,7 @@ class CapturedReads:
         if index.op == "index":
             return 0, symbolic.subtract(self.extents[index.name], 1)
         if index.op == "sum":
-            term_bounds = [_scale_bounds(self._find_bounds(term), factor) for factor, term in terms(index)]
+            term_bounds = [_scale_bounds(self._find_bounds(term), factor) for factor, term in split_terms(index)]
             low, high = term_bounds[0]
             for bounds in term_bounds[1:]:
                 low, high = symbolic.add(low, bounds[0]), symbolic.add(high, bounds[1])
@@ -114,7 +114,7 @@ def _guard_division(op: str, a: Expr, b: Expr) -> Expr:
     """Return a // b or a % b of integers; division by 0 is replaced by division by 1."""
     if b.op == "number" and b.number not in (0, -1):
         return Expr(op, a.dtype, (a, b))
-    zero, unit, minus_one = (number(n, b.dtype) for n in (0, 1, -1))
+    zero, unit, minus_one = (make_number(n, b.dtype) for n in (0, 1, -1))
     by_minus_one = Expr("eq", "bool", (b, minus_one))
     divisor = _select(Expr("or", "bool", (by_minus_one, Expr("eq", "bool", (b, zero)))), unit, b)
     result = Expr(op, a.dtype, (a, divisor))
@@ -191,9 +191,9 @@ def _saturate(index: Expr) -> Expr:
 
     magnitude = approximate(index)
     for end in (2**62, -(2**62)):
-        bound = number(float(end), "float64")
+        bound = make_number(float(end), "float64")
         outside = _compare_less(bound, magnitude) if end > 0 else _compare_less(magnitude, bound)
-        index = _select(outside, number(end, "int64"), index)
+        index = _select(outside, make_number(end, "int64"), index)
     return index
 
 

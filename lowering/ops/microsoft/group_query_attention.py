@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax, tirx
 
-from ...attention.cache_layout import CacheLayout, Codec
+from ...attention.cache_layout import CacheLayout, KvQuantization
 from ...attention.kv_write import KvWrite
 from ...attention.problem import Window
 from ...importing.compute import Element, number, unify_sizes
@@ -113,7 +113,7 @@ def group_query_attention(
         node,
         {"q": q, "k": k, "v": v, "mask": mask, "sink": sink, "lengths": lengths, **quantization.scales},
         heads=heads,
-        codec=quantization.format,
+        quantization=quantization.format,
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(size),
         softcap=node.attr("softcap", 0.0),
@@ -144,7 +144,7 @@ def _reject_quantization(node: Node, k_scale: Value | None, v_scale: Value | Non
         raise node.error("k_scale or v_scale is given, and no past_key.", "Give caches of codes; they may be empty.")
 
 
-def _check_width(node: Node, cache_format: Codec | None) -> None:
+def _check_width(node: Node, cache_format: KvQuantization | None) -> None:
     width, expected = node.attr("kv_cache_bit_width", 0), 0 if cache_format is None else 8 // cache_format.packing
     if width not in (0, expected):
         remedy = "Use caches of int8 or float8e4m3fn for 8 bits, of uint8 for 4, and k_quant_type and v_quant_type."
@@ -250,7 +250,11 @@ class _NewTokens:
         return self._grow(past, new, grown)
 
     def append_quantized(
-        self, pasts: tuple[Value, Value], new: tuple[Value, Value], quantization: CacheQuantization, cache_format: Codec
+        self,
+        pasts: tuple[Value, Value],
+        new: tuple[Value, Value],
+        quantization: CacheQuantization,
+        cache_format: KvQuantization,
     ) -> tuple[Value, Value]:
         """Return the quantized caches [B, H, T, D] with the new rows [B, S, H * D], quantized, written to them."""
         node, (batch, heads, length, width) = self.node, pasts[0].shape
@@ -264,7 +268,7 @@ class _NewTokens:
             else:
                 k, v = (self._lengthen(past, shape) for past in pasts)
             pasts = k, v
-        record = KvWrite(static(batch), heads, size, size, new[0].dtype, CacheLayout(codec=cache_format))
+        record = KvWrite(static(batch), heads, size, size, new[0].dtype, CacheLayout(quantization=cache_format))
         rows = node.simplify(batch * self.rows)
         arguments = {f"new_{name}": node.reshape_to(x, (rows, heads, size)) for name, x in zip("kv", new)}
         arguments |= {"row_starts": self._compute_per_batch("row_starts", lambda i, _, rows: i[0] * _int64(rows))}

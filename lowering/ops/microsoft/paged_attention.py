@@ -246,7 +246,7 @@ class _PagedCaches:
             raise node.error("the block size, dimension 1 of key_cache, is 0.", "Use at least 1 token.")
         dims = (self.blocks, self.block, shape.kv_heads, size)
         self.tensors = {name: assert_shape(node, cache, dims) for name, cache in caches.items()}
-        self.layout = CacheLayout("pthd", Pages(self.block), codec=quantization.format)
+        self.layout = CacheLayout("pthd", Pages(self.block), quantization=quantization.format)
         check_ints(node, "block_table", block_table, 2)
         text = "dimension 1 of block_table is {}; it must be 1 or more."
         columns = block_table.shape[1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import relax, tirx
 
-from ...attention.cache_layout import Codec, CodeType
+from ...attention.cache_layout import KvQuantization, QuantizedType
 from ...importing import symbolic
 from ...importing.compute import Element
 from ...importing.node import Node
@@ -18,7 +18,7 @@ from ...importing.values import Value, prod
 from ..assertions import require
 from ..kernels import ElementReader, compute
 
-_TYPES: dict[str, CodeType] = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
+_TYPES: dict[str, QuantizedType] = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
 """The type of quantized values, by the type of the cache."""
 
 _QUANTIZATION_KINDS = ("NONE", "PER_TENSOR", "PER_CHANNEL")
@@ -31,7 +31,7 @@ class CacheQuantization:
     scales are arguments of the attention, factors those of the kernel that quantizes.
     """
 
-    format: Codec | None
+    format: KvQuantization | None
     scales: dict[str, Value]
     factors: dict[str, Value]
 
@@ -98,7 +98,7 @@ def read_cache_quantization(
         return tirx.Select(tirx.EQ(value, zero), zero, tirx.const(1.0, "float32") / value)
 
     factor = compute(node, "factor", inverse, [stacked], shape)
-    return CacheQuantization(Codec(quantized_dtype, 0, channels=is_per_channel), scales, {"factor": factor})
+    return CacheQuantization(KvQuantization(quantized_dtype, 0, channels=is_per_channel), scales, {"factor": factor})
 
 
 def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:

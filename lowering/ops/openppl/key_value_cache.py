@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...attention.gather import gather, inputs
+from ...attention.gather import build_gather, list_gather_inputs
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MAX_DIMENSION, Value
@@ -49,7 +49,7 @@ def key_value_cache(
     cache_after = append_to_cache(node, cache_before, packed_requests, start_pos, key, value)
     problem = make_ragged_problem(packed_requests.batch, (heads, heads), size, key.dtype, cache_after.layout, scale=1.0)
     bindings = {**cache_after.tensors, "lengths": packed_requests.lengths, "key_starts": packed_requests.key_starts}
-    arguments = [node.tensor(bindings[name]) for name in inputs(problem)]
+    arguments = [node.tensor(bindings[name]) for name in list_gather_inputs(problem)]
     outputs = [((packed_requests.all_keys, heads * repeat, size), key.dtype)] * 2
-    keys, values = node.call_tir(gather(problem, repeat), arguments, outputs, "gather")
+    keys, values = node.call_tir(build_gather(problem, repeat), arguments, outputs, "gather")
     return keys, values, cache_after.tensors["kv"], cache_after.tensors.get("kv_scale", scale)

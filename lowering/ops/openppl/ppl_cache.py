@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
-from ...attention.cache_layout import CacheLayout, Codec, Offset, Pages
+from ...attention.cache_layout import CacheLayout, KvQuantization, Offset, Pages
 from ...attention.kv_write import KvWrite
 from ...attention.parameters import int64
 from ...importing.compute import number
@@ -72,7 +72,7 @@ def read_cache(
         raise node.error(f"scale is {scale.dtype}.", "Use float32 or float16.")
     scale = _assert_shape(node, "scale", scale, axes, layers, heads, size // group)
     scale = assert_shape(node, scale, (*cache.shape[:-1], size // group))
-    layout = replace(layout, codec=Codec("int8", group, scale.dtype))
+    layout = replace(layout, quantization=KvQuantization("int8", group, scale.dtype))
     return PplCache(layout, {**tensors, "kv_scale": scale}, capacity)
 
 

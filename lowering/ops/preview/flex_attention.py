@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...attention import given_scores
+from ...attention import replaced_scores
 from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
@@ -46,9 +46,9 @@ def flex_attention(node: Node, q: Value, k: Value, v: Value) -> Value:
         new = old if score_mod is None else score_mod(old)
         if prob_mod is not None:
             return weight_values(node, prob_mod(compute_probabilities(node, new)), v, q.dtype)
-        marked = given_scores.changed(node.tensor(old), node.tensor(new))
-        arguments[given_scores.TABLE] = Value(softmax, sizes.scores, node.importer.builder.emit(marked))
-        score = given_scores.read_scores(softmax)
+        marked = replaced_scores.mark_replaced_scores(node.tensor(old), node.tensor(new))
+        arguments[replaced_scores.SCORE_TABLE] = Value(softmax, sizes.scores, node.importer.builder.emit(marked))
+        score = replaced_scores.read_scores(softmax)
     results = lower_attention(
         node,
         arguments,

@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...arithmetic import LARGEST_SIZE
-from ...attention.cache_layout import CacheLayout, Codec, Pages
+from ...attention.cache_layout import CacheLayout, KvQuantization, Pages
 from ...attention.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
@@ -31,12 +31,12 @@ class LayerPages:
         if kv_cache_scale is not None:
             size = number(node, "dimension 5 of kv_cache", kv_cache.shape[5])
             groups = number(node, "dimension 5 of kv_cache_scale", kv_cache_scale.shape[5])
-            quantization = Codec("int8", size // groups)
+            quantization = KvQuantization("int8", size // groups)
             self.tensors["kv_scale"] = _view_as_blocks(
                 node, assert_shape(node, kv_cache_scale, (*kv_cache.shape[:-1], groups))
             )
         tokens = number(node, "dimension 4 of kv_cache", kv_cache.shape[4])
-        self.layout = CacheLayout("phtd", Pages(tokens, "page", apart=True), codec=quantization)
+        self.layout = CacheLayout("phtd", Pages(tokens, "page", apart=True), quantization=quantization)
 
 
 def _view_as_blocks(node: Node, cache: Value) -> Value:

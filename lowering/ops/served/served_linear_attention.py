@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...attention.linear import copying
+from ...attention.linear import build_linear_attention
 from ...graph.legality import OWN_DOMAIN
 from ...importing.node import Node
 from ...importing.values import Value, static
@@ -50,5 +50,5 @@ def served_linear_attention(
     tables = [assert_shape(node, table, past.shape) for table in (first_rows, row_counts, past)]
     arguments = [node.tensor(x) for x in (pool, *rows, *tables, pages)]
     outputs = [(pool.shape, pool.dtype), ((*query.shape[:2], record.y_heads * record.v_head_dim), query.dtype)]
-    after, y = node.call_tir(copying(record), arguments, outputs, "linear_attention")
+    after, y = node.call_tir(build_linear_attention(record), arguments, outputs, "linear_attention")
     return y, node.reshape_to(after, states.shape)

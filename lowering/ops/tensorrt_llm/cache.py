@@ -13,7 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.cache_layout import Beams, CacheLayout, Codec, GivenRing, Pages
+from ...attention.cache_layout import Beams, CacheLayout, GivenRing, KvQuantization, Pages
 from ...attention.kv_write import Columns, KvWrite, Rotary
 from ...attention.parameters import int64
 from ...importing import symbolic
@@ -108,7 +108,7 @@ def read_cache(
             node, settings, offsets, inputs.get("host_kv_cache_pool_mapping"), requests, beams, pool
         )
     assert table is not None
-    quantization = Codec(settings.quantized_dtype, 0) if settings.quantized_dtype else None
+    quantization = KvQuantization(settings.quantized_dtype, 0) if settings.quantized_dtype else None
     layout = CacheLayout(
         "phtd", Pages(block or None, "page", apart=True), GivenRing() if has_ring else None, None, quantization
     )

@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.kv_write import encoded_e4m3, rounded
+from ...attention.kv_write import encode_e4m3, round_to_dtype
 from ...attention.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
@@ -71,7 +71,7 @@ def merge_context(
         value = tirx.if_then_else(packed < 0, zero, value)
         if scale is None:
             return value.astype(dtype)
-        return encoded_e4m3(rounded(value, dtype) * reads["scale"](int64(0)))
+        return encode_e4m3(round_to_dtype(value, dtype) * reads["scale"](int64(0)))
 
     out_dtype, sizes = "float8_e4m3fn" if scale is not None else dtype, _list_row_sizes(shape)
     return compute(node, "context", element, list(arrays.values()), shape, sizes, dtype=out_dtype)

@@ -13,8 +13,8 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.addressing import decoded
-from ...attention.kv_write import code, encoded_e4m3, rounded
+from ...attention.addressing import convert_quantized
+from ...attention.kv_write import encode_e4m3, quantize_value, round_to_dtype
 from ...attention.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Value
@@ -41,7 +41,7 @@ class Projections:
         rows = self._project(node, "queries", 0, self.settings.heads, dtype, self.angles, self.logn)
         if not self.settings.has_fp8_context:
             return rows
-        quantized = self._map_elements(node, "queries", rows, lambda x: decoded(encoded_e4m3(x), "float32"))
+        quantized = self._map_elements(node, "queries", rows, lambda x: convert_quantized(encode_e4m3(x), "float32"))
         return self._select_by_phase(node, "queries", quantized, rows)
 
     def emit_keys(self, node: Node, dtype: str, factors: Value | None, scales: Value | None) -> Value:
@@ -78,7 +78,9 @@ class Projections:
         dequantized_rows = self._project(node, name, first, heads, dtype, None) if is_late else rows
 
         def quantize_and_dequantize(x: Expr, factors: Read, scales: Read) -> Expr:
-            return decoded(code(x * factors(int64(kind)), quantized_dtype), "float32") * scales(int64(kind))
+            return convert_quantized(quantize_value(x * factors(int64(kind)), quantized_dtype), "float32") * scales(
+                int64(kind)
+            )
 
         dequantized_rows = self._map_elements(
             node, name, dequantized_rows, quantize_and_dequantize, (factors, scales), "float32" if is_late else dtype
@@ -129,7 +131,7 @@ class Projections:
                 value = rotate_element(rotary, x, lambda k, side: reads["angles"](source, k, side), d)
             if logn is not None:
                 value = value * reads["logn"](_clamp(reads["position"](source), operands[-1]))
-            return rounded(value, self.qkv.dtype).astype(dtype)
+            return round_to_dtype(value, self.qkv.dtype).astype(dtype)
 
         shape = (requests.rows, heads, self.settings.size)
         return compute(node, name, element, list(arrays.values()), shape, sizes, dtype=dtype)

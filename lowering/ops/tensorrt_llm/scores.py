@@ -12,7 +12,7 @@ from tvm.ir import Expr
 from ...attention.alibi import alibi_slopes
 from ...attention.formula import Formula
 from ...attention.parameters import int64
-from ...attention.problem import Mask, Offset, Window
+from ...attention.problem import Mask, Window, WindowOffset
 from ...importing.node import Node
 from ...importing.values import Value
 from ..assertions import assert_shape
@@ -75,7 +75,7 @@ def read_score_tables(
 KeySet = Literal["all", "past", "new"]
 """The keys that an attention is over: all keys after the call, those before it, or those of the call."""
 
-_OFFSETS: dict[KeySet, Offset] = {"new": "zero", "all": "lengths", "past": "behind"}
+_OFFSETS: dict[KeySet, WindowOffset] = {"new": "zero", "all": "lengths", "past": "behind"}
 
 
 def build_scoring(

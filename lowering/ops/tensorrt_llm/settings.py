@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.cache_layout import CodeType
-from ...attention.problem import MOST_SPLITS
+from ...attention.cache_layout import QuantizedType
+from ...attention.problem import MAX_SPLITS
 from ...importing.node import Node
 
 POSITIONS = (
@@ -28,7 +28,7 @@ MASKS = (
 
 _ROTARY_POSITIONS = ("rope_gptj", "rope_gpt_neox", "long_rope", "yarn")
 _IMPLIED = {"long_rope": "longrope", "yarn": "yarn"}
-_QUANTIZED_DTYPES: dict[int, CodeType] = {64: "int8", 128: "float8_e4m3fn"}
+_QUANTIZED_DTYPES: dict[int, QuantizedType] = {64: "int8", 128: "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GptSettings:
     layer: int
     tp_size: int
     tp_rank: int
-    quantized_dtype: CodeType | None
+    quantized_dtype: QuantizedType | None
     has_cache: bool
     is_cross: bool
     is_streaming: bool
@@ -204,8 +204,8 @@ def _read_rank(node: Node) -> int:
 def _read_splits(node: Node) -> int | None:
     """Return the number of splits: -1 by size (None), 0 never (1), 1 always (2), more: this number."""
     mode = _read_integer(node, "multi_block_mode", -1, -1)
-    if mode > MOST_SPLITS:
-        raise node.error(f"attribute multi_block_mode is {mode}.", f"Use {MOST_SPLITS} or less.")
+    if mode > MAX_SPLITS:
+        raise node.error(f"attribute multi_block_mode is {mode}.", f"Use {MAX_SPLITS} or less.")
     return {-1: None, 0: 1, 1: 2}.get(mode, mode)
 
 

@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from ...attention.gather import gather, inputs
+from ...attention.gather import build_gather, list_gather_inputs
 from ...attention.problem import AttentionProblem
 from ...importing.node import Node
 from ...importing.values import Size, Value
@@ -105,10 +105,10 @@ def gather_rotated_keys(
     arrays = {**cache.tensors, "lengths": stream.counts, "key_starts": stream.firsts}
     arrays |= {"sink_keys": sinks, "skips": stream.skips}
     shape = (stream.rows, settings.kv_heads, settings.size)
-    names = inputs(problem, skipping=True)
+    names = list_gather_inputs(problem, skipping=True)
     outputs = [(shape, problem.dtype)] * 2
     keys, values = node.call_tir(
-        gather(problem, skipping=True), [node.tensor(arrays[name]) for name in names], outputs, "gather"
+        build_gather(problem, skipping=True), [node.tensor(arrays[name]) for name in names], outputs, "gather"
     )
     rotary = settings.rotary
     if rotary is not None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from lowering.attention.flex_node import DOMAIN, FULL, PARTIAL
-from lowering.flex.captured import specs_of
-from lowering.flex.problem import settings_of
+from lowering.flex.captured import read_array_specs
+from lowering.flex.problem import build_settings
 
 from ..attack import Answer, Arrays, Attack, Unspecified, attacks, require
 from ..draw import WILD, Draw
@@ -83,7 +83,9 @@ def _check(q: np.ndarray, k: np.ndarray, v: np.ndarray, of: np.ndarray, bias: np
 
 def _attributes(score: Any, mask: Any, block_size: tuple[int, int] | None, size: int) -> dict[str, Any]:
     arrays = {"of": np.zeros(1, np.int64), **({} if score is None else {"bias": np.zeros(1, np.float32)})}
-    return {"settings": settings_of(score, mask, specs_of(arrays), "float32", None, size, block_size).to_json()}
+    return {
+        "settings": build_settings(score, mask, read_array_specs(arrays), "float32", None, size, block_size).to_json()
+    }
 
 
 @attacks("FlexAttention", domain=DOMAIN)

@@ -8,7 +8,7 @@ k. Like other weights, codes are stored in panels of nr columns:
              scales float [panels, K / block, nr]
              zeros  int8 or float [panels, K / block, nr], or none: they are 0
 
-`element` says this as an expression, which is all that a matmul needs; `read_codes` finds it again there.
+`element` says this as an expression, which is all that a matmul needs; `read_quantization` finds it again there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NIBBLES = 8  # codes of 4 bits in an int32
 Load = Callable[..., Expr]
 
 
-def element(
+def dequantize_element(
     codes: Load, scales: Load, zeros: Load | None, k: Expr, j: Expr, nr: int, block: int, nibbles: bool
 ) -> Expr:
     """The element in row k and column j, in float32; block: values of k that share a scale, 0 for all."""
@@ -50,7 +50,7 @@ def element(
 
 
 @dataclass(frozen=True)
-class Codes:
+class WeightQuantization:
     """Loads of one element's code, scale and zero; block: values of k that share them, 0 for all."""
 
     load: ir.TensorLoad
@@ -82,7 +82,7 @@ class Codes:
         return _at_column_0(self.load.indices[0], j)
 
 
-def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
+def read_quantization(expr: Expr, j: Axis, k: Axis) -> WeightQuantization | None:
     """The element of a matrix of codes at row k and column j that `expr` is, or None."""
     if not isinstance(expr, prim.Mul) or not isinstance(k.extent, tirx.IntImm):
         return None
@@ -105,12 +105,12 @@ def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
 
     zeros = of(zero) if zero is not None else None
     column = _at_column_0(codes.indices[0], j.var) * nr + j.var
-    expected = element(of(codes), of(scale), zeros, k.var, column, nr.value, block, nibbles)
+    expected = dequantize_element(of(codes), of(scale), zeros, k.var, column, nr.value, block, nibbles)
     analyzer = Analyzer()
     for axis in (j, k):
         analyzer.bind(axis.var, ir.Range(0, axis.extent))
     same = prim.expr_deep_equal(analyzer.simplify(expected), analyzer.simplify(expr))
-    return Codes(codes, scale, zero, block) if same else None
+    return WeightQuantization(codes, scale, zero, block) if same else None
 
 
 def _at_column_0(panel: Expr, j: tirx.Var) -> Expr:

@@ -15,42 +15,42 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import is_int, loads
 
-from .matmul import Group, read_groups
+from .matmul import MatmulGroup, read_groups
 from .stages import Axis, Stage, read_stages
 
-PARTS = "lowering.row_parts"
+SEGMENTS = "lowering.row_parts"
 """Attribute of a function of several parts: how many stages each has."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RowSegment:
     """Some stages of a function. parameters are the tensors that it does not make, or that others read; `group` is that
     of its matmul, if it has one."""
 
     stages: list[Stage]
     parameters: set[tirx.Buffer]
-    group: Group | None
+    group: MatmulGroup | None
 
 
 @dataclass(frozen=True, eq=False)
-class RowParts:
+class RowSegments:
     """The parts, of which the first and the last are matmuls, with the same batch axes and rows; and the tensors
     between them."""
 
-    parts: list[Part]
-    between: list[tirx.Buffer]
+    segments: list[RowSegment]
+    intermediates: list[tirx.Buffer]
 
     @property
-    def groups(self) -> list[Group]:
-        return [part.group for part in self.parts if part.group is not None]
+    def groups(self) -> list[MatmulGroup]:
+        return [part.group for part in self.segments if part.group is not None]
 
 
-def cut_parts(func: tirx.PrimFunc) -> list[list[Stage]] | None:
+def split_segments(func: tirx.PrimFunc) -> list[list[Stage]] | None:
     """The stages of each part of a function that has some, None of any other."""
-    if func.attrs is None or PARTS not in func.attrs:
+    if func.attrs is None or SEGMENTS not in func.attrs:
         return None
     stages = read_stages(func)
-    counts = [int(count) for count in func.attrs[PARTS]]
+    counts = [int(count) for count in func.attrs[SEGMENTS]]
     if stages is None or len(stages) != sum(counts):
         return None
     cut: list[list[Stage]] = []
@@ -59,9 +59,9 @@ def cut_parts(func: tirx.PrimFunc) -> list[list[Stage]] | None:
     return cut
 
 
-def read_row_parts(func: tirx.PrimFunc) -> RowParts | None:
+def read_row_segments(func: tirx.PrimFunc) -> RowSegments | None:
     """The parts of a function that has some, None where rows do not go through them one by one."""
-    cut = cut_parts(func)
+    cut = split_segments(func)
     if cut is None:
         return None
     parameters = set(func.params)
@@ -72,20 +72,20 @@ def read_row_parts(func: tirx.PrimFunc) -> RowParts | None:
     ends = parts[0].group, parts[-1].group
     if None in ends or len(cut) < 2 or any(place[buffer] < len(cut) - 1 for buffer in parameters & place.keys()):
         return None
-    found = RowParts(parts, between)
+    found = RowSegments(parts, between)
     rows = _rows(found.groups)
     return found if rows is not None and all(_in_rows(part.stages, set(between), rows) for part in parts) else None
 
 
-def _part(stages: list[Stage], shared: set[tirx.Buffer]) -> Part:
+def _part(stages: list[Stage], shared: set[tirx.Buffer]) -> RowSegment:
     inputs = {node.source for stage in stages for node in loads(stage.value)} - {stage.output for stage in stages}
     parameters = inputs | ({stage.output for stage in stages} & shared)
     groups = read_groups(stages, parameters)
     one = groups is not None and len(groups) == 1 and len(groups[0].matmuls) == 1
-    return Part(stages, parameters, groups[0] if groups and one else None)
+    return RowSegment(stages, parameters, groups[0] if groups and one else None)
 
 
-def _rows(groups: Sequence[Group]) -> tuple[Axis, ...] | None:
+def _rows(groups: Sequence[MatmulGroup]) -> tuple[Axis, ...] | None:
     """The axes of batches and rows, in this order, that all matmuls have; None where they differ."""
     first = groups[0].matmuls[0]
     axes = first.stage.axes[:-1]
