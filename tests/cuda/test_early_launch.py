@@ -104,7 +104,7 @@ def test_restricted_pointers_fail_the_audit(compiler: str, monkeypatch: pytest.M
         restricted.append(launch(func).with_attr("tirx.noalias", True))
         return restricted[-1]
 
-    monkeypatch.setattr(pass_under_test, "_launched_early", mutant)
+    monkeypatch.setattr(pass_under_test, "_make_early_launch", mutant)
     faults = [early_launch.faults(function) for function in machine_code_of(model, ARCH)[1]]
     assert restricted and any(faults)
 

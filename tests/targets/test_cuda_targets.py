@@ -133,7 +133,7 @@ def test_host_code_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(call.args[2] for call in calls if own_device.is_device_query(call))
         return func
 
-    monkeypatch.setattr(own_device, "_rewritten", looked_at)
+    monkeypatch.setattr(own_device, "_rewrite_queries", looked_at)
     text = """<ir_version: 10, opset_import: ["" : 23]> m (float16[b, 2, 1, 64] q, float16[b, 2, t, 64] k,
     float16[b, 2, t, 64] v) => (float16[b, 2, 1, 64] y) { y = Attention (q, k, v) }"""
     lowering.compile(onnx.parser.parse_model(text), "cuda:sm_90a")
