@@ -1,4 +1,4 @@
-"""How functions run on a target: ordered rules that replace plain TensorIR by fast kernels."""
+"""Schedules of functions for a target: ordered rules that replace plain TensorIR by fast kernels."""
 
 from __future__ import annotations
 
@@ -16,100 +16,105 @@ from .rejections import collect_rejections
 from .variant import Choose, ExternalCode, Variant, describe_choice, made
 
 ATTRIBUTE = "lowering.schedule"
-"""Of a function that a rule made: the name of the rule."""
+"""Attribute of a function that a rule scheduled: the name of the rule."""
 
 SOURCE = "lowering.source"
-"""Of such a function whose tiles were chosen from outside: where they come from."""
+"""Attribute of a scheduled function whose tiles were chosen externally: their origin."""
 
 CODE = "lowering.code"
-"""Of a function that `Known` was asked about: the key that it gave."""
+"""Attribute of a function for which `CodeLookup` has a key: that key."""
 
 CONSIDERED = "lowering.considered"
-"""Of a function that was looked at, as JSON: which variants the rule had, which of them runs with which tiles
-(variant.described), and which kernels rejected, by what they need (rejections.py). For those who read a dump."""
+"""Attribute of a function that was examined, as JSON, for readers of a dump.
+
+It has the variants of the rule, the chosen one with its tiles (variant.describe_choice), and the kernels that rejected
+the function, by their unmet requirements (rejections.py).
+"""
 
 LOOPS = "loops"
-"""In place of a rule's name: the function is scheduled by what is not ours (variant.Code)."""
+"""The value of ATTRIBUTE of a function scheduled by external code (variant.ExternalCode)."""
 
 RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
-"""By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
+"""Rules by kind of target. A rule returns variants, functions of the same parameters, or None if it does not apply."""
 
 ROW_BLOCKS = "row_blocks"
-"""The name of the rule that takes rows through several matmuls (reading/row_segments.py), where a target has one."""
+"""The name of the rule for rows that go through several matmuls (reading/row_segments.py), on targets that have one."""
 
 PROLOGUE_MATMUL = "prologue_matmul"
-"""The name of the rule that takes matmuls whose rows are computed first, where a target has one."""
+"""The name of the rule for matmuls with a fused prologue, on targets that have one."""
 
 EPILOGUE_MATMUL = "epilogue_matmul"
-"""The name of the rule that takes matmuls with epilogues (reading/epilogues.py), where a target has one."""
+"""The name of the rule for matmuls with fused epilogues (reading/epilogues.py), on targets that have one."""
 
 _ACCEPTS_SIBLINGS = {"llvm": cpu.accepts_siblings, "cuda": cuda.accepts_siblings}
 
 
 class CodeLookup(Protocol):
-    """Tells of which kernels there is code, from before."""
+    """Finds out for which kernels there is compiled code in a cache."""
 
     def key(self, func: tirx.PrimFunc, how: str) -> str | None:
-        """What stands for the code of a function that is scheduled so; None where nobody will know."""
+        """Return the cache key of a function with this schedule; None if its code cannot be identified."""
 
     def has(self, key: str) -> bool:
-        """Whether there is that code."""
+        """Return whether the cache has that code."""
 
 
 def apply_schedules(
-    mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None, known: CodeLookup | None = None
+    mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None, code_lookup: CodeLookup | None = None
 ) -> tvm.IRModule:
-    """Replaces each PrimFunc by a variant of the first rule of the target that has any; the others stay as they are.
+    """Replace each PrimFunc by a variant of the first rule of the target that has any; the others stay unchanged.
 
-    choose says which variant, and its tiles; without it the default of each is taken. Name, parameters and attributes
-    of a function survive: its callers need not know. ATTRIBUTE is added. A function whose code is known stays as it is,
-    but for what is said of it.
+    choose selects the variant and its tiles; without it the default of each is used. Name, parameters and attributes of
+    a function are preserved for its callers. ATTRIBUTE is added. A function whose code is cached stays unchanged,
+    except for added attributes.
 
     Raises ValueError for a choice that does not exist or is illegal.
     """
     scheduled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
-            scheduled.update_func(name, _scheduled(func, target, choose, known))
+            scheduled.update_func(name, _scheduled(func, target, choose, code_lookup))
     return scheduled
 
 
 def find_variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Sequence[Variant]] | None:
-    """The name of the first rule of the target that takes a function, and the ways to run it, the default first."""
+    """Return the name of the first rule of the target that accepts a function, and its variants, the default first."""
     for rule in RULES.get(target.kind.name, ()):
-        found = rule(func, target)
-        if found:
-            return rule.__name__, found
+        rule_variants = rule(func, target)
+        if rule_variants:
+            return rule.__name__, rule_variants
     return None
 
 
 def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
-    """Whether a function that holds matmuls is one of the target's rule for these, and others may join it: False where
-    it is full, None where the rule does not take it."""
+    """Return whether a function with matmuls is accepted by the target's rule for these, and can take further matmuls.
+
+    It is False if the function is full, None if the rule does not accept it.
+    """
     return _ACCEPTS_SIBLINGS[target.kind.name](func, target)
 
 
 def _scheduled(
-    func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, known: CodeLookup | None
+    func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, code_lookup: CodeLookup | None
 ) -> tirx.PrimFunc:
     with collect_rejections() as rejected:
-        rule, found = find_variants(func, target) or ("", ())
-    choice = None if choose is None else choose(func, found)
-    noted: dict[str, Any] = {"rejected": {each.kernel: each.needs for each in rejected}}
-    if not found and choice is None:
-        return func.with_attr(CONSIDERED, json.dumps(noted)) if rejected else func
+        rule, rule_variants = find_variants(func, target) or ("", ())
+    choice = None if choose is None else choose(func, rule_variants)
+    notes: dict[str, Any] = {"rejected": {rejection.kernel: rejection.needs for rejection in rejected}}
+    if not rule_variants and choice is None:
+        return func.with_attr(CONSIDERED, json.dumps(notes)) if rejected else func
     marks = {ATTRIBUTE: LOOPS if isinstance(choice, ExternalCode) else rule}
     if choice is not None and choice.source:
         marks[SOURCE] = choice.source
-    if known is not None and not isinstance(choice, ExternalCode):
-        key = known.key(func, repr((rule, choice)))
+    if code_lookup is not None and not isinstance(choice, ExternalCode):
+        key = code_lookup.key(func, repr((rule, choice)))
         if key is not None:
             marks[CODE] = key
-            if known.has(key):
+            if code_lookup.has(key):
                 return func.with_attr(marks)
-    new = made(func, found, choice)
-    noted |= {"variants": [variant.name for variant in found], "chosen": describe_choice(found, choice)}
-    marks[CONSIDERED] = json.dumps(noted)
+    new = made(func, rule_variants, choice)
+    notes |= {"variants": [variant.name for variant in rule_variants], "chosen": describe_choice(rule_variants, choice)}
+    marks[CONSIDERED] = json.dumps(notes)
     for name, value in func.attrs.items():
         if name != BLOCK_ATTRIBUTE:
             new = new.with_attr(name, value)

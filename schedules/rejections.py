@@ -1,4 +1,4 @@
-"""Why a kernel does not take a function: said where that is decided, kept for whoever listens."""
+"""Reasons for which kernels reject a function: reported at the check, collected for the active collector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rejection:
-    """A kernel, and what it needs that does not hold."""
+    """A kernel, and its unmet requirements."""
 
     kernel: str
     needs: tuple[str, ...]
@@ -20,20 +20,23 @@ _COLLECTED: ContextVar[list[Rejection] | None] = ContextVar("heard", default=Non
 
 
 def fits(kernel: str, needs: Mapping[str, bool]) -> bool:
-    """Whether all that the kernel needs holds, by what it says; what does not is told to who listens."""
-    broken = tuple(need for need, holds in needs.items() if not holds)
-    heard = _COLLECTED.get()
-    if broken and heard is not None:
-        heard.append(Rejection(kernel, broken))
-    return not broken
+    """Return whether all requirements of the kernel are met; report unmet ones to the active collector.
+
+    needs maps the text of each requirement to whether it is met.
+    """
+    unmet = tuple(need for need, is_met in needs.items() if not is_met)
+    collected = _COLLECTED.get()
+    if unmet and collected is not None:
+        collected.append(Rejection(kernel, unmet))
+    return not unmet
 
 
 @contextmanager
 def collect_rejections() -> Iterator[list[Rejection]]:
-    """Gives a list that fills with what kernels reject inside."""
-    heard: list[Rejection] = []
-    token = _COLLECTED.set(heard)
+    """Yield a list to which the rejections of kernels inside the context are appended."""
+    collected: list[Rejection] = []
+    token = _COLLECTED.set(collected)
     try:
-        yield heard
+        yield collected
     finally:
         _COLLECTED.reset(token)

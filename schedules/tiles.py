@@ -1,8 +1,8 @@
-"""Tiles: the constants of a kernel on which nothing but speed depends.
+"""Tiles: the constants of a kernel that affect nothing but speed.
 
-Each kernel has a record of its own. What a tuner needs of one is here: the values that are worth a try, what is legal
-of them for a problem on a machine, the legal record that is nearest to any other, and the one that serves untuned.
-Legality is checked once, so that kernels need not.
+Each kernel has a record of its own. Its interface for a tuner is here: the candidate values, the legal ones for a
+problem on a machine, the legal record nearest to any other, and the untuned default. Legality is checked once, so that
+kernels need not check it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
-    from typing import Self  # of Python 3.11
+    from typing import Self  # since Python 3.11
 
 Value: TypeAlias = int | bool | None
 
 Space: TypeAlias = dict[str, tuple[Value, ...]]
-"""By field, values in an order in which neighbors are alike."""
+"""By field, values in an order in which neighbors are similar."""
 
 
 @dataclass(frozen=True)
 class Tiles(ABC):
-    """`problem` is what a kernel's rule has read: an AttentionProblem, matmuls, nothing; `machine` its target's.
+    """The tiles of one kernel.
 
-    version is raised when the kernel changes so that what was found for it before says nothing of it any more.
+    `problem` is the analysis of a kernel's rule: an AttentionProblem, matmuls, nothing; `machine` is its target's.
+    version is raised when the kernel changes so that earlier tuning results no longer apply to it.
     """
 
     version: ClassVar[int] = 1
@@ -35,63 +36,64 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, problem: Any, machine: Any) -> Self:
-        """Untuned but good."""
+        """Return untuned but good tiles."""
 
     @classmethod
     @abstractmethod
     def space(cls, problem: Any, machine: Any) -> Space:
-        """Values of every field that are worth a try. Some combinations are illegal."""
+        """Return candidate values of every field. Some combinations are illegal."""
 
     @abstractmethod
     def rules(self, problem: Any, machine: Any) -> dict[str, bool]:
-        """Whether each rule holds, by what it says."""
+        """Return whether each rule is met, by its text."""
 
     def estimate(self, problem: Any, machine: Any) -> float:
-        """The logarithm of the time that such tiles should take, up to a constant: what a tuner tries first."""
+        """Return the logarithm of the estimated time, up to a constant: a tuner tries low ones first."""
         return 0.0
 
     def check(self, problem: Any, machine: Any) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
-        broken = [rule for rule, holds in self.rules(problem, machine).items() if not holds]
-        if broken:
-            raise ValueError(f"Illegal {self}: {'; '.join(broken)}.")
+        """Raise ValueError for tiles that the kernel cannot use."""
+        violated = [rule for rule, is_met in self.rules(problem, machine).items() if not is_met]
+        if violated:
+            raise ValueError(f"Illegal {self}: {'; '.join(violated)}.")
 
     def is_legal(self, problem: Any, machine: Any) -> bool:
         return all(self.rules(problem, machine).values())
 
     def nearest_legal(self, problem: Any, machine: Any) -> Self:
-        """The legal record of the space that is fewest steps away, a step being to a neighboring value of a field.
+        """Return the legal record of the space that is the fewest steps away, a step being to a neighboring value of a
+        field.
 
-        Raises ValueError where nothing in the space is legal.
+        Raises ValueError if nothing in the space is legal.
         """
         space = self.space(problem, machine)
         start = tuple(find_nearest_index(values, getattr(self, name)) for name, values in space.items())
         queue, seen = [(0, start)], {start}
         while queue:
-            steps, places = heapq.heappop(queue)
-            found = dataclasses.replace(self, **{n: values[k] for (n, values), k in zip(space.items(), places)})
-            if found.is_legal(problem, machine):
-                return found
+            steps, indices = heapq.heappop(queue)
+            candidate = dataclasses.replace(self, **{n: values[k] for (n, values), k in zip(space.items(), indices)})
+            if candidate.is_legal(problem, machine):
+                return candidate
             for axis, values in enumerate(space.values()):
-                for k in (places[axis] - 1, places[axis] + 1):
-                    neighbor = (*places[:axis], k, *places[axis + 1 :])
+                for k in (indices[axis] - 1, indices[axis] + 1):
+                    neighbor = (*indices[:axis], k, *indices[axis + 1 :])
                     if 0 <= k < len(values) and neighbor not in seen:
                         seen.add(neighbor)
                         heapq.heappush(queue, (steps + 1, neighbor))
         raise ValueError(f"No {type(self).__name__} are legal for {problem} on {machine}.")
 
     def to_data(self) -> dict[str, Value]:
-        """What JSON can hold."""
+        """Return data that JSON can represent."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Value]) -> Self:
-        """Raises TypeError for what are not the fields."""
+        """Return the tiles of these fields. Raises TypeError for other fields."""
         return cls(**data)
 
 
 def find_nearest_index(values: tuple[Value, ...], value: Value) -> int:
-    """The place of the value, or of the one nearest to it."""
+    """Return the index of the value, or of the one nearest to it."""
     if value in values:
         return values.index(value)
     return min(range(len(values)), key=lambda k: abs((values[k] or 0) - (value or 0)))

@@ -1,4 +1,4 @@
-"""Variants: the ways in which a rule can make a function fast, and the choice of one."""
+"""Variants: the ways in which a rule can schedule a function, and the choice of one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lowering.tensorir.expressions import Expr
 from .tiles import Tiles
 
 ByKernel = Mapping[str, Tiles]
-"""Tiles of the kernels that a function consists of."""
+"""Tiles of the kernels of a function, by name."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a function, for which `problem` and `machine` have been found fit.
+    """One way to schedule a function, for a `problem` and a `machine` that it supports.
 
-    tiles are those that serve untuned, by kernel; emit makes the function with such tiles. Kernels that share a
-    function, each for some numbers of rows, are guarded by conditions in it, in which sizes of the tiles stand.
+    tiles are the untuned defaults, by kernel; emit builds the function with such tiles. Kernels that share a function,
+    each for some numbers of rows, are guarded by conditions in it that depend on tile sizes.
     """
 
     name: str
@@ -36,15 +36,15 @@ class Variant:
     emit: Callable[[Any], tirx.PrimFunc]
 
     def make(self, **tiles: Tiles) -> tirx.PrimFunc:
-        """The function, with these tiles in place of its own. Raises ValueError for illegal ones."""
-        for name, own in tiles.items():
-            if not isinstance(own, type(self.tiles.get(name))):
-                raise ValueError(f"Variant '{self.name}' has no kernel '{name}' with {type(own).__name__}.")
-            own.check(self.problem, self.machine)
+        """Build the function, with these tiles in place of its own. Raises ValueError for illegal ones."""
+        for name, kernel_tiles in tiles.items():
+            if not isinstance(kernel_tiles, type(self.tiles.get(name))):
+                raise ValueError(f"Variant '{self.name}' has no kernel '{name}' with {type(kernel_tiles).__name__}.")
+            kernel_tiles.check(self.problem, self.machine)
         return self.emit({**self.tiles, **tiles})
 
     def read(self, text: str) -> Choice:
-        """The choice of this variant that `Choice.to_json` wrote. Raises ValueError for anything else."""
+        """Return the choice of this variant that `Choice.to_json` wrote. Raises ValueError for anything else."""
         data = json.loads(text)
         try:
             tiles = {name: type(self.tiles[name]).from_data(fields) for name, fields in data["tiles"].items()}
@@ -55,9 +55,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant by name, and the tiles of its kernels; a kernel that is not named has its own.
+    """A variant by name, and the tiles of its kernels; a kernel that is not named uses its defaults.
 
-    source is where the choice comes from, for the reader.
+    source is the origin of the choice, for the reader.
     """
 
     variant: str
@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class RuntimeSize:
-    """A size that a function has at run time: a dimension of a parameter, or with axis None the parameter, a number."""
+    """A size of a function at run time: a dimension of a parameter, or with axis None the parameter, a number."""
 
     parameter: int
     axis: int | None
@@ -82,7 +82,7 @@ class RuntimeSize:
 
 @dataclass(frozen=True)
 class BySize:
-    """A choice that a function makes at run time: one where the size is at most so large, the other above."""
+    """A choice that a function makes at run time: `small` if the size is at most max_size, else `large`."""
 
     size: RuntimeSize
     max_size: int
@@ -96,8 +96,9 @@ class BySize:
 
 @dataclass(frozen=True, eq=False)
 class ExternalCode:
-    """A function that was scheduled elsewhere, for sizes that are all fixed; at tells which of the sizes that are known
-    at run time must be what, and otherwise what runs where they are not.
+    """A function that was scheduled externally, for static sizes.
+
+    at maps run-time sizes to the values for which func is valid; otherwise is the choice for other values.
     """
 
     func: tirx.PrimFunc
@@ -107,17 +108,18 @@ class ExternalCode:
 
 
 Rule = Callable[[tirx.PrimFunc, tvm.target.Target], Sequence[Variant] | None]
-"""How a function can run, the default first; None for "not mine"."""
+"""Returns the variants of a function, the default first; None if the rule does not apply."""
 
 Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | BySize | ExternalCode | None]
-"""Which of a function's variants is to run, with which tiles, or other code; None leaves it to the default. A function
-that no rule takes has no variants."""
+"""Returns the choice of a function's variant, with its tiles, or external code; None selects the default. A function
+that no rule accepts has an empty list of variants.
+"""
 
 
 def made(
     func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySize | ExternalCode | None
 ) -> tirx.PrimFunc:
-    """What was chosen for a function. Raises ValueError for a choice that is none of the variants, or illegal."""
+    """Build the chosen function. Raises ValueError for a choice that is not one of the variants, or is illegal."""
     if choice is None:
         return variants[0].make() if variants else func
     if isinstance(choice, BySize):
@@ -129,8 +131,8 @@ def made(
             return choice.func
         other = lower_blocks(made(func, variants, choice.otherwise))
         condition = functools.reduce(tirx.And, [size.read(other) == value for size, value in choice.at.items()])
-        own = _with_parameters_of(other, lower_blocks(choice.func))
-        return other.with_body(tirx.IfThenElse(condition, own.body, other.body))
+        external = _with_parameters_of(other, lower_blocks(choice.func))
+        return other.with_body(tirx.IfThenElse(condition, external.body, other.body))
     for variant in variants:
         if variant.name == choice.variant:
             return variant.make(**choice.tiles)
@@ -138,23 +140,26 @@ def made(
 
 
 def describe_choice(variants: Sequence[Variant], choice: Choice | BySize | ExternalCode | None) -> dict[str, Any]:
-    """What `made` makes, as JSON can hold it: a variant with the tiles of its kernels, {"variant", "tiles"}; by size
-    {"most", "small", "large"}; and for code of others {"otherwise"}, what runs at other sizes, or None."""
+    """Return the choice that `made` builds, as data that JSON can represent.
+
+    A variant with the tiles of its kernels is {"variant", "tiles"}; a choice by size {"most", "small", "large"}; and
+    external code {"otherwise"}, the choice at other sizes, or None.
+    """
     if isinstance(choice, BySize):
         sides = {"small": describe_choice(variants, choice.small), "large": describe_choice(variants, choice.large)}
         return {"most": choice.max_size, **sides}
     if isinstance(choice, ExternalCode):
         return {"otherwise": describe_choice(variants, choice.otherwise) if choice.at and variants else None}
-    found = variants[0] if choice is None else next(v for v in variants if v.name == choice.variant)
-    tiles = found.tiles if choice is None else {**found.tiles, **choice.tiles}
-    return {"variant": found.name, "tiles": {name: each.to_data() for name, each in tiles.items()}}
+    variant = variants[0] if choice is None else next(v for v in variants if v.name == choice.variant)
+    tiles = variant.tiles if choice is None else {**variant.tiles, **choice.tiles}
+    return {"variant": variant.name, "tiles": {name: kernel_tiles.to_data() for name, kernel_tiles in tiles.items()}}
 
 
 def _with_parameters_of(func: tirx.PrimFunc, other: tirx.PrimFunc) -> tirx.PrimFunc:
-    """`other`, a function of the same parameters, with those of `func`."""
+    """Return `other`, a function of the same parameters, with those of `func`."""
     renamed: dict[tirx.Var, tirx.Var] = {}
-    for mine, its in zip(func.params, other.params, strict=True):
-        renamed[its] = mine
-        if tirx.is_buffer_var(its):
-            renamed |= {b: a for a, b in zip(mine.shape, its.shape) if isinstance(b, tirx.Var)}
+    for parameter, replaced in zip(func.params, other.params, strict=True):
+        renamed[replaced] = parameter
+        if tirx.is_buffer_var(replaced):
+            renamed |= {b: a for a, b in zip(parameter.shape, replaced.shape) if isinstance(b, tirx.Var)}
     return tvm_ffi.structural_map(other, (tirx.Var, lambda var: renamed.get(var, var)))

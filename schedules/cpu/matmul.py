@@ -239,7 +239,7 @@ def _emit_panel_by_runs(
         following = let(tirx.min(row + 1, results.rows - 1))
         with T.If(tirx.any(i == rows - 1, table[row] != table[following])), T.Then():
             start = let(begin[0])
-            selected = {**values, selection.group: let(selection.nearest(table[row]))}
+            selected = {**values, selection.group: let(selection.clamp_group(table[row]))}
             emit_panel(group, selected, panel, start, let(row + 1 - start), scratch)
             T.buffer_store(begin, row + 1, [0])
 

@@ -34,7 +34,7 @@ def emit_run_loop(table: tirx.Buffer, selection: Selection, first: Expr, end_row
         start = let(at[0])
         number = let(table[start.astype("int64")])
         end = let(_find_run_end(table, number, start, end_row))
-        run(start, end, let(selection.nearest(number)))
+        run(start, end, let(selection.clamp_group(number)))
         store_element(at, 0, end)
 
 

@@ -1,1 +1,1 @@
-"""What a function says, for the rules of all targets: stages, matmuls among them, values at a point."""
+"""Analyses of a function, for the rules of all targets: its stages, the matmuls among them, and values at a point."""

@@ -1,7 +1,7 @@
-"""Concatenations, as the importer writes them: tensors one behind the other along an axis, copied into one.
+"""Concatenations, as the importer writes them: tensors copied one after the other along an axis into one tensor.
 
-A row is everything behind one index of the axes in front of the joined one: in it the tensors follow each other, each
-without gaps.
+A row is all elements at one index of the axes before the concatenated one. In it the tensors follow each other without
+gaps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _ONE = tirx.const(1, "int64")
 
 @dataclass(frozen=True)
 class Concatenation:
-    """The output's rows, elements of a row, and of each tensor where in a row it begins and how many it has there."""
+    """The output's rows, the elements of a row, and the tensors that it is copied from.
+
+    Each source is a tensor, its first element in a row and its number of elements there.
+    """
 
     output: tirx.Buffer
     rows: Expr
@@ -30,30 +33,34 @@ class Concatenation:
 
 
 def read_concatenation(func: tirx.PrimFunc) -> Concatenation | None:
-    """The concatenation that a function is, or None."""
+    """Return the concatenation that a function computes, or None."""
     root = func.body
     if not isinstance(root, s_tir.SBlockRealize) or root.block.match_buffers or root.block.alloc_buffers:
         return None
     blocks = [read_block(nest) for nest in tirx.stmt_list(root.block.body)]
-    found = [_read_copy(block, func) for block in blocks]
-    if len(found) < 2 or blocks[0] is None or any(copy is None for copy in found):
+    candidates = [_read_copy(block, func) for block in blocks]
+    if len(candidates) < 2 or blocks[0] is None or any(copy is None for copy in candidates):
         return None
     output = blocks[0].buffer
-    copies = [copy for copy in found if copy is not None]
-    moved = [axis for axis in range(len(output.shape)) if any(not is_int(starts[axis], 0) for _, starts in copies)]
-    if len(moved) != 1 or any(not block.buffer.same_as(output) for block in blocks if block is not None):
+    copies = [copy for copy in candidates if copy is not None]
+    shifted_axes = [
+        axis for axis in range(len(output.shape)) if any(not is_int(starts[axis], 0) for _, starts in copies)
+    ]
+    if len(shifted_axes) != 1 or any(not block.buffer.same_as(output) for block in blocks if block is not None):
         return None
-    (axis,) = moved
-    others = [k for k in range(len(output.shape)) if k != axis]
-    if not all(Analyzer().can_prove_equal(source.shape[k], output.shape[k]) for source, _ in copies for k in others):
+    (axis,) = shifted_axes
+    other_axes = [k for k in range(len(output.shape)) if k != axis]
+    if not all(
+        Analyzer().can_prove_equal(source.shape[k], output.shape[k]) for source, _ in copies for k in other_axes
+    ):
         return None
-    behind = math.prod(output.shape[axis + 1 :], start=_ONE)
-    parts = tuple((source, starts[axis] * behind, source.shape[axis] * behind) for source, starts in copies)
-    return Concatenation(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
+    inner_size = math.prod(output.shape[axis + 1 :], start=_ONE)
+    sources = tuple((source, starts[axis] * inner_size, source.shape[axis] * inner_size) for source, starts in copies)
+    return Concatenation(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * inner_size, sources)
 
 
 def _read_copy(block: LeafBlock | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
-    """The parameter that a block copies to a place of its output, and where that begins along each axis."""
+    """Return the parameter that a block copies to a rectangle of its output, and its start along each axis."""
     if block is None or block.reduce or not isinstance(block.value, ir.TensorLoad):
         return None
     source, axes = block.value.source, list(block.spatial)
@@ -62,13 +69,13 @@ def _read_copy(block: LeafBlock | None, func: tirx.PrimFunc) -> tuple[tirx.Buffe
     if source.dtype != block.buffer.dtype or len(source.shape) != len(block.indices):
         return None
     starts = []
-    for index, own, extent in zip(block.indices, block.value.indices, source.shape):
-        variable = own if own in axes else None
-        if not (is_int(own, 0) and is_int(extent, 1)) and (
+    for index, source_index, extent in zip(block.indices, block.value.indices, source.shape):
+        variable = source_index if source_index in axes else None
+        if not (is_int(source_index, 0) and is_int(extent, 1)) and (
             variable is None or not prim.expr_deep_equal(block.spatial[variable], extent)
         ):
             return None
-        start = Analyzer().simplify(index - own)
+        start = Analyzer().simplify(index - source_index)
         if any(isinstance(node, tirx.Var) and node in axes for node in tirx.analysis.undefined_vars(start)):
             return None
         starts.append(start)

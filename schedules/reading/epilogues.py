@@ -1,8 +1,8 @@
-"""Matmuls with epilogues: what becomes of a result, in one function with it.
+"""Matmuls with fused epilogues: rotary embedding and KV-cache writes of the results, in one function with the matmuls.
 
-A decoder's keys are rotated and go to their slots in a cache, its values go there as they are, its queries are rotated.
-The stages of such a function are those of the matmuls (in parts, where a norm stands in front: row_segments.py), then
-those of each epilogue; behind them stand updates of caches. An attribute says which results have epilogues.
+In a decoder, keys are rotated and written to their slots in a cache, values are written unchanged, queries are rotated.
+Such a function has the stages of the matmuls (as row segments if a norm prologue is fused: row_segments.py), then those
+of each epilogue, and after them the updates of caches. An attribute says which results have epilogues.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ EPILOGUES = "lowering.epilogues"
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """An epilogue by numbers of the function's parameters: the result that it reads; whether it has stages; the record
-    of an update ("" for none), and its cache and write indices (-1 for none)."""
+    """An epilogue, by indices of the function's parameters.
+
+    rows is the result that it reads, has_stages whether it has stages. update is the record of an update ("" for none),
+    cache and indices are its cache and write indices (-1 for none).
+    """
 
     rows: int
     has_stages: bool
@@ -37,8 +40,11 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, eq=False)
 class EpilogueUpdate:
-    """New rows that go to a cache. In memory they lie as CacheUpdate has them; how many there are to a batch is a
-    dimension of theirs (row_axis)."""
+    """A write of new rows to a cache.
+
+    The memory layout of the rows is that of CacheUpdate; the number of rows of a batch is one of their dimensions
+    (row_axis).
+    """
 
     record: CacheUpdate
     rows: tirx.Buffer
@@ -50,7 +56,7 @@ class EpilogueUpdate:
         return self.rows.shape[self.record.row_axis]
 
     def inputs(self) -> list[tirx.Buffer]:
-        """What it takes beside the rows."""
+        """Return the inputs other than the rows."""
         return [self.cache, *([] if self.indices is None else [self.indices])]
 
     def bound(self) -> BoundUpdate:
@@ -62,10 +68,11 @@ class EpilogueUpdate:
 
 @dataclass(frozen=True, eq=False)
 class FusedEpilogue:
-    """What is made of `rows`, a result [..., N] of a matmul.
+    """The epilogue of `rows`, a result [..., N] of a matmul.
 
-    stages: the rows as heads, [..., H, D] with N = H D, and element-wise ones, of which the last one is the result;
-    none where the rows themselves are. update: where that goes; None for a parameter, like any other.
+    stages are the rows as heads, [..., H, D] with N = H D, and element-wise stages, the last of which is the result;
+    empty if the rows themselves are. update is the cache write of the result; None if the result is an ordinary
+    parameter.
     """
 
     rows: tirx.Buffer
@@ -78,32 +85,34 @@ def to_json(epilogues: Sequence[EpilogueSpec]) -> str:
 
 
 def read_epilogues(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[FusedEpilogue]] | None:
-    """The parts of the matmuls, and the epilogues, of a function that has some; None of any other."""
+    """Return the row segments of the matmuls, and the epilogues, of a function that has some; else None."""
     if func.attrs is None or EPILOGUES not in func.attrs:
         return None
-    specs = [EpilogueSpec(**each) for each in json.loads(str(func.attrs[EPILOGUES]))]
-    parts = split_segments(_without_updates(func, sum(bool(spec.update) for spec in specs)))
-    if parts is None:
+    specs = [EpilogueSpec(**fields) for fields in json.loads(str(func.attrs[EPILOGUES]))]
+    segments = split_segments(_remove_updates(func, sum(bool(spec.update) for spec in specs)))
+    if segments is None:
         return None
-    first = len(parts) - sum(spec.has_stages for spec in specs)
-    own = iter(parts[first:])
-    return parts[:first], [_epilogue(func, spec, next(own) if spec.has_stages else []) for spec in specs]
+    first = len(segments) - sum(spec.has_stages for spec in specs)
+    epilogue_stages = iter(segments[first:])
+    return segments[:first], [
+        _read_epilogue(func, spec, next(epilogue_stages) if spec.has_stages else []) for spec in specs
+    ]
 
 
-def _without_updates(func: tirx.PrimFunc, count: int) -> tirx.PrimFunc:
+def _remove_updates(func: tirx.PrimFunc, count: int) -> tirx.PrimFunc:
     root = func.body.block
     body = tirx.stmt_seq(*tirx.stmt_list(root.body)[: -count or None])
     block = s_tir.SBlock([], root.reads, root.writes, root.name_hint, body, alloc_buffers=root.alloc_buffers)
     return func.with_body(s_tir.SBlockRealize([], True, block))
 
 
-def _epilogue(func: tirx.PrimFunc, spec: EpilogueSpec, stages: list[Stage]) -> FusedEpilogue:
+def _read_epilogue(func: tirx.PrimFunc, spec: EpilogueSpec, stages: list[Stage]) -> FusedEpilogue:
     params = list(func.params)
     rows = params[spec.rows]
     if not spec.update:
         return FusedEpilogue(rows, stages, None)
     indices = params[spec.indices] if spec.indices >= 0 else None
-    made = stages[-1].output if stages else rows
+    result = stages[-1].output if stages else rows
     return FusedEpilogue(
-        rows, stages, EpilogueUpdate(CacheUpdate.from_json(spec.update), made, params[spec.cache], indices)
+        rows, stages, EpilogueUpdate(CacheUpdate.from_json(spec.update), result, params[spec.cache], indices)
     )

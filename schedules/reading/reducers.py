@@ -1,4 +1,4 @@
-"""Which reduction a stage is: how values are combined, and which."""
+"""The reduction that a stage computes: its combining operation and its term."""
 
 from __future__ import annotations
 
@@ -22,33 +22,36 @@ _COMBINE: dict[type, Combine] = {
 
 
 def read_term(stage: Stage) -> tuple[Combine, Expr] | None:
-    """combine and term of a reduction that computes combine(output, term); None for other stages."""
+    """Return combine and term of a reduction that computes combine(output, term); None for other stages."""
     if not stage.reduce:
         return None
 
     def is_total(expr: Expr) -> bool:
         return isinstance(expr, ir.TensorLoad) and expr.source.same_as(stage.output)
 
-    found = _combination(stage.value)
-    if found is None:
+    combination = _read_combination(stage.value)
+    if combination is None:
         return None
-    combine, a, b = found
+    combine, a, b = combination
     for total, term in ((a, b), (b, a)):
         if is_total(total) and not any(map(is_total, loads(term))):
             return combine, term
     return None
 
 
-def _combination(value: Expr) -> tuple[Combine, Expr, Expr] | None:
-    """The operation that a value is, and its operands."""
+def _read_combination(value: Expr) -> tuple[Combine, Expr, Expr] | None:
+    """Return the operation of a value, and its operands."""
     combine = _COMBINE.get(type(value))
     if combine is not None:
         return combine, value.a, value.b
-    return _extreme(value) if isinstance(value, prim.Select) else None
+    return _read_extreme(value) if isinstance(value, prim.Select) else None
 
 
-def _extreme(value: prim.Select) -> tuple[Combine, Expr, Expr] | None:
-    """The larger or the smaller of two floats, NaN if either is: a > b or a is NaN ? a : b (importing/compute.py)."""
+def _read_extreme(value: prim.Select) -> tuple[Combine, Expr, Expr] | None:
+    """Return the maximum or minimum of two floats, NaN if either is NaN.
+
+    The pattern is a > b or a is NaN ? a : b (importing/compute.py).
+    """
     inner = value.false_value
     if not isinstance(value.condition, prim.GT | prim.LT) or not isinstance(inner, prim.Select):
         return None
@@ -61,16 +64,19 @@ def _extreme(value: prim.Select) -> tuple[Combine, Expr, Expr] | None:
 
 
 def _is_nan(condition: Expr, x: Expr) -> bool:
-    """Whether a condition is that x is NaN."""
+    """Return whether a condition is that x is NaN."""
     call = isinstance(condition, ir.Call) and condition.op.name == "tirx.isnan"
     return call and prim.expr_deep_equal(condition.args[0], x)
 
 
 def combine_largest(a: Expr, b: Expr) -> Expr:
-    """The larger of two, NaN if either is. (a <= a is what TVM's simplifier leaves of a being a number.)"""
+    """Return the larger of two, NaN if either is NaN.
+
+    (TVM's simplifier reduces the test that a is a number to a <= a.)
+    """
     return tirx.Select(a > b, a, tirx.Select(a <= a, b, a))
 
 
 def combine_smallest(a: Expr, b: Expr) -> Expr:
-    """The smaller of two, NaN if either is."""
+    """Return the smaller of two, NaN if either is NaN."""
     return tirx.Select(a < b, a, tirx.Select(a <= a, b, a))

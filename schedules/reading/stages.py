@@ -1,4 +1,4 @@
-"""Reading a PrimFunc the way te.create_prim_func and FuseTIR write it: a sequence of stages.
+"""Stages: a PrimFunc in the form of te.create_prim_func and FuseTIR, read as a sequence of blocks.
 
 A stage is one leaf block: `output[axes] = value` at every point of a rectangle, or a reduction into that output. The
 rules of this folder read stages, and write a new body for the function from them.
@@ -30,7 +30,7 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """output[axes] = value; with reduce axes, output[axes] = init first and then output[axes] = value at each of them.
+    """output[axes] = value; with reduce axes, first output[axes] = init and then output[axes] = value at each of them.
 
     axes has one entry per dimension of the output. The value of a reduction reads output[axes].
     """
@@ -43,41 +43,41 @@ class Stage:
 
     @property
     def indices(self) -> list[Expr]:
-        """Where the stage writes: its axes."""
+        """The indices to which the stage writes: its axes."""
         return [axis.var for axis in self.axes]
 
     def at(self, point: list[Expr]) -> Expr:
-        """The value at a point of the output."""
+        """Return the value at a point of the output."""
         return substitute(self.value, dict(zip(self.indices, point)))
 
 
 def count_points(axes: Sequence[Axis]) -> Expr:
-    """Points of a rectangle."""
+    """Return the number of points of a rectangle."""
     size: Expr = tirx.const(1, "int64")
     for axis in axes:
         size = size * axis.extent
     return Analyzer().simplify(size)
 
 
-def unravel(index: Expr, axes: Sequence[Axis], hold: Callable[[Expr], Expr] = lambda x: x) -> list[Expr]:
-    """The point of a row-major rectangle with this number.
+def unravel(index: Expr, axes: Sequence[Axis], let: Callable[[Expr], Expr] = lambda x: x) -> list[Expr]:
+    """Return the point of a row-major rectangle with this linear index.
 
-    hold makes a variable of each quotient and remainder: quotients of quotients TVM simplifies for minutes.
+    let binds each quotient and remainder to a variable: TVM simplifies quotients of quotients for minutes.
     """
     point: list[Expr] = []
     for axis in reversed(axes[1:]):
-        point.append(hold(index % axis.extent))
-        index = hold(index // axis.extent)
+        point.append(let(index % axis.extent))
+        index = let(index // axis.extent)
     return [index, *reversed(point)] if axes else []
 
 
 def has_same_axes(a: Stage, b: Stage) -> bool:
-    """Whether two stages have the same rectangle."""
+    """Return whether two stages have the same rectangle."""
     return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
 
 
 def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
-    """The stages of `func` in order, or None if it holds anything else.
+    """Return the stages of `func` in order, or None if it contains anything else.
 
     That is: several stores in a block, predicates, opaque code, strided or empty buffers, or indices that are not int64
     (Relax's always are).
@@ -89,7 +89,7 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
     if not all(map(_is_compact, buffers)):
         return None
     if any(is_int(extent, 0) for buffer in buffers for extent in buffer.shape):
-        return None  # nothing to make fast, and blocks of an empty axis would divide by zero
+        return None  # nothing to optimize, and blocks of an empty axis would divide by zero
     stages = []
     for nest in tirx.stmt_list(root.block.body):
         stage = _read_stage(nest)
@@ -100,7 +100,7 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
 
 
 def _is_compact(buffer: tirx.Buffer) -> bool:
-    """Row-major without gaps."""
+    """Return whether a buffer is row-major without gaps."""
     return not buffer.strides and (buffer.elem_offset is None or is_int(buffer.elem_offset, 0))
 
 
@@ -124,40 +124,41 @@ def _read_stage(nest: tirx.Stmt) -> Stage | None:
 
 
 def replace_symbols(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Expr:
-    """`expr` of other tensors and variables."""
+    """Return `expr` with other tensors and variables."""
 
-    def replaced(node: Expr) -> Expr | None:
+    def replacement(node: Expr) -> Expr | None:
         if isinstance(node, ir.TensorLoad):
-            indices = [rewrite(index, replaced) for index in node.indices]
+            indices = [rewrite(index, replacement) for index in node.indices]
             return tirx.BufferLoad(tensors.get(node.source, node.source), indices)
         return symbols.get(node) if isinstance(node, tirx.Var) else None
 
-    return rewrite(expr, replaced)
+    return rewrite(expr, replacement)
 
 
 EmitTrailing = Callable[[Callable[[tirx.Buffer], tirx.Buffer]], None]
-"""Writes blocks, given the function's tensor for each that stages know."""
+"""Emits blocks; its argument returns the function's tensor for each buffer of the stages."""
 
 
 def write_stages(
-    stages: Sequence[Stage], params: Sequence[tirx.Var], emit_trailing: EmitTrailing = lambda own: None
+    stages: Sequence[Stage], params: Sequence[tirx.Var], emit_trailing: EmitTrailing = lambda replace: None
 ) -> tirx.PrimFunc:
-    """The inverse: a function of these parameters, tensors and integers, that computes the stages one after the other,
-    and does what stands behind them.
+    """Build a function of these parameters, tensors and integers, that computes the stages in order: inverse of
+    `read_stages`.
 
-    Its variables are its own. A tensor that is no parameter is inside the function.
+    emit_trailing emits the code after them. The function has its own variables. A tensor that is not a parameter is
+    allocated inside the function.
     """
     symbols: dict[tirx.Var, Expr] = {}
     tensors: dict[tirx.Buffer, tirx.Buffer] = {}
 
-    def own(expr: Expr) -> Expr:
+    def replace(expr: Expr) -> Expr:
         return replace_symbols(expr, tensors, symbols)
 
     def shape(buffer: tirx.Buffer) -> list[Expr]:
         for node in (n for extent in buffer.shape for n in walk(extent)):
             if isinstance(node, tirx.Var):
                 symbols.setdefault(node, tirx.Var(node.name, node.ty))
-        return [own(extent) for extent in buffer.shape]
+        return [replace(extent) for extent in buffer.shape]
 
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_attr({"tirx.noalias": True})
@@ -171,15 +172,15 @@ def write_stages(
                 tensors[stage.output] = T.sblock_alloc_buffer(shape(stage.output), stage.output.dtype)
         for stage in stages:
             axes, output = (*stage.axes, *stage.reduce), tensors[stage.output]
-            grid = T.grid(*(own(axis.extent) for axis in axes)) if axes else nullcontext(())
+            grid = T.grid(*(replace(axis.extent) for axis in axes)) if axes else nullcontext(())
             with grid as loops, T.sblock(stage.output.name):
                 for axis, loop in zip(axes, (loops,) if len(axes) == 1 else loops):
                     kind = T.axis.reduce if axis in stage.reduce else T.axis.spatial
-                    symbols[axis.var] = kind(own(axis.extent), loop)
-                place = [symbols[axis.var] for axis in stage.axes]
+                    symbols[axis.var] = kind(replace(axis.extent), loop)
+                indices = [symbols[axis.var] for axis in stage.axes]
                 if stage.init is not None:
                     with T.init():
-                        T.buffer_store(output, own(stage.init), place)
-                T.buffer_store(output, own(stage.value), place)
+                        T.buffer_store(output, replace(stage.init), indices)
+                T.buffer_store(output, replace(stage.value), indices)
         emit_trailing(tensors.__getitem__)
     return builder.get()

@@ -1,7 +1,7 @@
-"""What stages compute at one point, as straight-line code that a target writes into its loops.
+"""The values of stages at one point, as straight-line code that a target emits into its loops.
 
-Stages are evaluated on demand: what a stage reads from another one is computed at that very point and bound to a
-variable, once per point, so that a chain of stages becomes one loop body whose size is the sum of theirs.
+Stages are evaluated on demand: a value that a stage reads from another one is computed at that point and bound to a
+variable, once per point. So a chain of stages becomes one loop body whose size is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REINTERPRET = ir.Op.get("tirx.reinterpret")
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Variables bound one after the other, and the results in terms of them."""
+    """Variables bound in order, and the results in terms of them."""
 
     bindings: list[tuple[tirx.Var, Expr]]
     results: list[Expr]
@@ -40,32 +40,33 @@ class Program:
 
 
 ComputedValues = dict[tirx.Buffer, list[tuple[list[Expr], Expr]]]
-"""Values at hand: by buffer, the points at which it is known and what it is there."""
+"""Computed values: by buffer, the points at which it is computed and the value there."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A row-major buffer as a vector; `leading` dimensions are not in memory: it holds one row of the buffer."""
+    """A row-major buffer as a vector; `leading` dimensions are not in memory: it contains one row of the buffer."""
 
     memory: tirx.Buffer
     leading: int = 0
 
 
 Bind: TypeAlias = Callable[[Expr], Expr]
-"""A variable for a value, which is computed once."""
+"""Binds a value to a variable, so that it is computed once."""
 
 Expand: TypeAlias = Callable[[ir.Op, list[Expr], Bind], Expr | None]
-"""A function of float32 operands written out, or None where the target has it, or does not know it."""
+"""Expands a function of float32 operands; returns None if the target has the function, or it is not supported."""
 
 Lower: TypeAlias = Callable[[Expr, bool], Expr]
-"""An expression in terms of memory and variables, and whether parts of it may be computed beforehand."""
+"""Returns an expression in terms of memory and variables. The flag is whether parts of it may be computed beforehand.
+"""
 
 
 class Evaluator:
-    """Writes programs for expressions of stages' values.
+    """Builds programs for expressions of stages' values.
 
-    Buffers that have a view are in memory, and loaded from there. The others are computed, with functions that the
-    target has not as `expand` writes them.
+    Buffers that have a view are loaded from memory. The others are computed; functions that the target does not have
+    are expanded by `expand`.
     """
 
     def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View], expand: Expand | None = None) -> None:
@@ -76,47 +77,52 @@ class Evaluator:
 
     @staticmethod
     def of(stages: list[Stage], memory: Mapping[tirx.Buffer, tirx.Buffer], expand: Expand | None = None) -> Evaluator:
-        """Where all tensors are in memory that no stage makes; memory has the function's as vectors (`flat_view`)."""
-        made = {stage.output for stage in stages}
-        return Evaluator(stages, {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}, expand)
+        """Return an evaluator for which all tensors not computed by a stage are in memory.
+
+        memory maps the function's tensors to vectors (`flat_view`).
+        """
+        outputs = {stage.output for stage in stages}
+        return Evaluator(
+            stages, {buffer: View(flat) for buffer, flat in memory.items() if buffer not in outputs}, expand
+        )
 
     def program(
         self,
-        wanted: list[Expr],
+        targets: list[Expr],
         facts: Facts,
-        known: ComputedValues | None = None,
+        computed: ComputedValues | None = None,
         stored: Sequence[str] = (),
         rounds: bool = True,
     ) -> Program:
-        """A program for `wanted`, whose free variables `facts` knows the bounds of.
+        """Build a program for `targets`, whose free variables have bounds in `facts`.
 
-        Results are in float32 instead of half precision, except the first ones, which are to be stored as `stored`
-        says. Of half precision those are in that type, and keep all bits of an element that is moved. Without `rounds`
-        the caller rounds: what is moved are bits as uint16 then, and what is computed stays float32.
+        Results are in float32 instead of half precision, except the leading ones, which are to be stored in the types
+        of `stored`. Those of half precision are in that type, and keep all bits of an element that is moved. Without
+        `rounds` the caller rounds: moved elements are then bits as uint16, and computed values stay float32.
         """
         writer = _Writer(
             self,
             facts,
-            {buffer: list(points) for buffer, points in (known or {}).items()},
+            {buffer: list(points) for buffer, points in (computed or {}).items()},
         )
-        types = [*stored, *("" for _ in wanted[len(stored) :])]
-        return Program(writer.bindings, [writer.result(*each, rounds) for each in zip(wanted, types)])
+        types = [*stored, *("" for _ in targets[len(stored) :])]
+        return Program(writer.bindings, [writer.result(*target, rounds) for target in zip(targets, types)])
 
     def may_move(self, expr: Expr) -> bool:
-        """Whether a half-precision `expr` may be an element that is moved."""
+        """Return whether a half-precision `expr` may be an element that is moved."""
         return any(load.source in self.moved | self.inputs for load in find_moved_loads(expr))
 
 
 class _Writer:
-    def __init__(self, evaluator: Evaluator, facts: Facts, known: ComputedValues) -> None:
+    def __init__(self, evaluator: Evaluator, facts: Facts, computed: ComputedValues) -> None:
         self.evaluator = evaluator
         self.facts = facts
-        self.known = known
-        self.known_bits: ComputedValues = {}
+        self.computed = computed
+        self.computed_bits: ComputedValues = {}
         self.bindings: list[tuple[tirx.Var, Expr]] = []
 
     def result(self, expr: Expr, dtype: str, rounds: bool) -> Expr:
-        """`expr` as it is stored; dtype is the type of the memory, or empty for a value that is not stored."""
+        """Return `expr` as it is stored; dtype is the type of the memory, or empty for a value that is not stored."""
         if not is_half(dtype):
             return self.lower(expr, bind=True)
         if expr.ty == dtype and self.evaluator.may_move(expr):
@@ -126,9 +132,9 @@ class _Writer:
         return narrow(self.bind("rounded", value), dtype) if rounds else value
 
     def lower(self, expr: Expr, bind: bool) -> Expr:
-        """`expr` in terms of memory, known values and bound variables; float32 where `expr` is half precision.
+        """Lower `expr` to memory, computed values and bound variables; float32 if `expr` is half precision.
 
-        bind: whether the expression is evaluated unconditionally, so that parts of it may be computed beforehand.
+        bind: whether the expression is evaluated unconditionally, so that subexpressions may be computed beforehand.
         """
 
         def replace(node: Expr) -> Expr | None:
@@ -151,7 +157,7 @@ class _Writer:
         if is_half(dtype):
             value = self.cast(value, "float32", bind)
             return round_to_half(self.bind("x", value) if bind else value, dtype)
-        if value.ty == "bool" and dtype != "bool":  # TVM's analysis of a bound vector stumbles over a comparison in it
+        if value.ty == "bool" and dtype != "bool":  # TVM's analysis of a bound vector fails on a comparison in it
             return prim.Select(value, tirx.const(1, dtype), tirx.const(0, dtype))
         return value if value.ty == dtype else prim.Cast(dtype, value)
 
@@ -174,18 +180,21 @@ class _Writer:
             ret_ty="float32" if is_half(node.ty) else node.ty,
         )
 
-    def choose(self, condition: Expr, yes: Expr, no: Expr, bind: bool, lower: Lower | None = None) -> Expr:
-        """Select where both values can be computed without harm, which is what vectors need; else a branch."""
+    def choose(self, condition: Expr, if_true: Expr, if_false: Expr, bind: bool, lower: Lower | None = None) -> Expr:
+        """Emit a Select if both values can be computed safely, as vectors need; else a branch."""
         lower, done = lower or self.lower, loads(condition)
         condition = self.facts.simplify(self.lower(condition, bind))
         if is_int(condition, 1) or is_int(condition, 0):
-            return lower(yes if is_int(condition, 1) else no, bind)
-        if self.is_harmless(yes, done) and self.is_harmless(no, done):
-            return prim.Select(condition, lower(yes, bind), lower(no, bind))
-        return tirx.if_then_else(condition, lower(yes, False), lower(no, False))
+            return lower(if_true if is_int(condition, 1) else if_false, bind)
+        if self.is_harmless(if_true, done) and self.is_harmless(if_false, done):
+            return prim.Select(condition, lower(if_true, bind), lower(if_false, bind))
+        return tirx.if_then_else(condition, lower(if_true, False), lower(if_false, False))
 
     def is_harmless(self, expr: Expr, done: Sequence[ir.TensorLoad]) -> bool:
-        """Whether evaluating `expr` can neither leave a buffer nor divide by zero, where such loads are done anyway."""
+        """Return whether evaluating `expr` can neither access a buffer out of bounds nor divide by zero.
+
+        Loads in `done` are executed anyway.
+        """
         for node in walk(expr):
             if isinstance(node, ir.TensorLoad) and not any(prim.expr_deep_equal(node, other) for other in done):
                 for index, extent in zip(node.indices, node.source.shape):
@@ -198,7 +207,7 @@ class _Writer:
         return True
 
     def lower_bits(self, expr: Expr, bind: bool) -> Expr:
-        """The bits of a half-precision `expr`: those in memory of an element that is moved."""
+        """Return the bits of a half-precision `expr`: those in memory for an element that is moved."""
         alternatives = read_choice(expr)
         if alternatives is not None:
             return self.choose(*alternatives, bind, self.lower_bits)
@@ -208,7 +217,7 @@ class _Writer:
             return self.lower(expr.args[0], bind)
         if isinstance(expr, prim.FloatImm):
             return constant_to_bits(expr)
-        return self.narrowed(self.lower(expr, bind), str(expr.ty), bind)
+        return self.narrow_to_bits(self.lower(expr, bind), str(expr.ty), bind)
 
     def load_bits(self, node: ir.TensorLoad, bind: bool) -> Expr:
         buffer, indices = node.source, [self.facts.simplify(self.lower(index, bind)) for index in node.indices]
@@ -216,25 +225,25 @@ class _Writer:
         if view is not None and view.memory.dtype == buffer.dtype:
             return tirx.reinterpret(BITS, tirx.BufferLoad(view.memory, [self.position(view, buffer, indices)]))
         if view is not None or buffer not in self.evaluator.moved:
-            return self.narrowed(self.load(buffer, indices, bind), buffer.dtype, bind)
-        for point, bits in self.known_bits.get(buffer, ()):
+            return self.narrow_to_bits(self.load(buffer, indices, bind), buffer.dtype, bind)
+        for point, bits in self.computed_bits.get(buffer, ()):
             if all(map(prim.expr_deep_equal, point, indices)):
                 return bits
         bits = self.lower_bits(self.evaluator.stages[buffer].at(indices), bind)
         if bind:
             bits = self.bind(buffer.name, bits)
-            self.known_bits.setdefault(buffer, []).append((indices, bits))
+            self.computed_bits.setdefault(buffer, []).append((indices, bits))
         return bits
 
-    def narrowed(self, value: Expr, dtype: str, bind: bool) -> Expr:
-        """The bits of a float32 value that is rounded to half precision."""
+    def narrow_to_bits(self, value: Expr, dtype: str, bind: bool) -> Expr:
+        """Return the bits of a float32 value that is rounded to half precision."""
         return to_bits(narrow(self.bind("rounded", value) if bind else value, dtype))
 
     def position(self, view: View, buffer: tirx.Buffer, indices: list[Expr]) -> Expr:
         return self.facts.simplify(flatten_index(buffer.shape[view.leading :], indices[view.leading :]))
 
     def load(self, buffer: tirx.Buffer, indices: list[Expr], bind: bool) -> Expr:
-        for point, value in self.known.get(buffer, ()):
+        for point, value in self.computed.get(buffer, ()):
             if all(map(prim.expr_deep_equal, point, indices)):
                 return value
         if buffer in self.evaluator.views:
@@ -244,7 +253,7 @@ class _Writer:
         if not bind or isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm):
             return value
         value = self.bind(buffer.name, value)
-        self.known.setdefault(buffer, []).append((indices, value))
+        self.computed.setdefault(buffer, []).append((indices, value))
         return value
 
     def bind(self, name: str, value: Expr) -> Expr:
@@ -256,22 +265,22 @@ class _Writer:
 
 
 def find_moved_outputs(stages: Sequence[Stage], inputs: Iterable[tirx.Buffer]) -> set[tirx.Buffer]:
-    """Outputs of half precision whose elements may be moved, from the inputs or from each other."""
-    moved, given = set[tirx.Buffer](), set(inputs)
+    """Return the outputs of half precision whose elements may be moved, from the inputs or from each other."""
+    moved, input_set = set[tirx.Buffer](), set(inputs)
     for stage in stages:
-        moves = any(load.source in moved | given for load in find_moved_loads(stage.value))
-        if is_half(stage.output.dtype) and not stage.reduce and moves:
+        may_move = any(load.source in moved | input_set for load in find_moved_loads(stage.value))
+        if is_half(stage.output.dtype) and not stage.reduce and may_move:
             moved.add(stage.output)
     return moved
 
 
 def choose_scratch_dtype(output: tirx.Buffer, moved: Container[tirx.Buffer]) -> str:
-    """The type in which the elements of a stage's output are kept inside a kernel; moved ones keep their bits."""
+    """Return the type in which a kernel stores the elements of a stage's output; moved ones keep their bits."""
     return "float32" if is_half(output.dtype) and output not in moved else output.dtype
 
 
 def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
-    """The elements of a row-major parameter as a vector, declared where the IRBuilder stands.
+    """Declare the elements of a row-major parameter as a vector, at the insertion point of the IRBuilder.
 
     Not for scratch memory: TVM's StorageRewrite overlooks views when it decides whether two allocations may share
     memory (`workspace` is a single allocation, and safe).
@@ -283,6 +292,6 @@ def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
 
 
 def load_widened(memory: tirx.Buffer, position: Expr) -> Expr:
-    """An element, in float32 if it is half precision."""
+    """Load an element, in float32 if it is half precision."""
     value = tirx.BufferLoad(memory, [position])
     return widen(value) if is_half(memory.dtype) else value

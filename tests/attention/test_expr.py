@@ -42,7 +42,7 @@ def test_names_and_order_of_parameters_make_no_difference() -> None:
             value = tirx.any(tirx.all(t[i].equal(t[j]), q > u[j] + u[j]), j < i + p + 3 - 1)
             records.append(of(value, [b, h, i, j], [p, q], [t, u]))
     assert records[0] == records[1] and hash(records[0]) == hash(records[1])
-    assert records[0].over == ("i", "j") and records[0].scalars() == ("size_0", "size_1")
+    assert records[0].index_names == ("i", "j") and records[0].scalars() == ("size_0", "size_1")
     assert records[0].tables() == {"table_0": (1, "int64"), "table_1": (1, "int64")}
     text = json.dumps(records[0].to_data())
     assert len(text) < 800 and Formula.from_data(json.loads(text)) == records[0]
