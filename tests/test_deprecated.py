@@ -7,6 +7,7 @@ import pytest
 from lowering import deprecated
 from lowering.commands.cli import main
 from lowering.flex import masks
+from lowering.runtime import pickling
 
 
 @pytest.mark.parametrize(("old", "new"), deprecated.COMMANDS.items())
@@ -30,3 +31,7 @@ def test_json() -> None:
     document = {"quantized": 3, "nodes": [{"fix": "none"}]}
     old = {"quantized": 3, "quantised": 3, "nodes": [{"fix": "none", "mend": "none"}]}
     assert deprecated.with_old_fields(document) == old
+
+
+def test_pickles() -> None:
+    assert pickling.unpacked is pickling.unpack_model

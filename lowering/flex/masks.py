@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..deprecated import renamed_attribute
+from .. import deprecated
 from ..errors import InputError
 from .mod import ComposedMod, Mod
 from .tables import ancestors_of as ancestors_of
@@ -308,4 +308,4 @@ _RENAMED = {"neighbourhood": "neighborhood"}
 
 
 def __getattr__(name: str) -> Any:
-    return renamed_attribute(__name__, name, _RENAMED, globals())
+    return deprecated.renamed_attribute(__name__, name, _RENAMED, globals())

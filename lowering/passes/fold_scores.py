@@ -29,7 +29,7 @@ from .folding import AttentionCall, Bindings, OperandFolder, replace_attentions,
 def fold_scores(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module with score modifications replaced by expressions wherever they can be expressed.
 
-    All marks of `replaced_scores.changed` are removed.
+    All marks of `mark_replaced_scores` are removed.
     """
 
     def fold(

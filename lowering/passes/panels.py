@@ -84,7 +84,7 @@ def pack_quantized_matrix(matrix: QuantizedMatrix, nr: int) -> tuple[dict[str, n
 
 
 def packed_matmul(
-    x: te.Tensor, components: list[te.Tensor], columns: int, dtype: str, dequantize_element: ElementReader
+    x: te.Tensor, components: list[te.Tensor], columns: int, dtype: str, read_element: ElementReader
 ) -> te.Tensor:
     """Return x [..., K] times a matrix [K, columns] in panels, in `dtype`.
 
@@ -95,7 +95,7 @@ def packed_matmul(
 
     def compute(*index: tvm.ir.Expr) -> tvm.ir.Expr:
         *row, j = index
-        return te.sum(x(*row, k).astype(acc) * dequantize_element(components, k, j), axis=k)
+        return te.sum(x(*row, k).astype(acc) * read_element(components, k, j), axis=k)
 
     total = te.compute((*x.shape[:-1], columns), compute, name="matmul")
     return total if dtype == acc else topi.cast(total, dtype)

@@ -31,3 +31,6 @@ def unpack_model(contents: dict[str, bytes], threads: int | None, device: int) -
             if is_artifact_file(name):
                 (Path(folder) / name).write_bytes(content)
         return open_compiled(Path(folder), threads, device)
+
+
+unpacked = unpack_model  # pickles of version 0.1 name it so

@@ -65,7 +65,7 @@ class _TunedRecord:
 
 
 class TunedRecords:
-    """The final records of an architecture. `choose` is a callback for `schedules.apply`."""
+    """The final records of an architecture. `choose` is a callback for `schedules.apply_schedules`."""
 
     def __init__(self, database: Path | None, target: Target) -> None:
         """Read the records of a folder of `tune`, or of None. Presets apply where it lacks a record."""

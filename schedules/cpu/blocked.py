@@ -47,7 +47,7 @@ class BlockedMatmul:
         if matmul.quantization is None:
             self.choose_runs()
         if self.packing is not None or matmul.quantization is not None:
-            apart = self.is_dense(self.a_offsets, self.k.var, self.tensor_scale)
+            apart = self.is_dense(self.a_offsets, self.k.var, self.k_per_lane)
         else:
             apart = not uses(self.a_step, {self.k.var})
         fits = self.packing is not None or matmul.a.ty == self.acc
@@ -106,8 +106,8 @@ class BlockedMatmul:
     def set_step(self, packing: PackedLanes | None) -> None:
         """Set the step along k to one value, or to those of a packed lane."""
         k = self.matmul.k
-        self.packing, self.tensor_scale = packing, 1 if packing is None else packing.tensor_scale
-        n = self.tensor_scale
+        self.packing, self.k_per_lane = packing, 1 if packing is None else packing.k_per_lane
+        n = self.k_per_lane
         self.k = k if n == 1 else Axis(tirx.Var("word", "int64"), self.results.simplify((k.extent + (n - 1)) // n))
         self.whole = k.extent // n  # complete steps
         self.rest = self.results.simplify(k.extent % n)  # values of the incomplete last step
@@ -116,8 +116,8 @@ class BlockedMatmul:
 
     def expand_step(self, expr: Expr) -> list[Expr]:
         """Return an expression of the value of k, for each value of step k."""
-        first = self.k.var * self.tensor_scale
-        return [substitute(expr, {self.matmul.k.var: first + n}) for n in range(self.tensor_scale)]
+        first = self.k.var * self.k_per_lane
+        return [substitute(expr, {self.matmul.k.var: first + n}) for n in range(self.k_per_lane)]
 
     def step_offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
         """Return the offsets of the elements of step k."""
@@ -144,8 +144,8 @@ class BlockedMatmul:
         """Return whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
         bounds = zip(indices, self.matmul.b.source.shape)
         return (
-            self.is_dense(self.b_offsets, self.results.c, self.tensor_scale)
-            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.tensor_scale * self.nr)
+            self.is_dense(self.b_offsets, self.results.c, self.k_per_lane)
+            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.k_per_lane * self.nr)
             and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.expand_step(index))
         )
 
@@ -245,7 +245,7 @@ class BlockedMatmul:
         """
         if not self.has_prefetch:
             return None
-        width = self.nr * self.tensor_scale
+        width = self.nr * self.k_per_lane
         elements_of_line = LINE // DataType(self.matmul.b.ty).itemsize
         size = let(depth * width)
         start = let(
@@ -392,9 +392,9 @@ class BlockedMatmul:
                 if strip is not None or self.packing is None:
                     a_ik = a[position]
                 elif complete:
-                    a_ik = self.packing.pack_vector(load(a, self.tensor_scale, position))
+                    a_ik = self.packing.pack_vector(load(a, self.k_per_lane, position))
                 else:
-                    a_ik = self.pack_step([a[position + n] for n in range(self.tensor_scale)], complete=False)
+                    a_ik = self.pack_step([a[position + n] for n in range(self.k_per_lane)], complete=False)
                 a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
@@ -413,7 +413,7 @@ class BlockedMatmul:
             return T.bind(load(panel, self.lanes, k * self.nr + v))
         start = let(self.bind_offset(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
         if self.packing is not None:
-            n = self.tensor_scale
+            n = self.k_per_lane
             return self.packing.pack_vector(load(self.operands.b, n * self.lanes, start + n * v))
         return convert(load(self.operands.b, self.lanes, start + v), self.acc, self.cpu)
 

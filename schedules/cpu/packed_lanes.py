@@ -15,13 +15,14 @@ from .vector import CpuFeatures
 
 @dataclass(frozen=True)
 class PackedLanes:
-    """The packing of `factor` values of k into one 32-bit lane. Buffers hold packed lanes as accumulator elements."""
+    """The packing of `k_per_lane` values of k into one 32-bit lane. Buffers hold packed lanes as accumulator
+    elements."""
 
-    tensor_scale: int
+    k_per_lane: int
     pack_vector: Callable[[Expr], Expr]
-    """Reinterpret a vector of n * factor values as n packed lanes."""
+    """Reinterpret a vector of n * k_per_lane values as n packed lanes."""
     pack_values: Callable[[list[Expr]], Expr]
-    """Pack up to `factor` values into one lane; missing ones become zeros."""
+    """Pack up to `k_per_lane` values into one lane; missing ones become zeros."""
     dot: Callable[[Expr, Expr, Expr], Expr]
     """Return total + a . b in every lane."""
     open_context: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -71,7 +71,7 @@ class RowBlockTiles(LoopTiles):
 
 
 def row_blocks(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Schedule fused matmuls of bytes with row reductions between them (row_parts.py), block by block among threads.
+    """Schedule fused matmuls of bytes with row reductions between them (row_segments.py), block by block among threads.
 
     Return None for anything else.
     """

@@ -39,19 +39,19 @@ def read_cache(
     """Return the cache of this many key/value heads, for rows [N, heads, size] of keys."""
     check_integers(node, "seqstarts", seqstarts, 1)
     batch, size, dtype = node.simplify(seqstarts.shape[0] - 1), key.shape[2], key.dtype
-    mode, layout, layer = node.attr("cache_mode", 0), node.attr("cache_layout", 0), node.attr("layer_idx", 0)
+    mode, layout_index, layer = node.attr("cache_mode", 0), node.attr("cache_layout", 0), node.attr("layer_idx", 0)
     bits, group, layers = node.attr("quant_bit", 0), node.attr("quant_group", 8), node.attr("num_layer", 1)
     if mode not in (0, 1):
         raise node.error(f"attribute cache_mode is {mode}.", "Use 0 (offsets) or 1 (pages).")
-    if layout not in range(len(LAYOUTS)):
-        raise node.error(f"attribute cache_layout is {layout}.", "Use 0, 1, 2 or 3.")
+    if layout_index not in range(len(LAYOUTS)):
+        raise node.error(f"attribute cache_layout is {layout_index}.", "Use 0, 1, 2 or 3.")
     if not 1 <= layers <= MAX_DIMENSION or layer not in range(layers):
         raise node.error(f"attribute layer_idx is {layer}, and num_layer {layers}.", "Use 0 to num_layer - 1.")
     if bits not in (0, *_BITS):
         raise node.error(f"attribute quant_bit is {bits}.", "Use 8, or 0 for a cache without codes.")
     check_integers(node, "cachestarts", cachestarts, 1 + mode)
     cachestarts = assert_shape(node, cachestarts, (batch, *cachestarts.shape[1:]))
-    axes = LAYOUTS[layout]
+    axes = LAYOUTS[layout_index]
     layout = CacheLayout(axes, _read_pages(node) if mode else Offset(), layer=layer)
     cache = _assert_shape(node, "cache", cache, axes, layers, heads, size)
     if cache.dtype != (_BITS[bits] if bits else dtype):
