@@ -69,12 +69,6 @@ def number(node: Node, what: str, size: Size) -> int:
     return size
 
 
-def cast_shape(node: Node, value: Value, shape: Sequence[Size]) -> Value:
-    """Return the value with that shape, asserted at run time unless it is provably equal."""
-    same = all(node.symbols.equal(a, b) for a, b in zip(value.shape, shape))
-    return value if same else node.cast_shape(value, tuple(shape))
-
-
 # -- Relax operators --------------------------------------------------------------------------------------------------
 
 

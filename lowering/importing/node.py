@@ -216,11 +216,13 @@ class Node:
         return relax.ShapeExpr([tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape])
 
     def cast_shape(self, value: Value, shape: Shape, name: str = "", why: str = "") -> Value:
-        """Return the same tensor, asserted at run time to have `shape`; new symbols in it are bound by the assertion.
+        """Return the same tensor, asserted at run time to have `shape` unless it provably has; binds its new symbols.
 
         name is the tensor's name in errors, if it is not an input of the node. why is the reason in the error text, if
         present.
         """
+        if len(shape) == value.rank and all(map(self.symbols.equal, value.shape, shape)):
+            return value
         called = f"{self.where}: {name}" if name else self.describe(value)
         result = self._importer.cast_shape(value, shape, called, why)
         assert result.expr is not None

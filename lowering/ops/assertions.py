@@ -38,8 +38,7 @@ def assert_shape(node: Node, value: Value, shape: Shape, name: str = "") -> Valu
             if checked is not value:
                 value = node.keep_name_after_check(checked, node.tensor(checked), keep_contents=False)
     shape = tuple(size if isinstance(size, int) else required_size for size, required_size in zip(value.shape, shape))
-    is_proved = all(node.symbols.equal(a, b) for a, b in zip(value.shape, shape, strict=True))
-    return value if is_proved else node.cast_shape(value, shape, name)
+    return node.cast_shape(value, shape, name)
 
 
 def assert_channel_vectors(node: Node, x: Value, *vectors: Value) -> tuple[Value, ...]:

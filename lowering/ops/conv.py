@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 
 from ..importing import symbolic
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import Element, cast_shape, relax_call, require_numbers, unify_sizes, widen_dtype
+from ..importing.compute import Element, relax_call, require_numbers, unify_sizes, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Size, Value, is_empty
 from . import op
@@ -53,7 +53,7 @@ def read_conv_operands(node: Node, x: Value, w: Value) -> tuple[Value, Value, Sp
     channels = unify_sizes(
         node, "the number of channels (C, and group times the second dimension of W)", x.shape[1], w.shape[1] * group
     )
-    x = cast_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
+    x = node.cast_shape(x, (x.shape[0], channels, *x.shape[2:]))
     w = assert_shape(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
     return assert_window_fits(node, channels_last(node, x), window), transpose_weights(node, w), window, group
 

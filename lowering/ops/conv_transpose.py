@@ -18,7 +18,7 @@ from tvm import relax, tirx
 
 from ..importing import symbolic
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import cast_shape, relax_call, unify_sizes
+from ..importing.compute import relax_call, unify_sizes
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
@@ -36,7 +36,7 @@ def conv_transpose(node: Node, x: Value, w: Value, bias: Value | None = None) ->
     kernel, group = read_kernel_shape(node, x, w, "[C, M / group, k1, ...]"), node.attr("group", 1)
     w = assert_divisible(node, w, 0, group, "group")
     channels = unify_sizes(node, "the number of channels (C)", x.shape[1], w.shape[0])
-    x = cast_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
+    x = node.cast_shape(x, (x.shape[0], channels, *x.shape[2:]))
     outputs = node.simplify(w.shape[1] * group)
     bias = None if bias is None else assert_bias_vector(node, bias, outputs)
     phases = _Phases.read(node, kernel)

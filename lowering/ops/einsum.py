@@ -14,7 +14,6 @@ from ..importing.compute import (
     SUM,
     Element,
     Extent,
-    cast_shape,
     read_element,
     reduce_axes,
     require_numbers,
@@ -90,7 +89,7 @@ def _unify_sizes(node: Node, values: Sequence[Value], operands: Sequence[Labels]
     result = []
     for value, labels in zip(values, operands):
         shape = tuple(1 if is_one(size) else sizes[label] for label, size in zip(labels, value.shape))
-        result.append(cast_shape(node, value, shape))
+        result.append(node.cast_shape(value, shape))
     return result
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax, tirx
 
-from ..importing.compute import cast_shape, is_float, relax_call, require_numbers, unify_sizes, widen_dtype
+from ..importing.compute import is_float, relax_call, require_numbers, unify_sizes, widen_dtype
 from ..importing.node import Node
 from ..importing.values import Value, is_one
 from . import op
@@ -33,7 +33,7 @@ def emit_matmul(node: Node, a: Value, b: Value, acc_dtype: str | None = None) ->
     for k in range(3, min(a.rank, b.rank) + 1):
         if not is_one(a.shape[-k]) and not is_one(b.shape[-k]):
             a_shape[-k] = b_shape[-k] = unify_sizes(node, "a batch dimension", a.shape[-k], b.shape[-k])
-    a, b = cast_shape(node, a, a_shape), cast_shape(node, b, b_shape)
+    a, b = node.cast_shape(a, tuple(a_shape)), node.cast_shape(b, tuple(b_shape))
     out_type = acc_dtype or widen_dtype(a.dtype)
     out_dtype = out_type if out_type != a.dtype else None
     y = node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm import relax, te, tirx
 
 from ..importing.channels import find_transpose_source
-from ..importing.compute import Element, cast_shape, read_element, require_numbers, unify_sizes
+from ..importing.compute import Element, read_element, require_numbers, unify_sizes
 from ..importing.node import Node
 from ..importing.values import Size, Value, is_one
 from . import op
@@ -164,10 +164,10 @@ def _unify_sizes(
 
     shape = list(x.shape)
     shape[0], shape[sequence_axis] = batch, sequence
-    x = cast_shape(node, x, shape)
+    x = node.cast_shape(x, tuple(shape))
     if positions is None:
-        cos, sin = (cast_shape(node, v, (own_batch(v), sequence, half)) for v in (cos, sin))
+        cos, sin = (node.cast_shape(v, (own_batch(v), sequence, half)) for v in (cos, sin))
         return x, cos, sin, None
     length = unify_sizes(node, "the number of positions", cos.shape[0], sin.shape[0])
-    cos, sin = (cast_shape(node, v, (length, half)) for v in (cos, sin))
-    return x, cos, sin, cast_shape(node, positions, (own_batch(positions), sequence))
+    cos, sin = (node.cast_shape(v, (length, half)) for v in (cos, sin))
+    return x, cos, sin, node.cast_shape(positions, (own_batch(positions), sequence))

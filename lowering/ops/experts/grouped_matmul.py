@@ -10,7 +10,7 @@ import numpy as np
 from tvm import te
 
 from ...graph.legality import OWN_DOMAIN
-from ...importing.compute import cast_shape, number, require_numbers, unify_sizes, widen_dtype
+from ...importing.compute import number, require_numbers, unify_sizes, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.grouped_matmul import GROUPS, grouped_matmul
@@ -41,7 +41,7 @@ def lower_grouped_matmul(
     count = number(node, "dimension 0 of the weights", weights.shape[0])
     matrices, depth, columns = _concatenate_experts(node, weights, scales, zero_points, np.dtype(x.dtype))
     rows = unify_sizes(node, "the number of rows", x.shape[0], experts.shape[0])
-    x, experts = cast_shape(node, x, (rows, depth)), cast_shape(node, experts, (rows,))
+    x, experts = node.cast_shape(x, (rows, depth)), node.cast_shape(experts, (rows,))
 
     def kernel(x: te.Tensor, experts: te.Tensor, matrices: te.Tensor) -> te.Tensor:
         def element(k: te.Var, j: te.Var) -> te.Tensor:

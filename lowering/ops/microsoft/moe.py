@@ -21,7 +21,7 @@ from ...graph.mixture import (
     ExpertMixture,
     build_mixture_graph,
 )
-from ...importing.compute import cast_shape, number
+from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
 from .. import op
@@ -135,7 +135,7 @@ def _emit_mixture(
     gate_layers = _split_gate(node, layers)
     _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))
-    arguments = [x, *(cast_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
+    arguments = [x, *(node.cast_shape(v, (rows, experts)) for v in (router, weights) if v is not None)]
     inputs = [_make_input(f"input_{n}", value) for n, value in enumerate(arguments)]
     normalizes = bool(node.attr("normalize_routing_weights", 0))
     mixture = ExpertMixture(gate_layers, experts, per_token, routing, normalizes, *_read_activation(node))
