@@ -1,4 +1,4 @@
-"""What the cache of keys and values costs our own kernels: pages, offsets and codes beside a dense cache.
+"""What the cache of keys and values costs the kernels: pages, offsets and quantization compared with a dense cache.
 
 No model is compiled: kernels are those that the CPU rule gives for a record, called with arrays of their own. Every
 answer is compared with float64 before it is timed.
