@@ -51,11 +51,13 @@ class MaskPairs:
 
     def with_element(self, packed: Expr, pair: tuple[Expr, Expr, Expr, Expr], n: int) -> Expr:
         """Return the pair with its first (n = 0) or second element replaced by that of (b, h, i, j)."""
-        value = self.scores.element(*pair, inside=True)
-        bits = value.astype(self.element) if self.buffer.dtype == "bool" else T.reinterpret(self.element, value)
+        bits = self.scores.element(self._to_bits, *pair, inside=True)
         other_bits = (2**self.bits - 1) << (0 if n else self.bits)
         shifted = bits.astype(self.pair_dtype) << tirx.const(n * self.bits, self.pair_dtype)
         return T.bitwise_or(T.bitwise_and(packed, tirx.const(other_bits, self.pair_dtype)), shifted)
+
+    def _to_bits(self, value: Expr) -> Expr:
+        return value.astype(self.element) if self.buffer.dtype == "bool" else T.reinterpret(self.element, value)
 
     def convert_to_bias(self, packed: Expr, n: int) -> Expr:
         """Return the first (n = 0) or second element of a pair as a bias of a score, -inf where it masks the key."""

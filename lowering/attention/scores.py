@@ -136,13 +136,19 @@ class PairScores:
         shown, hidden = (broadcast(self._constant(x), lanes(value)) for x in (0.0, float("-inf")))
         return tirx.Select(value, shown, hidden)
 
-    def element(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
-        """Return the mask tensor's unconverted element for the pair; i is a scalar."""
+    def element(
+        self, convert: Callable[[Expr], Expr], b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False
+    ) -> Expr:
+        """Return the mask tensor's converted element for the pair; i is a scalar.
+
+        A mask of no columns masks nothing. This is decided on converted elements: TVM 0.27 promotes an if_then_else of
+        bfloat16 to float32, whose bits are others.
+        """
         buffer, indices = self.mask_at(b, h, i, j, inside=inside)
-        value, mask = buffer[tuple(indices)], self.problem.mask
+        value, mask = convert(buffer[tuple(indices)]), self.problem.mask
         if not isinstance(mask, Mask) or not mask.starts:
             return value
-        shown = tirx.const(True if mask.dtype == "bool" else 0.0, mask.dtype)
+        shown = tirx.const(mask.dtype == "bool", scalar_type(value))  # bits and numbers of 0.0 are 0
         return tirx.if_then_else(buffer.shape[3] > 0, value, broadcast(shown, lanes(value)))
 
     def column(self, b: Expr, j: Expr) -> Expr:
@@ -213,7 +219,7 @@ class PairScores:
 
         def load(row: Expr) -> Expr:
             if lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
-                return self._number(self.element(b, h, row, j, inside=inside))
+                return self.element(self._number, b, h, row, j, inside=inside)
             # A clamped vector of indices would be loaded lane by lane.
             buffer, indices = self.mask_at(b, h, row, j, inside=inside)
             first, elements = (self._number(buffer[(*indices[:3], at)]) for at in (0, j))

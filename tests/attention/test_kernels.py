@@ -23,6 +23,7 @@ FOUND = {
     27: "an index that goes down, divided",
     1101: "a mask in bfloat16 whose last dimension may be 1",
     1567: "NaN in another row's mask",
+    49507: "a bfloat16 mask that sequences start in, of no columns",
 }
 
 
