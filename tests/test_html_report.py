@@ -222,7 +222,7 @@ def test_memory(page: Element, made: Path) -> None:
     assert (logits.size, logits.last) == (50 * 4, found.calls - 1)
     memory = section(page, "memory")
     assert len(list(memory.all("rect"))) == len(planned)
-    assert max(found.alive(block)) <= size < sum(t.size for t in planned)
+    assert max(found.list_live_bytes(block)) <= size < sum(t.size for t in planned)
 
 
 def test_code(page: Element, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

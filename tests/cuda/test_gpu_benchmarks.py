@@ -209,7 +209,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
             job("cases", "full", lambda: Answer(case)),
         ]
 
-    layout = results.CacheLayout([tmp_path, tmp_path / "copy"], PLAN.digest, "a GPU")
+    layout = results.Store([tmp_path, tmp_path / "copy"], PLAN.digest, "a GPU")
     measure.measure(PLAN, todo, layout, 60, 60)
     assert done == ["mma", "matmul", "full"]
     shown = capsys.readouterr().out
@@ -222,7 +222,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
     assert done[3:] == [], "there was no time"
     assert "1 of 1 jobs are left" in capsys.readouterr().out
     good["mma"] = True
-    layout = results.CacheLayout([tmp_path], PLAN.digest, "a GPU")
+    layout = results.Store([tmp_path], PLAN.digest, "a GPU")
     measure.measure(PLAN, todo, layout, 60, 60)
     measure.measure(PLAN, todo, layout, 60, 60)
     assert done[3:] == ["mma"]
@@ -232,12 +232,12 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
 def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "no folder").write_text("")
     one, other = (
-        results.CacheLayout([tmp_path, tmp_path / "no folder"], "abc", name) for name in ("NVIDIA H100", "NVIDIA H200")
+        results.Store([tmp_path, tmp_path / "no folder"], "abc", name) for name in ("NVIDIA H100", "NVIDIA H200")
     )
     one.add("checks", "mma", {"error": 0.0})
     other.add("checks", "mma", {"problem": "wrong"})
     assert "no folder" in capsys.readouterr().out, "what cannot be copied is said, and nothing else is lost"
-    assert results.CacheLayout([tmp_path], "abc", "NVIDIA H100").results.has("checks", "mma")
+    assert results.Store([tmp_path], "abc", "NVIDIA H100").results.has("checks", "mma")
     assert results.read(other.path).found["checks"] == {"mma": {"problem": "wrong"}}
     assert sorted(path.name for path in tmp_path.glob("*.json")) == [
         "results-nvidia-h100-abc.json", "results-nvidia-h200-abc.json",
@@ -246,7 +246,7 @@ def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_checks_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
     """What others found is in the file before the last one answers, and its time counts."""
-    layout = results.CacheLayout([tmp_path], PLAN.digest, "a GPU")
+    layout = results.Store([tmp_path], PLAN.digest, "a GPU")
     seen: list[list[str]] = []
 
     def slow(limit: float) -> Answer:
@@ -264,7 +264,7 @@ def test_checks_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
 
 
 def test_a_job_that_had_less_than_its_time_is_not_blamed(tmp_path: Path) -> None:
-    layout = results.CacheLayout([tmp_path], PLAN.digest, "a GPU")
+    layout = results.Store([tmp_path], PLAN.digest, "a GPU")
     late = jobs.Job("cases", "full", lambda limit: Answer(problem="no answer", late=True), 30)
     measure.measure(PLAN, lambda _: [late], layout, 20, 60)
     assert not layout.path.exists()

@@ -36,13 +36,13 @@ def gpt_node(arguments: Mapping[str, Any], symbolic: bool = False) -> tuple[onnx
     """The model of one node for such a call, and its inputs. symbolic: sizes that calls differ in have names."""
     asked = _FUNCTION.gpt_attention.__kwdefaults__ | dict(arguments)
     asked = {name: value for name, value in asked.items() if name not in ("return_lse", "check", "target")}
-    arrays = _FUNCTION._arrays(asked.pop("qkv"), asked)
-    dims = {name: _FUNCTION._dims(name, arrays) if symbolic else array.shape for name, array in arrays.items()}
+    arrays = _FUNCTION._collect_inputs(asked.pop("qkv"), asked)
+    dims = {name: _FUNCTION._name_dims(name, arrays) if symbolic else array.shape for name, array in arrays.items()}
     inputs = tuple((name, arrays[name].dtype.name, tuple(dims[name])) for name in _FUNCTION.INPUTS if name in arrays)
     width = asked["num_heads"] * asked["hidden_size_per_head"]
     coded = asked["attention_output_orig_quant_scale"] is not None
     dtype = "float8_e4m3fn" if coded else arrays["qkv"].dtype.name
-    return _FUNCTION.one_node(inputs, _FUNCTION._settings(asked), False, width, dtype), arrays
+    return _FUNCTION.build_one_node_model(inputs, _FUNCTION._dump_attributes(asked), False, width, dtype), arrays
 
 
 def check(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> None:
