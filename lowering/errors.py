@@ -4,7 +4,17 @@ from __future__ import annotations
 
 
 class LoweringError(Exception):
-    """Base class of all errors that this package raises intentionally."""
+    """Base class of all errors that this package raises intentionally.
+
+    `code` identifies the cause, such as "attention.heads_not_divisible". Codes are stable: programs match codes, since
+    texts change. docs/reference/error_codes.md lists all of them.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        self.code, self.text = code, text  # self.args stays as given, by which errors are pickled
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class ModelError(LoweringError):
@@ -18,9 +28,9 @@ class NodeError(LoweringError):
     that is not supported, and `remedy` is the action for the user.
     """
 
-    def __init__(self, where: str, what: str, remedy: str = "") -> None:
+    def __init__(self, code: str, where: str, what: str, remedy: str = "") -> None:
         self.where, self.what, self.remedy = where, what, remedy
-        super().__init__(f"{where}: {what}" + (f" {remedy}" if remedy else ""))
+        super().__init__(code, f"{where}: {what}" + (f" {remedy}" if remedy else ""))
 
 
 class CompilerError(LoweringError):

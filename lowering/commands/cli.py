@@ -97,7 +97,7 @@ def _format_error(arguments: argparse.Namespace, error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"{command} was interrupted"
     if isinstance(error, LoweringError):
-        return f"error: {error}"
+        return f"error[{error.code}]: {error}"
     if isinstance(error, OSError):
         files = [name for name in (error.filename, error.filename2) if name is not None]
         if not files and getattr(arguments, "output", None) is not None:

@@ -41,10 +41,18 @@ def check_sizes(sizes: relax.Expr, other_dims: Sequence[Any], itemsize: int, nam
     return _call(SIZES, [sizes, _shape(other_dims), tirx.const(itemsize, "int64"), name], sizes.ty)
 
 
-def check_condition(tensor: relax.Expr, condition: Any, text: str, numbers: Sequence[Any]) -> relax.Call:
-    """Return the tensor if the condition on sizes holds; else fail with `text`, each {} filled from the numbers."""
+def check_condition(tensor: relax.Expr, condition: Any, code: str, text: str, numbers: Sequence[Any]) -> relax.Call:
+    """Return the tensor if the condition on sizes holds; else raise an error.
+
+    Args:
+        tensor: The tensor to return.
+        condition: A condition on sizes.
+        code: The stable code of the error.
+        text: The error's text; each {} is replaced by the next of the numbers.
+        numbers: Sizes.
+    """
     true, false = tirx.const(1, "int64"), tirx.const(0, "int64")
-    return _call(CONDITION, [tensor, _shape([tirx.Select(condition, true, false), *numbers]), text], tensor.ty)
+    return _call(CONDITION, [tensor, _shape([tirx.Select(condition, true, false), *numbers]), code, text], tensor.ty)
 
 
 def check_requests(name: str, tables: Sequence[relax.Expr | None], sizes: Sequence[Any], node: str) -> relax.Call:

@@ -67,9 +67,15 @@ class Node:
             return list(attribute.value)
         return attribute.value
 
-    def error(self, what: str, remedy: str = "") -> NodeError:
-        """Return the error for a node that cannot be lowered: `what` is the reason, `remedy` the user's fix."""
-        return NodeError(self.where, strip_types(what), strip_types(remedy))
+    def error(self, code: str, what: str, remedy: str = "") -> NodeError:
+        """Return the error for a node that cannot be lowered.
+
+        Args:
+            code: The stable code of the cause, such as "attention.heads_not_divisible".
+            what: The reason.
+            remedy: The user's fix.
+        """
+        return NodeError(code, self.where, strip_types(what), strip_types(remedy))
 
     def has_output(self, output: int) -> bool:
         """Return whether the node has that output, and its name is not empty."""

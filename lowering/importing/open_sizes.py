@@ -77,7 +77,7 @@ def broadcast_open_sizes(node: Node, value: Value, shape: Shape) -> Value:
             text = f"{node.where}: {what} is {{}}, and does not broadcast to {{}}."
             for symbol in tirx.analysis.undefined_vars(want):  # synthetic inputs take them for equal
                 node.importer.expect(tirx.EQ(have, symbol))
-            tensor = node.importer.builder.emit(check_condition(tensor, legal, text, [have, want]))
+            tensor = node.importer.builder.emit(check_condition(tensor, legal, "run.size_mismatch", text, [have, want]))
 
     def kernel(x: te.Tensor, extents: Sequence[Any]) -> te.Tensor:
         def element(*index: Any) -> Any:

@@ -19,7 +19,7 @@ class UndecidedTypeError(NodeError):
     """
 
     def __init__(self, error: NodeError, move: Move) -> None:
-        super().__init__(error.where, error.what, error.remedy)
+        super().__init__(error.code, error.where, error.what, error.remedy)
         self.move = move
 
 

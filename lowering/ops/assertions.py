@@ -160,8 +160,8 @@ def _are_in_bounds(
     )
 
 
-def require(node: Node, value: Value, condition: Size, text: str, *numbers: Size) -> Value:
-    """Return the value; report `text` as an error unless the condition on sizes is true.
+def require(node: Node, value: Value, condition: Size, code: str, text: str, *numbers: Size) -> Value:
+    """Return the value; report `text` as an error with this code unless the condition on sizes is true.
 
     The numbers replace the placeholders {} in the text. A violation found at compile time raises NodeError, and any
     other raises an error at run time.
@@ -170,12 +170,13 @@ def require(node: Node, value: Value, condition: Size, text: str, *numbers: Size
     if isinstance(condition, bool) and not condition:
         for number in numbers:
             text = text.replace("{}", format_size(node.simplify(number)), 1)
-        raise node.error(text)
+        raise node.error(code, text)
     if node.symbols.prove(condition):
         return value
     node.importer.expect(condition)
     last = value.channels_last
-    check = check_condition(node.tensor(value) if last is None else last, condition, f"{node.where}: {text}", numbers)
+    tensor = node.tensor(value) if last is None else last
+    check = check_condition(tensor, condition, code, f"{node.where}: {text}", numbers)
     checked = node.importer.builder.emit(check)
     return (
         node.keep_name_after_check(value, checked)

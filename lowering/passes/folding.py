@@ -215,7 +215,9 @@ class OperandFolder:
                 continue
             name, bounded = (str(argument.value) for argument in call.args[4:6])
             text = f"{name} holds {{}} to {{}}, and {bounded.splitlines()[bound_index]} is {{}}."
-            check = check_condition(tensor, tirx.any(inside, *is_empty), text, [low, high, bound])
+            check = check_condition(
+                tensor, tirx.any(inside, *is_empty), "run.index_out_of_range", text, [low, high, bound]
+            )
             tensor = self.bind(check, "checked")
         return tensor
 

@@ -69,7 +69,7 @@ static int reject_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t a
     } else {
         say(&message, " allows %" PRId64 " to %" PRId64 ".", low, last);
     }
-    return fail(&message);
+    return fail("run.index_out_of_range", &message);
 }
 
 /* lowering_check_indices(indices, bounds, from_the_back, name, bounded) -> indices
@@ -114,7 +114,7 @@ CHECK(check_sizes) {
             say(&message, " asks for the sizes ");
             say_sizes(&message, sizes->data, (int64_t)sizes->size);
             say(&message, sizes->data[k] < 0 ? ", one of which is negative." : ", one of which is larger than 2^40.");
-            return fail(&message);
+            return fail(sizes->data[k] < 0 ? "run.negative_size" : "run.size_too_large", &message);
         }
         bytes *= (double)sizes->data[k];
     }
@@ -124,19 +124,21 @@ CHECK(check_sizes) {
         say(&message, " asks for the sizes ");
         say_sizes(&message, sizes->data, (int64_t)sizes->size);
         say(&message, ": a result of %.3g bytes, and this machine has %.3g bytes of memory.", bytes, memory);
-        return fail(&message);
+        return fail("run.out_of_memory", &message);
     }
     return pass(&args[0], result);
 }
 
-/* lowering_check(value, numbers, text) -> value
- * Raise an error with the text if numbers[0] is 0. Each {} in the text is replaced by one of the further numbers. */
+/* lowering_check(value, numbers, code, text) -> value
+ * Raise an error with the code and the text if numbers[0] is 0. Each {} in the text is replaced by one of the further numbers. */
 CHECK(check) {
     (void)self, (void)count;
     const TVMFFIShapeCell* numbers = shape_of(&args[1]);
     if (numbers->data[0] != 0) return pass(&args[0], result);
     Message message = {.length = 0};
-    TVMFFIByteArray text = text_of(&args[2]);
+    TVMFFIByteArray code_text = text_of(&args[2]), text = text_of(&args[3]);
+    char code[128];
+    snprintf(code, sizeof(code), "%.*s", (int)code_text.size, code_text.data);
     for (size_t k = 1; k < numbers->size; ++k) {
         const char* position = memmem(text.data, text.size, "{}", 2);
         if (position == NULL) break;
@@ -147,7 +149,7 @@ CHECK(check) {
         text.size -= before + 2;
     }
     say_text(&message, text);
-    return fail(&message);
+    return fail(code, &message);
 }
 
 /* lowering_match_shape(value, heap, rank, code 0, operand 0, code 1, ..., name)
@@ -167,7 +169,7 @@ CHECK(match_shape) {
         Message message = {.length = 0};
         say_text(&message, text_of(&args[count - 1]));
         say(&message, "; its rank is %" PRId64 ", not %" PRId64 ".", rank, args[2].v_int64);
-        return fail(&message);
+        return fail("run.rank_mismatch", &message);
     }
     for (int64_t k = 0; k < rank; ++k) {
         const int64_t code = pairs[2 * k].v_int64, operand = pairs[2 * k + 1].v_int64;
@@ -178,7 +180,7 @@ CHECK(match_shape) {
         Message message = {.length = 0};
         say_text(&message, text_of(&args[count - 1]));
         say(&message, "; its size along axis %" PRId64 " is %" PRId64 ", not %" PRId64 ".", k, shape[k], expected);
-        return fail(&message);
+        return fail("run.size_mismatch", &message);
     }
     return 0;
 }

@@ -60,8 +60,11 @@ static inline void say_sizes(Message* message, const int64_t* sizes, int64_t cou
     say(message, count ? "]" : "[]");
 }
 
-static inline int fail(const Message* message) {
-    TVMFFIErrorSetRaisedFromCStr("ValueError", message->text);
+/* Raise "[code] text"; the stable code identifies the cause. */
+static inline int fail(const char* code, const Message* text) {
+    Message message = {.length = 0};
+    say(&message, "[%s] %s", code, text->text);
+    TVMFFIErrorSetRaisedFromCStr("ValueError", message.text);
     return -1;
 }
 

@@ -127,7 +127,7 @@ class Graph:
                 with _disable_garbage_collection():
                     self._replay(tvm_ffi.convert(run_step))
             except Exception as error:
-                raise InputError(_explain_failure(error, reads, bool(saved_results))) from error
+                raise InputError(*_explain_failure(error, reads, bool(saved_results))) from error
             self._kept = resources
             return [saved.restore(result) for saved, result in zip(saved_results[0], captured)]
 
@@ -170,16 +170,18 @@ class _SavedResult:
         return result
 
 
-def _explain_failure(error: Exception, reads: list[str], has_run: bool) -> str:
+def _explain_failure(error: Exception, reads: list[str], has_run: bool) -> tuple[str, str]:
+    """Return the code and the text of the error."""
     if reads:
-        return (
+        return "cuda_graph.host_read", (
             f"the call cannot be a graph, which repeats what was captured: {reads[0]}, which the host reads in every "
             "call. Bind the arrays without graph=True."
         )
     if not has_run:
-        return f"the model cannot run on these inputs: {describe_failure(error)}"
+        code, reason = describe_failure(error)
+        return code, f"the model cannot run on these inputs: {reason}"
     reason = str(error).strip().partition("\n")[0]
-    return (
+    return "cuda_graph.capture_failed", (
         f"the call has run, but could not be captured as a graph ({reason}). During the first call no other thread may "
         "allocate or free memory of the GPU, or load code. Call again, or bind the arrays without graph=True."
     )

@@ -416,7 +416,8 @@ class Model:
             finally:
                 self._library.set_threads(0)
         except Exception as error:
-            raise InputError(f"the model cannot run on these inputs: {describe_failure(error)}") from error
+            code, reason = describe_failure(error)
+            raise InputError(code, f"the model cannot run on these inputs: {reason}") from error
         finally:
             if release:
                 machine.release()

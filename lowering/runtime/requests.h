@@ -45,9 +45,9 @@ static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* -- errors ------------------------------------------------------------------------------------------------------- */
 
-/* Raise "node: text", and return the value that a failed check returns. */
-__attribute__((format(printf, 2, 3), cold, noinline)) static int reject(const TVMFFIAny* node, const char* format,
-                                                                        ...) {
+/* Raise "[code] node: text", and return the value that a failed check returns. */
+__attribute__((format(printf, 3, 4), cold, noinline)) static int reject(const char* code, const TVMFFIAny* node,
+                                                                        const char* format, ...) {
     Message message = {.length = 0};
     say_text(&message, text_of(node));
     say(&message, ": ");
@@ -56,7 +56,7 @@ __attribute__((format(printf, 2, 3), cold, noinline)) static int reject(const TV
     va_start(arguments, format);
     vsnprintf(message.text + message.length, room, format, arguments);
     va_end(arguments);
-    return fail(&message);
+    return fail(code, &message);
 }
 
 /* The printf format of an int64_t. */

@@ -19,4 +19,4 @@ class RequestError(InputError):
         self.errors, self.answers = errors, answers
         name, error = next(iter(errors.items()))
         subject = f"request {name!r} has" if len(errors) == 1 else f"request {name!r} and {len(errors) - 1} more have"
-        super().__init__(f"{subject} ended: {error}")
+        super().__init__("batcher.request_failed", f"{subject} ended: {error}")

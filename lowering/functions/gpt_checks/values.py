@@ -21,8 +21,8 @@ class ArgumentError(InputError, ValueError):
     """An illegal argument of a function, by itself or in combination with others. Nothing was written."""
 
 
-def refuse(problem: str, remedy: str) -> NoReturn:
-    raise ArgumentError(f"{problem}: {remedy}.")
+def refuse(code: str, problem: str, remedy: str) -> NoReturn:
+    raise ArgumentError(code, f"{problem}: {remedy}.")
 
 
 def check_array(name: str, value: Any, dtypes: Collection[np.dtype]) -> np.ndarray:
