@@ -23,6 +23,7 @@ from ..importing.imported_model import ImportedModel, Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
 from ..manifest import SETUP, Manifest, TensorSpec
+from ..passes.compile_state import CompileState, PassOptions
 from ..profiling.expected import list_slow_kernels
 from ..target import Target, resolve
 from ..tuning.lookup import TunedRecords
@@ -34,7 +35,7 @@ from .code_failures import diagnose_code_failure
 from .interrupts import preserve_interrupts
 from .objects import KernelCompiler
 from .options import Options
-from .pipeline import Dump, LoweredModule, lower_model
+from .pipeline import PASSES, Dump, run_passes
 from .prepare import prepare_model
 
 
@@ -122,20 +123,20 @@ class _ArtifactCompiler:
             runs_on = self.stand_in or target
             kernels = KernelCompiler(runs_on)
             cached = kernels if dump is None else None  # a dump must show every scheduled kernel
+            pass_options = PassOptions(runs_on, pairs, options.weights, matmuls, choose, cached)
             with progress.stage("lowering"):
-                lowered = lower_model(
-                    imported, target, pairs, notes, dump, options.weights, choose, runs_on, matmuls, cached
-                )
+                lowered = run_passes(CompileState.from_imported(imported, target, pass_options), PASSES, dump)
+            notes += lowered.notes
             libraries.append(_build_library(lowered, runs_on, kernels))
-            unscheduled.append(lowered.unscheduled)
+            unscheduled.append(dict(lowered.unscheduled))
             if not target.architecture:
                 notes += list_slow_kernels(lowered.kernels, lowered.calls)
         manifest = self._manifest(imported, lowered, notes)
-        return ArtifactPart(replace(manifest, donated=dict(donated)), tuple(libraries), lowered.weights), tuple(
+        return ArtifactPart(replace(manifest, donated=dict(donated)), tuple(libraries), lowered.packed_weights), tuple(
             unscheduled
         )
 
-    def _manifest(self, imported: ImportedModel, lowered: LoweredModule, notes: Sequence[str]) -> Manifest:
+    def _manifest(self, imported: ImportedModel, lowered: CompileState, notes: Sequence[str]) -> Manifest:
         options, targets = self.options, self.targets
         return Manifest(
             inputs=tuple(_make_tensor_spec(p) for p in imported.inputs),
@@ -160,7 +161,7 @@ class _ArtifactCompiler:
         )
 
 
-def _build_library(lowered: LoweredModule, target: Target, kernels: KernelCompiler) -> bytes:
+def _build_library(lowered: CompileState, target: Target, kernels: KernelCompiler) -> bytes:
     """Return the library; raise LoweringError, which names the nodes if code generation fails."""
     try:
         return build(lowered.module, target, kernels)

@@ -1,30 +1,25 @@
 """The pipeline: one flat, named list of passes from an imported model to TensorIR and VM instructions.
 
-Order matters where a comment says so. `dump(name, module)` is called after each pass, if present.
+Every pass maps a CompileState to a CompileState. An entry names the passes that must precede it, and the targets that
+it runs for.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
-import numpy as np
 import onnx_ir as ir
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
-from schedules import CodeLookup
-from schedules.half_precision import HALF
-from schedules.variant import Choose
-
-from ..choices import Scheme
 from ..errors import CompilerError, LoweringError
-from ..importing.imported_model import ImportedModel
-from ..importing.origins import Origins, trace_fusion
-from ..manifest import CallSpec, KernelSpec
+from ..importing.origins import trace_fusion
 from ..passes.alignment import assume_alignment
+from ..passes.compile_state import CompileState, StatePass, lift
 from ..passes.convolutions import lower_convolutions
 from ..passes.donation import donate
 from ..passes.equal_functions import merge_equal_functions
@@ -42,8 +37,8 @@ from ..passes.group_matmuls import group_matmuls
 from ..passes.guard_divisions import guard_divisions
 from ..passes.guard_float_arithmetic import WITH_ZEROS, guard_float_arithmetic
 from ..passes.hoist_shape_bindings import hoist_shape_bindings
-from ..passes.kernels import ScheduledModule, schedule_kernels
-from ..passes.mark_tf32_matmuls import describe_tf32_matmuls, mark_tf32_matmuls
+from ..passes.kernels import schedule_kernels
+from ..passes.mark_tf32_matmuls import mark_tf32_matmuls
 from ..passes.name_shape_assertions import name_shape_assertions
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
@@ -53,7 +48,6 @@ from ..passes.replay import add_replay
 from ..passes.size_classes import size_classes
 from ..passes.split_tuple_results import split_tuple_results
 from ..passes.unify_shape_symbols import unify_shape_symbols
-from ..target import Target
 from . import progress
 
 # Operations in a fused group; in exported models the largest have 4. Chains of 240 operators run fastest in groups of
@@ -64,205 +58,152 @@ _MAX_FUSED = 16
 _SLOW_SECONDS = 0.05  # seconds, from which on the log lists a pass among the stages
 
 Dump = Callable[[str, ir.Model | tvm.IRModule], None]
-Pass = Callable[[tvm.IRModule], tvm.IRModule]
+AnyTarget: TypeAlias = Literal["any", "cpu", "gpu", "gpu kernels"]
+_t = relax.transform
 
 
 @dataclass(frozen=True)
-class LoweredModule:
-    """A module ready for code generation.
+class Pass:
+    """An entry of the pipeline.
 
-    weights are by parameter name in the order of the weights tuple. kernels and calls describe its kernels for a
-    profile. unscheduled has the functions before scheduling, by kernel.
+    Attributes:
+        name: Its name in dumps, the log and errors.
+        run: The pass.
+        after: Passes that must have run before it, in any phase.
+        target: Where it runs: "cpu" and "gpu" for a state of such a target, "gpu kernels" only if no CPU stands in.
     """
 
-    module: tvm.IRModule
-    weights: dict[str, np.ndarray]
-    kernels: tuple[KernelSpec, ...]
-    calls: tuple[CallSpec, ...]
-    unscheduled: dict[str, tirx.PrimFunc]
+    name: str
+    run: StatePass
+    after: tuple[str, ...] = ()
+    target: AnyTarget = "any"
+
+    def applies_to(self, state: CompileState) -> bool:
+        """Return whether the pass runs for the state's target."""
+        if self.target == "gpu kernels":
+            return bool(state.kernel_target.architecture)
+        return self.target == "any" or (self.target == "gpu") == bool(state.target.architecture)
 
 
-def lower_model(
-    imported: ImportedModel,
-    target: Target,
-    donated: dict[int, int],
-    notes: list[str],
-    dump: Dump | None = None,
-    scheme: Scheme | None = None,
-    choose: Choose | None = None,
-    runs_on: Target | None = None,
-    matmuls: str | None = None,
-    cached: CodeLookup | None = None,
-) -> LoweredModule:
-    """Run the passes.
+def _keep(_: relax.BlockBuilder, call: relax.Call) -> relax.Call:
+    """Leave an operator as it is."""
+    return call
 
-    Args:
-        imported: The model in Relax.
-        target: The target of the code.
-        donated: The position of a consumed input, mapped to the output that takes over its memory.
-        notes: A list that receives the updates that could not be done in place, and the error of compressing constant
-            matrices by `scheme`.
-        dump: As for `compile`.
-        scheme: How constant matrices are compressed.
-        choose: Picks variants and tiles (schedules/variant.py).
-        runs_on: The target of the kernels, if it is not `target`.
-        matmuls: How a GPU's tensor cores compute float32 matmuls, "tf32" or "3xtf32"; None leaves them to other code.
-        cached: Tells which kernels have cached code and stay as they are.
 
-    Returns:
-        The lowered module.
-    """
-    runs_on = runs_on or target
-    t = relax.transform
-    weights: dict[str, np.ndarray] = {}
-    on_tensor_cores = (*HALF, *(["float32"] if matmuls else []))
-    origins = imported.origins
-    kernels: tuple[KernelSpec, ...] = ()
-    calls: tuple[CallSpec, ...] = ()
-    unscheduled: dict[str, tirx.PrimFunc] = {}
+def fuse_operators(state: CompileState) -> CompileState:
+    """Group operators into functions; a group has the origins of all its members."""
+    with tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _MAX_FUSED}):
+        fused = _t.FuseOps()(state.module)
+    return replace(state, module=fused, origins=trace_fusion(state.module, fused, state.origins))
 
-    def pack(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal weights
-        mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes, on_tensor_cores)
-        return mod
 
-    def fuse(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal origins
-        fused = t.FuseOps()(mod)
-        origins = trace_fusion(mod, fused, origins)
-        return fused
+def bundle_weights(state: CompileState) -> CompileState:
+    """Make the weights of `main`, if it has any, one parameter: a tuple."""
+    return replace(state, module=_t.BundleModelParams("weights")(state.module)) if state.weights else state
 
-    def trace_origins(rewrite: Callable[[tvm.IRModule, Origins], tuple[tvm.IRModule, Origins]]) -> Pass:
-        """Wrap a pass that changes which function computes a binding, and updates the origins."""
 
-        def run(mod: tvm.IRModule) -> tvm.IRModule:
-            nonlocal origins
-            mod, origins = rewrite(mod, origins)
-            return mod
-
-        return run
-
-    def schedule(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal kernels, calls, unscheduled
-        mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, cached)
-        if matmuls is not None:
-            notes.append(describe_tf32_matmuls(mod, matmuls))
-        return mod
-
-    def wrap_call_pass(rewrite: Callable[[ScheduledModule], ScheduledModule]) -> Pass:
-        """Wrap a pass that changes which kernels are called."""
-
-        def run(mod: tvm.IRModule) -> tvm.IRModule:
-            nonlocal kernels, calls, unscheduled
-            mod, kernels, calls, unscheduled = rewrite(ScheduledModule(mod, kernels, calls, unscheduled))
-            return mod
-
-        return run
-
-    def on_gpu(run: Pass) -> Pass:
-        """Return the pass if kernels run on a GPU, else the identity."""
-        return run if runs_on.architecture else lambda mod: mod
-
-    def for_gpu(run: Pass) -> Pass:
-        """Return the pass if the target is a GPU, even if a CPU stands in for it, else the identity."""
-        return run if target.architecture else lambda mod: mod
-
-    passes: list[tuple[str, Pass]] = [
-        # Relax: the computation of the model
-        ("canonicalize", t.CanonicalizeBindings()),
-        ("to_dataflow", t.ConvertToDataflow(min_size=1)),
-        ("eliminate_common_subexpressions", t.EliminateCommonSubexpr()),
-        ("eliminate_dead_code", t.DeadCodeElimination()),
-        ("pack_weights", pack),
-        ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
-        ("fold_transposes", lambda mod: fold_transposes(mod, target.tvm, on_tensor_cores)),
-        ("fold_heads", trace_origins(fold_heads)),
-        # Relax to TensorIR, fused
+PHASES: dict[str, tuple[Pass, ...]] = {
+    "model": (  # Relax: the computation of the model
+        Pass("canonicalize", lift(_t.CanonicalizeBindings())),
+        Pass("to_dataflow", lift(_t.ConvertToDataflow(min_size=1))),
+        Pass("eliminate_common_subexpressions", lift(_t.EliminateCommonSubexpr())),
+        Pass("eliminate_dead_code", lift(_t.DeadCodeElimination())),
+        Pass("pack_weights", pack_weights, after=("canonicalize",)),
+        Pass("lower_convolutions", lower_convolutions, after=("pack_weights",)),
+        Pass("fold_transposes", fold_transposes, after=("pack_weights", "lower_convolutions")),
+        Pass("fold_heads", fold_heads, after=("fold_transposes",)),
+    ),
+    "kernels": (  # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with their operands; as kernels they would copy and divide.
-        ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call, **WITH_ZEROS})),
+        Pass("legalize", lift(_t.LegalizeOps({"relax.reshape": _keep, **WITH_ZEROS})), after=("fold_heads",)),
         # Only hosts can raise: in device code an assertion does not compile.
-        ("skip_assertions", for_gpu(tvm.tirx.transform.SkipAssert())),
+        Pass("skip_assertions", lift(tvm.tirx.transform.SkipAssert()), after=("legalize",), target="gpu"),
         # These read kernels, and must see those of indices, masks and score modifications before fusion.
-        ("prove_indices", lambda mod: prove_indices(mod, on_gpu=bool(target.architecture))),
-        ("fold_masks", fold_masks),
-        ("fold_scores", fold_scores),
-        ("eliminate_folded", t.DeadCodeElimination()),
-        ("annotate_patterns", t.AnnotateTIROpPattern()),
-        ("fold_constants", fold_constants),
-        ("fuse_ops", fuse),
-        ("unify_shape_symbols", unify_shape_symbols),
-        ("hoist_shape_bindings", hoist_shape_bindings),
-        ("fuse_tir", t.FuseTIR()),
-        ("eliminate_dead_functions", t.DeadCodeElimination()),
-        ("merge_equal_functions", merge_equal_functions),
-        ("mark_tf32_matmuls", lambda mod: mark_tf32_matmuls(mod, matmuls)),
-        ("group_matmuls", trace_origins(lambda mod, origins_before: group_matmuls(mod, target.tvm, origins_before))),
-        # GPUs have no kernel for fused row blocks.
-        (
-            "fuse_row_blocks",
-            trace_origins(
-                lambda mod, origins_before: (
-                    fuse_row_blocks(mod, target.tvm, origins_before)
-                    if not target.architecture
-                    else (mod, origins_before)
-                )
-            ),
-        ),
-        (
-            "fuse_norm_prologues",
-            for_gpu(trace_origins(lambda mod, origins_before: fuse_norm_prologues(mod, target.tvm, origins_before))),
-        ),
+        Pass("prove_indices", prove_indices, after=("legalize",)),
+        Pass("fold_masks", lift(fold_masks), after=("legalize", "prove_indices")),
+        Pass("fold_scores", lift(fold_scores), after=("fold_masks",)),
+        Pass("eliminate_folded", lift(_t.DeadCodeElimination()), after=("fold_masks", "fold_scores")),
+        Pass("annotate_patterns", lift(_t.AnnotateTIROpPattern()), after=("legalize",)),
+        Pass("fold_constants", lift(fold_constants), after=("annotate_patterns",)),
+        Pass("fuse_ops", fuse_operators, after=("annotate_patterns", "fold_scores")),
+        Pass("unify_shape_symbols", lift(unify_shape_symbols), after=("fuse_ops",)),
+        Pass("hoist_shape_bindings", lift(hoist_shape_bindings), after=("fuse_ops",)),
+        Pass("fuse_tir", lift(_t.FuseTIR()), after=("hoist_shape_bindings",)),
+        Pass("eliminate_dead_functions", lift(_t.DeadCodeElimination()), after=("fuse_tir",)),
+        Pass("merge_equal_functions", lift(merge_equal_functions), after=("fuse_tir",)),
+        Pass("mark_tf32_matmuls", mark_tf32_matmuls, after=("fuse_tir",)),
+    ),
+    "fusion": (  # Around matmuls, as the target has kernels for it
+        Pass("group_matmuls", group_matmuls, after=("merge_equal_functions", "mark_tf32_matmuls")),
+        Pass("fuse_row_blocks", fuse_row_blocks, after=("group_matmuls",), target="cpu"),
+        Pass("fuse_norm_prologues", fuse_norm_prologues, after=("group_matmuls",), target="gpu"),
         # Fusion may move a reader after a write: only now is the execution order final.
-        ("to_non_dataflow", t.ToNonDataflow()),
-        ("donate", lambda mod: donate(mod, donated, notes)),
+        Pass("to_non_dataflow", lift(_t.ToNonDataflow()), after=("fuse_row_blocks", "fuse_norm_prologues")),
+        Pass("donate", donate, after=("to_non_dataflow",)),
         # After donation, which decides the updates in place.
-        (
-            "fuse_epilogues",
-            for_gpu(trace_origins(lambda mod, origins_before: fuse_epilogues(mod, target.tvm, origins_before))),
-        ),
-        # Scheduling
-        ("schedule", schedule),
-        ("fuse_cache_writes", on_gpu(wrap_call_pass(fuse_cache_writes))),
-        ("fuse_launches", on_gpu(wrap_call_pass(fuse_launches))),
-        ("guard_divisions", guard_divisions),
-        ("guard_float_arithmetic", guard_float_arithmetic),
-        # Virtual machine
-        ("add_release", add_release),
-        ("add_replay", on_gpu(add_replay)),
-        ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
-        ("remove_purity_checking", t.RemovePurityChecking()),
-        ("lower_call_tir", t.CallTIRRewrite()),
-        ("split_tuple_results", on_gpu(split_tuple_results)),
-        ("plan_memory", plan_memory),
-        ("lower_allocations", t.LowerAllocTensor()),
-        ("size_classes", size_classes),
-        ("free_after_last_use", t.KillAfterLastUse()),
-        ("lower_builtins", t.LowerRuntimeBuiltin()),
-        ("compute_sizes", t.ComputePrimValue()),
-        ("lower_shapes", t.VMShapeLower()),
+        Pass("fuse_epilogues", fuse_epilogues, after=("donate",), target="gpu"),
+    ),
+    "scheduling": (
+        Pass("schedule", schedule_kernels, after=("donate", "fuse_epilogues")),
+        Pass("fuse_cache_writes", fuse_cache_writes, after=("schedule",), target="gpu kernels"),
+        Pass("fuse_launches", fuse_launches, after=("fuse_cache_writes",), target="gpu kernels"),
+        Pass("guard_divisions", lift(guard_divisions), after=("fuse_launches",)),
+        Pass("guard_float_arithmetic", lift(guard_float_arithmetic), after=("fuse_launches",)),
+    ),
+    "virtual machine": (
+        Pass("add_release", lift(add_release), after=("schedule",)),
+        Pass("add_replay", lift(add_replay), after=("fuse_launches",), target="gpu kernels"),
+        Pass("bundle_weights", bundle_weights, after=("pack_weights", "schedule")),
+        Pass("remove_purity_checking", lift(_t.RemovePurityChecking())),
+        Pass("lower_call_tir", lift(_t.CallTIRRewrite()), after=("schedule",)),
+        Pass("split_tuple_results", lift(split_tuple_results), after=("lower_call_tir",), target="gpu kernels"),
+        Pass("plan_memory", lift(plan_memory), after=("lower_call_tir", "split_tuple_results")),
+        Pass("lower_allocations", lift(_t.LowerAllocTensor()), after=("plan_memory",)),
+        Pass("size_classes", lift(size_classes), after=("lower_allocations",)),
+        Pass("free_after_last_use", lift(_t.KillAfterLastUse()), after=("size_classes",)),
+        Pass("lower_builtins", lift(_t.LowerRuntimeBuiltin()), after=("free_after_last_use",)),
+        Pass("compute_sizes", lift(_t.ComputePrimValue()), after=("lower_builtins",)),
+        Pass("lower_shapes", lift(_t.VMShapeLower()), after=("compute_sizes",)),
         # Also for the functions created by the last passes, which compute sizes.
-        ("assume_alignment", lambda mod: assume_alignment(mod, 16 if runs_on.architecture else 1)),
-        ("shape_errors", lambda mod: name_shape_assertions(mod, imported.assertions)),
-        ("attach_symbols", t.AttachGlobalSymbol()),
-    ]
-    module = imported.module
-    with target.tvm, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _MAX_FUSED}):
-        for number, (name, run) in enumerate(passes):
+        Pass("assume_alignment", assume_alignment, after=("compute_sizes", "lower_shapes")),
+        Pass("shape_errors", name_shape_assertions, after=("lower_shapes",)),
+        Pass("attach_symbols", lift(_t.AttachGlobalSymbol()), after=("compute_sizes", "lower_shapes")),
+    ),
+}
+"""The passes in order, by phase."""
+
+PASSES = tuple(entry for phase in PHASES.values() for entry in phase)
+
+
+def run_passes(state: CompileState, passes: Sequence[Pass], dump: Dump | None = None) -> CompileState:
+    """Run passes in order, those for the state's target; `dump(name, module)` is called after each.
+
+    Raises:
+        LoweringError: A pass rejects the model.
+        CompilerError: A pass has failed.
+    """
+    with state.target.tvm:
+        for number, entry in enumerate(passes):
             progress.report("lowering", number, len(passes))
             begin = time.perf_counter()
-            try:
-                module = run(module)
-            except LoweringError:
-                raise
-            except Exception as error:
-                raise CompilerError(
-                    f"the compiler failed in its pass '{name}': a fault of ours, not of the model. Please report it "
-                    "with the model; the cause of this error has the details (-v on the command line)."
-                ) from error
+            if entry.applies_to(state):
+                state = _run_pass(entry, state)
             seconds = time.perf_counter() - begin
-            progress.LOG.log(
-                logging.INFO if seconds >= _SLOW_SECONDS else logging.DEBUG, "pass %s: %.2f s", name, seconds
-            )
+            level = logging.INFO if seconds >= _SLOW_SECONDS else logging.DEBUG
+            progress.LOG.log(level, "pass %s: %.2f s", entry.name, seconds)
             if dump is not None:
-                dump(name, module)
-    return LoweredModule(module, weights, kernels, calls, unscheduled)
+                dump(entry.name, state.module)
+    return state
+
+
+def _run_pass(entry: Pass, state: CompileState) -> CompileState:
+    try:
+        return entry.run(state)
+    except LoweringError:
+        raise
+    except Exception as error:
+        raise CompilerError(
+            "compiler.pass_failed",
+            f"the compiler failed in its pass '{entry.name}': a fault of ours, not of the model. Please report it "
+            "with the model; the cause of this error has the details (-v on the command line).",
+        ) from error

@@ -7,23 +7,28 @@ kernels (runtime/devices.py).
 
 from __future__ import annotations
 
+import dataclasses
+
 import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.tirx.buffer import is_buffer_var
 
+from .compile_state import CompileState
 
-def assume_alignment(mod: tvm.IRModule, least: int) -> tvm.IRModule:
-    """Return the module with external buffers assumed aligned to their element's size, and to `least` bytes.
+
+def assume_alignment(state: CompileState) -> CompileState:
+    """Assume external buffers aligned to their element's size, and to 16 bytes on a GPU.
 
     External buffers are the parameters of all PrimFuncs, and the views that blocks and declarations make of them.
     Buffers that a function allocates itself keep their alignment: accumulators must not straddle cache lines.
     """
-    changed = {v: _lower_alignment(f, least) for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
-    mod = mod.clone()
-    for variable, function in changed.items():
-        mod.update_func(variable, function)
-    return mod
+    least = 16 if state.kernel_target.architecture else 1
+    mod = state.module.clone()
+    for variable, function in state.module.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            mod.update_func(variable, _lower_alignment(function, least))
+    return dataclasses.replace(state, module=mod)
 
 
 def _lower_alignment(function: tirx.PrimFunc, least: int) -> tirx.PrimFunc:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
 from tvm import ir, relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.half_precision import HALF
-
 from ..tensorir.expressions import Expr
+from .compile_state import CompileState
 from .constants import FLOATS
 from .main_function import rewrite_main
 
@@ -137,14 +136,10 @@ def make_grouped_convolution(
     return total if convolution.dtype == "float32" else tvm.topi.cast(total, convolution.dtype)
 
 
-def lower_convolutions(
-    mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
-) -> tvm.IRModule:
-    """Return the module with Relax's convolutions in `main` lowered to matmuls.
-
-    on_tensor_cores are the element types that a GPU's tensor cores multiply.
-    """
-    return rewrite_main(mod, _ConvolutionLowerer(mod, FLOATS if target.kind.name == "llvm" else on_tensor_cores))
+def lower_convolutions(state: CompileState) -> CompileState:
+    """Lower Relax's convolutions in `main` to matmuls."""
+    implicit = FLOATS if state.target.tvm.kind.name == "llvm" else state.tensor_core_dtypes
+    return replace(state, module=rewrite_main(state.module, _ConvolutionLowerer(state.module, implicit)))
 
 
 @mutator

@@ -15,8 +15,8 @@ output that would alias an input, a weight or another output is a copy, since th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -25,6 +25,7 @@ from tvm import relax, te, tirx
 from ..attention import kv_write, linear
 from ..importing.checks import read_checked_tensor
 from ..tensorir import scatter
+from .compile_state import CompileState
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,19 @@ _KINDS = {
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
 
-def donate(mod: tvm.IRModule, donated: dict[int, int], notes: list[str]) -> tvm.IRModule:
-    """Return the module with donated caches updated in place.
+def donate(state: CompileState) -> CompileState:
+    """Update donated caches in place.
 
-    donated maps the position of an input to the position of its output. `main` must have no dataflow blocks: their
-    order is not the execution order.
+    `main` must have no dataflow blocks: their order is not the execution order.
     """
-    editor = _MainEditor(mod)
+    donated, notes = state.options.donated, list(state.notes)
+    editor = _MainEditor(state.module)
     chains = [editor.find_chain(parameter, output) for parameter, output in donated.items()]
     for chain in chains:
         editor.update_in_place(chain, [step for other in chains for step in other.steps], notes)
     editor.convert_remaining()
     editor.copy_shared_outputs(donated)
-    return editor.finish()
+    return replace(state, module=editor.finish(), notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class _MainEditor:
                     self.bindings[position] = _rebind(self.bindings[position], reader.var, used, replacement)
         self.outputs = [twin(o) if self._find_root(o).same_as(old) else o for o in self.outputs]
 
-    def copy_shared_outputs(self, donated: dict[int, int]) -> None:
+    def copy_shared_outputs(self, donated: Mapping[int, int]) -> None:
         donated_outputs = {donated_output: self.main.params[p] for p, donated_output in donated.items()}
         owners: list[Any] = list(self.main.params)
         for k, output in enumerate(self.outputs):

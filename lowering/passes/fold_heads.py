@@ -14,6 +14,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..importing.origins import Origins
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate, make_copying_update
+from .compile_state import CompileState
 from .folding import AttentionCall
 from .main_function import rewrite_main
 
@@ -21,10 +22,10 @@ _SWAP_HEADS = [0, 2, 1, 3]  # its own inverse
 _PERMUTE, _CALL_TIR, _CALL_PACKED = map(ir.Op.get, ("relax.permute_dims", "relax.call_tir", "relax.call_pure_packed"))
 
 
-def fold_heads(mod: tvm.IRModule, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """Return the module and the origins of its calls; unused transpositions are left to dead code elimination."""
-    folding = _HeadFolder(mod, origins)
-    return rewrite_main(mod, folding), folding.origins
+def fold_heads(state: CompileState) -> CompileState:
+    """Fold transpositions of heads into attention; unused ones are left to dead code elimination."""
+    folder = _HeadFolder(state.module, state.origins)
+    return dataclasses.replace(state, module=rewrite_main(state.module, folder), origins=folder.origins)
 
 
 @mutator

@@ -6,30 +6,28 @@ pack operands in any order, and a separate transposition would read and write al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.half_precision import HALF
-
+from .compile_state import CompileState
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
 from .main_function import rewrite_main
 
 _ACCUMULATOR_OPERANDS = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat16"}}
 
 
-def fold_transposes(
-    mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
-) -> tvm.IRModule:
-    """Return the module with floating-point matmuls in `main` that read transposed operands.
+def fold_transposes(state: CompileState) -> CompileState:
+    """Let floating-point matmuls in `main` read transposed operands.
 
     For GPUs only matmuls of types that tensor cores multiply are rewritten, as TVM schedules the others. Half precision
     accumulates in float32.
     """
-    dtypes = set(on_tensor_cores) if target.kind.name != "llvm" else set().union(*_ACCUMULATOR_OPERANDS.values())
-    return rewrite_main(mod, _TransposeFolder(mod, dtypes))
+    is_cpu = state.target.tvm.kind.name == "llvm"
+    dtypes = set().union(*_ACCUMULATOR_OPERANDS.values()) if is_cpu else set(state.tensor_core_dtypes)
+    return replace(state, module=rewrite_main(state.module, _TransposeFolder(state.module, dtypes)))
 
 
 @mutator

@@ -23,21 +23,21 @@ from ..importing.checks import read_checked_tensor, replace_checked_tensor
 from ..importing.origins import iterate_bindings
 from ..manifest import CallSpec
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
+from .compile_state import CompileState
 from .costs import make_kernel_spec
 from .kernel_calls import CallRewriter, Memory, is_view, read_inplace_arguments
-from .kernels import ScheduledModule
 
 _UPDATE = "cache_update"  # name of the rule
 
 
-def fuse_cache_writes(scheduled: ScheduledModule) -> ScheduledModule:
+def fuse_cache_writes(state: CompileState) -> CompileState:
     """Return the module, without dataflow blocks, with in-place updates that compute their rows."""
-    return _CacheWriteFuser(scheduled).build_result()
+    return _CacheWriteFuser(state).build_result()
 
 
 class _CacheWriteFuser(CallRewriter):
-    def __init__(self, scheduled: ScheduledModule) -> None:
-        super().__init__(scheduled)
+    def __init__(self, state: CompileState) -> None:
+        super().__init__(state)
         body = self.mod["main"].body
         self.readers: Counter[relax.Var] = Counter()
         for expr in (body.body, *(binding.value for binding in iterate_bindings(body))):

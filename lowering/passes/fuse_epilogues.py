@@ -12,7 +12,7 @@ binding in between accesses the same memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import ir, relax, tirx
@@ -28,6 +28,7 @@ from schedules.reading.stages import Axis, Stage
 from ..importing.checks import read_checked_tensor, replace_checked_tensor
 from ..importing.origins import Origins, iterate_bindings
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
+from .compile_state import CompileState
 from .kernel_calls import Memory, is_view, read_inplace_arguments, read_kernel
 from .main_function import BlockMutator, rewrite_main
 from .stage_calls import FunctionMemo, StageCall, StageCalls, list_reads
@@ -35,10 +36,10 @@ from .stage_calls import FunctionMemo, StageCall, StageCalls, list_reads
 _MIN_EPILOGUES = 2  # a single one may not save a launch
 
 
-def fuse_epilogues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """Return the module, without dataflow blocks, and the origins of its calls."""
-    fuser = _EpilogueFuser(mod, target, origins)
-    return rewrite_main(mod, fuser), fuser.calls.origins
+def fuse_epilogues(state: CompileState) -> CompileState:
+    """Fuse RoPE and KV-cache stores into matmuls of a module without dataflow blocks."""
+    fuser = _EpilogueFuser(state.module, state.target.tvm, state.origins)
+    return replace(state, module=rewrite_main(state.module, fuser), origins=fuser.calls.origins)
 
 
 @dataclass(frozen=True)

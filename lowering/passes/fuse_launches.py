@@ -21,9 +21,9 @@ import schedules
 from schedules.cuda.fused_launches import KernelLaunch, merge_launches, read_launch
 
 from ..manifest import CallSpec
+from .compile_state import CompileState
 from .costs import make_kernel_spec
 from .kernel_calls import CallRewriter, Memory, is_view, read_inplace_arguments, read_kernel
-from .kernels import ScheduledModule
 
 RULE = "several"
 """The name of the rule in kernels of several (schedules.ATTRIBUTE)."""
@@ -33,9 +33,9 @@ _SMALL_RULES = ("elementwise", "cache_update", "concat", "reduction", "one_numbe
 _MAX_KERNELS = 8  # of a launch, which takes the parameters of all
 
 
-def fuse_launches(scheduled: ScheduledModule) -> ScheduledModule:
+def fuse_launches(state: CompileState) -> CompileState:
     """Return the module, without dataflow blocks, with fewer launches."""
-    return _LaunchFuser(scheduled).build_result()
+    return _LaunchFuser(state).build_result()
 
 
 @dataclass
@@ -53,8 +53,8 @@ class _Group:
 
 
 class _LaunchFuser(CallRewriter):
-    def __init__(self, scheduled: ScheduledModule) -> None:
-        super().__init__(scheduled)
+    def __init__(self, state: CompileState) -> None:
+        super().__init__(state)
         self.memory = Memory()
         self.launches: dict[ir.GlobalVar, KernelLaunch | None] = {}
         self.fused_kernels: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}

@@ -8,6 +8,7 @@ With many rows it is written to memory as before, and the matmul reads it there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import tvm
 from tvm import relax
@@ -17,14 +18,15 @@ import schedules
 from schedules.reading.matmul import read_matmul
 
 from ..importing.origins import Origins
+from .compile_state import CompileState
 from .main_function import BlockMutator, rewrite_main
 from .stage_calls import FunctionMemo, StageCall, StageCalls, list_reads
 
 
-def fuse_norm_prologues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """Return the module and the origins of its calls."""
-    fuser = _PrologueFuser(mod, target, origins)
-    return rewrite_main(mod, fuser), fuser.calls.origins
+def fuse_norm_prologues(state: CompileState) -> CompileState:
+    """Fuse norms into the matmuls that read them, where the target has a kernel for both."""
+    fuser = _PrologueFuser(state.module, state.target.tvm, state.origins)
+    return replace(state, module=rewrite_main(state.module, fuser), origins=fuser.calls.origins)
 
 
 @mutator

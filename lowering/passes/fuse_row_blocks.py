@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import tvm
 from tvm import ir, relax
@@ -22,14 +23,15 @@ import schedules
 from schedules.reading.matmul import read_matmul
 
 from ..importing.origins import Origins, iterate_bindings
+from .compile_state import CompileState
 from .main_function import BlockMutator, rewrite_main
 from .stage_calls import StageCall, StageCalls, list_reads, read_callee
 
 
-def fuse_row_blocks(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """Return the module and the origins of its calls."""
-    fuser = _RowBlockFuser(mod, target, origins)
-    return rewrite_main(mod, fuser), fuser.calls.origins
+def fuse_row_blocks(state: CompileState) -> CompileState:
+    """Fuse back-to-back int8 matmuls, where the target has a kernel for the chain."""
+    fuser = _RowBlockFuser(state.module, state.target.tvm, state.origins)
+    return replace(state, module=rewrite_main(state.module, fuser), origins=fuser.calls.origins)
 
 
 @mutator

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import tvm
@@ -25,14 +26,15 @@ from schedules.reading.stages import Stage
 
 from ..importing.origins import Origins, iterate_bindings
 from ..tensorir.expressions import loads
+from .compile_state import CompileState
 from .main_function import BlockMutator, rewrite_main
 from .stage_calls import FunctionMemo, StageCall, StageCalls, list_reads
 
 
-def group_matmuls(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """Return the module, written by FuseTIR, with its matmuls in other functions, and the origins of its calls."""
-    grouper = _MatmulGrouper(mod, target, origins)
-    return rewrite_main(mod, grouper), grouper.calls.origins
+def group_matmuls(state: CompileState) -> CompileState:
+    """Move the matmuls of a module that FuseTIR wrote to functions of their own, alone or grouped."""
+    grouper = _MatmulGrouper(state.module, state.target.tvm, state.origins)
+    return replace(state, module=rewrite_main(state.module, grouper), origins=grouper.calls.origins)
 
 
 _BlockItem: TypeAlias = StageCall | relax.Binding

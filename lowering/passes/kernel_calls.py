@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import tvm
 from tvm import ir, relax
@@ -13,7 +14,7 @@ import schedules
 from ..importing.checks import read_checked_tensor
 from ..importing.origins import iterate_bindings
 from ..manifest import CallSpec
-from .kernels import ScheduledModule
+from .compile_state import CompileState
 
 _CALL, _IN_PLACE = map(ir.Op.get, ("relax.call_tir", "relax.call_tir_inplace"))
 
@@ -21,21 +22,21 @@ _CALL, _IN_PLACE = map(ir.Op.get, ("relax.call_tir", "relax.call_tir_inplace"))
 class CallRewriter(abc.ABC):
     """Rewrites the blocks of `main` by `rewrite_block`, which must maintain kernels, calls and unscheduled."""
 
-    def __init__(self, scheduled: ScheduledModule) -> None:
-        self.mod, self.unscheduled = scheduled.module, dict(scheduled.unscheduled)
+    def __init__(self, state: CompileState) -> None:
+        self.state, self.mod, self.unscheduled = state, state.module, dict(state.unscheduled)
         self.builder = relax.BlockBuilder(self.mod)
-        self.kernels = {kernel.name: kernel for kernel in scheduled.kernels}
+        self.kernels = {kernel.name: kernel for kernel in state.kernels}
         called = [
             binding.var for binding in iterate_bindings(self.mod["main"].body) if read_kernel(binding) is not None
         ]
-        self.calls: dict[relax.Var, CallSpec] = dict(zip(called, scheduled.calls, strict=True))
+        self.calls: dict[relax.Var, CallSpec] = dict(zip(called, state.calls, strict=True))
         """By the variable of the result."""
 
     @abc.abstractmethod
     def rewrite_block(self, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
         """Return the new bindings of a block, in execution order."""
 
-    def build_result(self) -> ScheduledModule:
+    def build_result(self) -> CompileState:
         """Return the rewritten module, without functions that are no longer called."""
         main = self.mod["main"]
         blocks = [relax.BindingBlock(self.rewrite_block(block.bindings)) for block in main.body.blocks]
@@ -47,7 +48,13 @@ class CallRewriter(abc.ABC):
         removed = self.kernels.keys() - called
         functions = {variable: func for variable, func in mod.functions_items() if variable.name_hint not in removed}
         kernels = tuple(kernel for kernel in self.kernels.values() if kernel.name in called)
-        return ScheduledModule(tvm.IRModule(functions, attrs=mod.attrs), kernels, calls, self.unscheduled)
+        return replace(
+            self.state,
+            module=tvm.IRModule(functions, attrs=mod.attrs),
+            kernels=kernels,
+            calls=calls,
+            unscheduled=self.unscheduled,
+        )
 
     def read_rule(self, binding: relax.Binding) -> str | None:
         """Return the rule that scheduled the kernel of a binding, "" for none; None if the binding calls no kernel."""

@@ -3,56 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import tvm
 from tvm import ir, relax, tirx
 
 import schedules
 from schedules.reading.matmul import WEIGHTS
-from schedules.variant import Choose
 
 from ..attention.pairs import count_pairs
 from ..attention.problem import ATTRIBUTE, AttentionProblem
-from ..importing.origins import Origins, iterate_bindings
-from ..manifest import CallSpec, KernelSpec
+from ..importing.origins import iterate_bindings
+from ..manifest import CallSpec
+from .compile_state import CompileState
 from .costs import make_kernel_spec
-
-
-class ScheduledModule(NamedTuple):
-    """A module with scheduled kernels.
-
-    It has the description of each kernel, the calls in execution order, and the functions before scheduling, by name.
-    """
-
-    module: tvm.IRModule
-    kernels: tuple[KernelSpec, ...]
-    calls: tuple[CallSpec, ...]
-    unscheduled: dict[str, tirx.PrimFunc]
-
+from .mark_tf32_matmuls import describe_tf32_matmuls
 
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 
-def schedule_kernels(
-    mod: tvm.IRModule,
-    target: tvm.target.Target,
-    origins: Origins,
-    choose: Choose | None = None,
-    cached: schedules.CodeLookup | None = None,
-) -> ScheduledModule:
-    """Return the module with scheduled kernels.
+def schedule_kernels(state: CompileState) -> CompileState:
+    """Schedule the kernels, and describe them.
 
     Each kind of attention gets an additional function that counts its work (lowering/attention/pairs.py).
     """
+    mod, target, options = state.module, state.kernel_target.tvm, state.options
     calls = tuple(
-        CallSpec(binding.value.args[0].name_hint, origins.get(binding.var.name, ()))
+        CallSpec(binding.value.args[0].name_hint, state.origins.get(binding.var.name, ()))
         for binding in iterate_bindings(mod["main"].body)
         if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
     )
     called = {call.kernel for call in calls}
     scheduled = schedules.apply_schedules(
-        _annotate_weights(mod) if target.kind.name == "cuda" else mod, target, choose, cached
+        _annotate_weights(mod) if target.kind.name == "cuda" else mod, target, options.choose, options.cached
     )
     kernels = []
     for name, func in mod.functions_items():
@@ -69,7 +51,15 @@ def schedule_kernels(
             spec = dataclasses.replace(spec, counter=counter)
         kernels.append(spec)
     unscheduled = {name.name_hint: func for name, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
-    return ScheduledModule(scheduled, tuple(kernels), calls, unscheduled)
+    notes = () if options.matmuls is None else (describe_tf32_matmuls(scheduled, options.matmuls),)
+    return dataclasses.replace(
+        state,
+        module=scheduled,
+        kernels=tuple(kernels),
+        calls=calls,
+        unscheduled=unscheduled,
+        notes=(*state.notes, *notes),
+    )
 
 
 def _annotate_weights(mod: tvm.IRModule) -> tvm.IRModule:

@@ -6,6 +6,8 @@ another. Functions without such a matmul, and matmuls without a tensor-core kern
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import tvm
 from tvm import tirx
 
@@ -13,18 +15,21 @@ import schedules
 from schedules.reading.matmul import MATMULS, read_matmul
 from schedules.reading.stages import read_stages
 
+from .compile_state import CompileState
+
 NAMES = {"tf32": "TF32", "3xtf32": "TF32, in two parts for each operand"}
 
 
-def mark_tf32_matmuls(mod: tvm.IRModule, matmuls: str | None) -> tvm.IRModule:
-    """Return the module with functions of float32 matmuls marked; matmuls is "tf32", "3xtf32", or None."""
+def mark_tf32_matmuls(state: CompileState) -> CompileState:
+    """Mark the functions of float32 matmuls with the option `matmuls`, if it is set."""
+    mod, matmuls = state.module, state.options.matmuls
     if matmuls is None:
-        return mod
+        return state
     marked = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc) and _has_float32_matmul(func):
             marked.update_func(name, func.with_attr(MATMULS, matmuls))
-    return marked
+    return replace(state, module=marked)
 
 
 def describe_tf32_matmuls(scheduled: tvm.IRModule, matmuls: str) -> str:

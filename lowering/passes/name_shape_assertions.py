@@ -7,12 +7,13 @@ function takes the same arguments and reports the importer's text.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-import tvm
 from tvm import ir, relax
 
 from ..importing.checks import MATCH_SHAPE
 from ..importing.origins import iterate_bindings
+from .compile_state import CompileState
 
 _BUILTIN = "vm.builtin.match_shape"
 # The start of the builtin's last argument for assertions; those of parameters and results cannot fail.
@@ -20,13 +21,13 @@ _ASSERTION = "ErrorContext(match_cast"
 _UNKNOWN = "sizes do not fit together inside it: a tensor is of another shape"
 
 
-def name_shape_assertions(mod: tvm.IRModule, asserted: Mapping[str, str]) -> tvm.IRModule:
-    """Return the module with named assertions; asserted are their error texts, by the name of their variable."""
-    mod = mod.clone()
+def name_shape_assertions(state: CompileState) -> CompileState:
+    """Let shape assertions raise the state's error texts."""
+    mod = state.module.clone()
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):
-            mod[variable] = _AssertionNamer(function, asserted).visit_expr(function)
-    return mod
+            mod[variable] = _AssertionNamer(function, state.assertions).visit_expr(function)
+    return replace(state, module=mod)
 
 
 @relax.expr_functor.mutator

@@ -11,7 +11,8 @@ scheme is set.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import tvm
@@ -20,10 +21,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import CpuFeatures, read_cpu_features
-from schedules.half_precision import HALF
 
-from ..choices import Scheme
 from ..importing.quantized_matrix import QuantizedMatrix
+from .compile_state import CompileState
 from .compression import Compression, prepare_matrix
 from .constants import FLOATS, WeightArrays, WeightTracer, make_parameters, replace_main_body
 from .convolutions import (
@@ -51,36 +51,21 @@ from .weights_by_column import pack_weights_by_column
 _MIN_COLUMNS = 4  # matmuls with fewer are dot products, which need no packing
 
 
-def pack_weights(
-    mod: tvm.IRModule,
-    weights: dict[str, np.ndarray | QuantizedMatrix],
-    target: tvm.target.Target,
-    scheme: Scheme | None = None,
-    notes: list[str] | None = None,
-    on_tensor_cores: Sequence[str] = HALF,
-) -> tuple[tvm.IRModule, WeightArrays]:
-    """Return the module with `main` multiplying by packed weights, and its weights in the order of its parameters.
+def pack_weights(state: CompileState) -> CompileState:
+    """Let `main` multiply by packed weights; the state then has them in the order of its parameters.
 
     Only matrices of float32, float16 and bfloat16 on the right of a matmul are packed; accumulators are float32. Unused
-    weights are dropped. Quantized weights with other readers become floats.
-
-    Args:
-        mod: The module.
-        weights: main's parameters after the first `num_input`, by name.
-        target: The target of the kernels.
-        scheme: The form of float matrices: int8 with a scale for each column, int4 with a scale for each column and 32
-            rows, or f16.
-        notes: A list that receives the error of the scheme.
-        on_tensor_cores: The element types that a GPU's tensor cores multiply.
+    weights are dropped. Quantized weights with other readers become floats. With the option `scheme`, float matrices
+    are compressed: int8 with a scale for each column, int4 with a scale for each column and 32 rows, or f16.
     """
-    compression = None if scheme is None else Compression(scheme)
+    target, weights = state.target.tvm, dict(state.weights)
+    compression = None if state.options.scheme is None else Compression(state.options.scheme)
     if target.kind.name == "llvm":
-        mod, packed = _pack_panels(mod, weights, read_cpu_features(target), compression)
+        mod, packed = _pack_panels(state.module, weights, read_cpu_features(target), compression)
     else:
-        mod, packed = pack_weights_by_column(mod, weights, compression, on_tensor_cores)
-    if compression is not None and notes is not None:
-        notes.append(compression.cost())
-    return mod, packed
+        mod, packed = pack_weights_by_column(state.module, weights, compression, state.tensor_core_dtypes)
+    notes = state.notes if compression is None else (*state.notes, compression.cost())
+    return replace(state, module=mod, weights=packed, notes=notes)
 
 
 def _pack_panels(

@@ -8,6 +8,7 @@ clamp.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -15,18 +16,20 @@ from tvm import relax, tirx
 
 from ..importing.checks import INDICES, read_callee_name
 from ..importing.origins import iterate_bindings
+from .compile_state import CompileState
 from .elements import ElementExpressions, NoExpressionError
 
 
-def prove_indices(mod: tvm.IRModule, on_gpu: bool) -> tvm.IRModule:
-    """Return the module without the checks that cannot fail; on a GPU without any."""
+def prove_indices(state: CompileState) -> CompileState:
+    """Remove the checks of indices that cannot fail; on a GPU all of them."""
+    mod = state.module
     main = mod["main"]
     values = {binding.var: binding.value for binding in iterate_bindings(main.body)}
     if not any(read_callee_name(value) == INDICES for value in values.values()):
-        return mod
+        return state
     mod = mod.clone()
-    mod["main"] = _CheckRemover(mod, values, on_gpu).visit_expr(main)
-    return relax.transform.CanonicalizeBindings()(mod)
+    mod["main"] = _CheckRemover(mod, values, bool(state.target.architecture)).visit_expr(main)
+    return replace(state, module=relax.transform.CanonicalizeBindings()(mod))
 
 
 @relax.expr_functor.mutator

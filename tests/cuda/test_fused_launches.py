@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from unittest import mock
 
 import cuda_emulation as emulated
@@ -11,6 +10,7 @@ import onnx
 import pytest
 from cuda_emulation import device
 from onnx.reference import ReferenceEvaluator
+from pass_states import leave_out
 from steps import work
 
 import lowering
@@ -171,9 +171,7 @@ layer (float[B, 4, 1, 32] q, float[B, 2, 1, 32] new_k, float[B, 2, 1, 32] new_v,
 def decoding(is_joined: bool) -> tuple[list[CallSpec], int, dict[str, np.ndarray]]:
     """Of what a layer of a decoder does between its matmuls, for one token of two sequences each: the calls of
     kernels, how many launches they are, and what comes out."""
-    with ExitStack() as apart:
-        for name in () if is_joined else ("fuse_launches", "fuse_cache_writes"):
-            apart.enter_context(mock.patch(f"lowering.compiling.pipeline.{name}", lambda given: given))
+    with leave_out(*(() if is_joined else ("fuse_launches", "fuse_cache_writes"))):
         model = lowering.compile(onnx.parser.parse_model(LAYER), TARGET, donate=["k", "v"])
     rng, sizes = np.random.default_rng(0), {"B": 2, "C": 600}
     shapes = {spec.name: [sizes.get(d, d) for d in spec.dims] for spec in model.inputs}

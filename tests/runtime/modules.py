@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import tvm
+from pass_states import make_state
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
@@ -55,7 +56,7 @@ def build_library(module: tvm.IRModule, target: str, views: bool = True) -> byte
     with resolved.tvm, TemporaryDirectory() as folder:
         for run in passes:
             module = run(module)
-        module = add_release(assume_alignment(module, 1))
+        module = add_release(assume_alignment(make_state(module)).module)
         for run in lower:
             module = run(module)
         executable = tvm.compile(module, target=resolved.tvm, relax_pipeline=tvm.transform.Sequential([]))

@@ -10,6 +10,7 @@ import modules
 import numpy as np
 import pytest
 import tvm
+from pass_states import make_state
 from this_machine import LEVELS
 from tvm.script import tirx as T
 
@@ -39,7 +40,7 @@ def test_every_offset(artifact: Callable[..., Path], target: str, dtype: str) ->
 @pytest.mark.parametrize("target", TARGETS[:1])
 def test_without_the_pass_it_crashes(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should TVM stop assuming alignment one day, the pass may go."""
-    monkeypatch.setattr(modules, "assume_alignment", lambda module, least: module)
+    monkeypatch.setattr(modules, "assume_alignment", lambda state: state)
     folder = modules.sums(tmp_path / "m", "float32", (16, 64), target=target)
     code = f"""
 import lowering, numpy as np
@@ -68,7 +69,7 @@ def test_only_memory_from_outside_is_changed() -> None:
                     y[vi, j] = kept[j]
 
     before = tvm.IRModule({"copy": copy})
-    after = assume_alignment(before, 1)["copy"]
+    after = assume_alignment(make_state(before)).module["copy"]
     script = after.script()
     assert [p.data_alignment for p in after.params] == [2, 4]
     assert script.count("align=2") == 2 and script.count("align=4") == 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from onnx import parser
+from pass_states import make_state
 from placed_arrays import unaligned
 from this_machine import LEVELS, WIDEST
 from tvm import relax, tirx
@@ -46,8 +47,8 @@ def compile_main(
             result = builder.emit_output(body(builder, *args))
         builder.emit_func_output(result)
     t = relax.transform
-    mod, arrays = pack_weights(builder.finalize(), dict(weights), target)
-    mod = fold_transposes(mod, target)
+    state = fold_transposes(pack_weights(make_state(builder.finalize(), target, weights)))
+    mod, arrays = state.module, state.packed_weights
     assert not any(
         isinstance(b.value, relax.Call) and b.value.op == tvm.ir.Op.get("relax.permute_dims")
         for block in mod["main"].body.blocks

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import tvm
+from pass_states import make_state
 from test_matmul import check, compile_main, draw
 from this_machine import WIDEST
 from tvm import relax, te, tirx
@@ -112,7 +113,7 @@ def test_pairs_become_the_instruction(name: str, dtype: str, used: int) -> None:
     with builder.function("main", [x, w], attrs={"num_input": 1}):
         builder.emit_func_output(builder.emit(emit_matmul(builder, x, w)))
     weights = {"w": draw(np.random.default_rng(0), (30, 64), dtype)}
-    mod, _ = pack_weights(builder.finalize(), weights, TARGETS[name])
+    mod = pack_weights(make_state(builder.finalize(), TARGETS[name], weights)).module
     kernel = matmul(mod["packed_matmul"], TARGETS[name])[0].make()
     assert kernel is not None
     module = tvm.IRModule({"matmul": kernel.with_attr("global_symbol", "matmul")})
