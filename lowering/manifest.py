@@ -35,7 +35,7 @@ class TensorSpec:
     """An input or output.
 
     `dtype` is the user's name of the type (`float32`, `bfloat16`, `int4`, `complex64`, `string`). `storage` is the type
-    in compiled code (docs/architecture.md, Element types). Each entry of `dims` is a size, or the name of a symbolic
+    in compiled code (docs/architecture/importing.md). Each entry of `dims` is a size, or the name of a symbolic
     dimension shared with other tensors. For outputs it may be an expression of such names for the reader.
     """
 

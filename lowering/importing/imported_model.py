@@ -26,7 +26,7 @@ class Port:
 
 @dataclass
 class ImportedModel:
-    """A model in Relax, under the conventions of docs/architecture.md."""
+    """A model in Relax, under the conventions of docs/architecture/importing.md."""
 
     module: tvm.IRModule
     weights: dict[str, np.ndarray | QuantizedMatrix]

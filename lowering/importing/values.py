@@ -235,7 +235,7 @@ _STORAGE = {
 
 
 def storage_dtype(dtype: str) -> str:
-    """Return the Relax element type that stores ONNX elements of `dtype` (docs/architecture.md, Element types)."""
+    """Return the Relax element type that stores ONNX elements of `dtype` (docs/architecture/importing.md)."""
     return _STORAGE.get(dtype, dtype)
 
 

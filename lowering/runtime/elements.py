@@ -1,4 +1,4 @@
-"""Conversions of array elements between callers and compiled code: docs/architecture.md, Element types."""
+"""Conversions of array elements between callers and compiled code: docs/architecture/importing.md, Element types."""
 
 from __future__ import annotations
 

@@ -1,0 +1,156 @@
+"""Which modules of this project each package may import; docs/reference/import_rules.md shows it."""
+
+from __future__ import annotations
+
+# Package -> (modules of this project that it may import, whether it may import tvm)
+RULES = {
+    "lowering/runtime": (
+        {
+            "lowering.runtime",
+            "lowering.arithmetic",
+            "lowering.errors",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.notebook",
+        },
+        False,
+    ),
+    "lowering/packaging": (
+        {
+            "lowering.packaging",
+            "lowering.runtime",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.errors",
+            "lowering.version",
+        },
+        False,
+    ),
+    "lowering/diagnosis": ({"lowering.diagnosis", "lowering.cache_folder", "lowering.machine"}, False),
+    "lowering/graph": (
+        {
+            "lowering.graph",
+            "lowering.fusion",
+            "lowering.arithmetic",
+            "lowering.choices",
+            "lowering.errors",
+            "lowering.manifest",
+            "lowering.runtime.checks",
+        },
+        False,
+    ),
+    "lowering/importing": (
+        {
+            "lowering.importing",
+            "lowering.ops",
+            "lowering.graph",
+            "lowering.tensorir",
+            "lowering.arithmetic",
+            "lowering.errors",
+            "lowering.manifest",
+        },
+        True,
+    ),
+    "lowering/tensorir": ({"lowering.tensorir"}, True),
+    "lowering/profiling": (
+        {
+            "lowering.profiling",
+            "lowering.runtime",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.notebook",
+            "lowering.arithmetic",
+            "lowering.errors",
+            "lowering.units",
+        },
+        False,
+    ),
+    "lowering/checking": (
+        {
+            "lowering.checking",
+            "lowering.choices",
+            "lowering.compiling",
+            "lowering.fusion",
+            "lowering.graph",
+            "lowering.importing",
+            "lowering.profiling",
+            "lowering.runtime",
+            "lowering.serving",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.notebook",
+            "lowering.errors",
+            "lowering.version",
+        },
+        False,
+    ),
+    "lowering/reporting": (
+        {
+            "lowering.reporting",
+            "lowering.about",
+            "lowering.arithmetic",
+            "lowering.compiling.dump_folder",
+            "lowering.attention",
+            "lowering.profiling",
+            "lowering.runtime",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.records",
+            "lowering.errors",
+            "lowering.units",
+            "schedules",
+        },
+        False,
+    ),
+    "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records", "lowering.errors"}, False),
+    "lowering/fleet": (
+        {"lowering.fleet", "lowering.machine", "lowering.measuring", "lowering.runtime", "lowering.errors"},
+        True,
+    ),
+    "lowering/attention": ({"lowering.attention", "lowering.arithmetic", "lowering.tensorir"}, True),
+    "lowering/serving": ({"lowering.serving", "lowering.manifest", "lowering.errors"}, False),
+    "lowering/functions": (
+        {"lowering.functions", "lowering.ops", "lowering.compiling", "lowering.runtime", "lowering.errors"},
+        True,
+    ),
+    "lowering/flex": (
+        {
+            "lowering.cache_folder",
+            "lowering.deprecated",
+            "lowering.flex",
+            "lowering.attention.alibi",
+            "lowering.attention.expr.node",
+            "lowering.attention.flex_node",
+            "lowering.compiling.compiler",
+            "lowering.machine",
+            "lowering.runtime",
+            "lowering.errors",
+        },
+        False,
+    ),
+    "schedules": (
+        {
+            "schedules",
+            "lowering.attention",
+            "lowering.tensorir",
+        },
+        True,
+    ),
+    "lowering/fusion": (
+        {"lowering.errors", "lowering.fusion", "lowering.graph.fold", "lowering.graph.legality"},
+        False,
+    ),
+    "lowering/ops": (
+        {
+            "lowering.ops",
+            "lowering.importing",
+            "lowering.graph.legality",
+            "lowering.graph.mixture",
+            "lowering.attention",
+            "lowering.tensorir",
+            "lowering.arithmetic",
+            "lowering.errors",
+        },
+        True,
+    ),
+}
