@@ -36,14 +36,18 @@ def gather_block_quantized(
     but for the blocks along quantize_axis.
     """
     if data.dtype not in _TYPES:
-        raise node.error(f"input data is {data.dtype}.", "Use int4, uint4 or uint8.")
+        raise node.error("node.dtype_unsupported", f"input data is {data.dtype}.", "Use int4, uint4 or uint8.")
     bits, size = _TYPES[data.dtype] or node.attr("bits", 4), node.attr("block_size", 128)
     if bits not in (2, 4, 8):
-        raise node.error(f"attribute bits is {bits}.", "Use 2, 4 or 8.")
+        raise node.error("node.attribute_unsupported", f"attribute bits is {bits}.", "Use 2, 4 or 8.")
     if size < 1:
-        raise node.error(f"attribute block_size is {size}.", "Use a power of 2 from 16 on.")
+        raise node.error(
+            "node.value_out_of_range", f"attribute block_size is {size}.", "Use a power of 2 that is at least 16."
+        )
     if data.constant is None or scales.constant is None or (zero_points is not None and zero_points.constant is None):
-        raise node.error("data, scales or zero_points are computed at run time.", "Make them initializers.")
+        raise node.error(
+            "node.constant_required", "data, scales or zero_points are computed at run time.", "Make them initializers."
+        )
     stored_bits = bits if data.dtype == "uint8" else 8  # bits of a quantized value in the model's tensors
     quantized = _unpack_values(data.constant, stored_bits)
     axis = normalize_axis(node, node.attr("gather_axis", 0), quantized.ndim)
@@ -57,7 +61,8 @@ def gather_block_quantized(
     for name, array in (("scales", scales.constant), ("zero_points", zeros)):
         if list(array.shape) != blocks:
             raise node.error(
-                f"input {name} is of shape {list(array.shape)}, and {blocks} blocks of {size} are in data.",
+                "node.shape_mismatch",
+                f"input {name} has shape {list(array.shape)}, and data consists of {blocks} blocks of {size}.",
                 "Correct it, block_size or quantize_axis.",
             )
     packed = _pack_values(quantized - offset, bits)

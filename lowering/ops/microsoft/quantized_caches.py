@@ -54,33 +54,49 @@ def read_cache_quantization(
         kind = node.attr(f"{name}_quant_type", "NONE")
         if kind not in _QUANTIZATION_KINDS:
             raise node.error(
-                f"attribute {name}_quant_type is '{kind}'.", f"Use one of {', '.join(_QUANTIZATION_KINDS)}."
+                "node.attribute_unsupported",
+                f"attribute {name}_quant_type is '{kind}'.",
+                f"Use one of {', '.join(_QUANTIZATION_KINDS)}.",
             )
         if cache is None:
             if kind != "NONE" or scale is not None:
-                raise node.error(f"{name}_quant_type or {name}_scale is given, and no cache for it.", "Leave it out.")
+                raise node.error(
+                    "node.cache_missing",
+                    f"{name}_quant_type or {name}_scale is given, and its cache is missing.",
+                    "Remove it, or give the cache.",
+                )
             kinds[name] = kinds[caches[0][0]]
             continue
         if cache.dtype != first.dtype:
-            raise node.error(f"the caches are {first.dtype} and {cache.dtype}.", "Give them one type.")
+            raise node.error(
+                "node.dtype_mismatch", f"the caches are {first.dtype} and {cache.dtype}.", "Give them the same type."
+            )
         if (kind == "NONE") != (cache.dtype == dtype):
             raise node.error(
-                f"{node.describe(cache, False)} is {cache.dtype}, query is {dtype}, and {name}_quant_type '{kind}'.",
-                f"Make it {dtype} for 'NONE', else int8, float8e4m3fn or, of 4 bits, uint8.",
+                "node.cache_dtype_mismatch",
+                f"{node.describe(cache, False)} is {cache.dtype}, query is {dtype}, and {name}_quant_type is '{kind}'.",
+                f"Make it {dtype} for 'NONE', else int8, float8e4m3fn, or uint8 for 4 bits.",
             )
         if (kind == "NONE") != (scale is None):
             raise node.error(
+                "node.scale_mismatch",
                 f"{name}_quant_type is '{kind}', and {name}_scale is {'missing' if scale is None else 'given'}.",
-                "Scales belong to codes.",
+                "Give a scale for quantized values only.",
             )
         kinds[name] = kind
     if first.dtype == dtype:
         return CacheQuantization(None, {}, {})
     if first.dtype not in _TYPES:
-        raise node.error(f"the caches are {first.dtype}.", "Use int8, float8e4m3fn or, of 4 bits, uint8.")
+        raise node.error(
+            "node.dtype_unsupported", f"the caches are {first.dtype}.", "Use int8, float8e4m3fn, or uint8 for 4 bits."
+        )
     quantized_dtype = _TYPES[first.dtype]
     if quantized_dtype == "int4" and heads[1] % 2:
-        raise node.error(f"a head has {heads[1]} elements, for codes of 4 bits in twos.", "Use an even number.")
+        raise node.error(
+            "node.head_size_not_even",
+            f"a head has {heads[1]} elements, and 4-bit values are stored in pairs.",
+            "Use an even head size.",
+        )
     is_per_channel = "PER_CHANNEL" in kinds.values()
     scales: dict[str, Value] = {}
     for name, cache, scale in caches:
@@ -104,14 +120,14 @@ def read_cache_quantization(
 def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:
     """Return the scale as [1], or for scales per channel as [heads, size]."""
     if scale.dtype != "float32":
-        raise node.error(f"{name} is {scale.dtype}.", "Use float32.")
+        raise node.error("node.dtype_unsupported", f"{name} is {scale.dtype}.", "Use float32.")
     expected = 1
     if kind == "PER_CHANNEL":
         assert heads is not None
         expected = heads[0] * heads[1]
     count = node.simplify(prod(scale.shape))
     text = f"{name} has {{}} elements, and quantization {kind} takes {expected}."
-    scale = require(node, scale, symbolic.equal(count, expected), text, count)
+    scale = require(node, scale, symbolic.equal(count, expected), "node.scale_size_mismatch", text, count)
     flat = node.reshape_to(scale, (expected,))
     if heads is None:
         return flat
