@@ -20,7 +20,7 @@ from ..contents import read_sizes
 from ..run_time import bind_sizes
 from . import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
-from .projections import check_floats, divide_heads, slice_projection, split_bias
+from .projections import check_floats, check_pair, divide_heads, slice_projection, split_bias
 from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
@@ -49,10 +49,7 @@ def decoder_masked_multi_head_attention(
     check_floats(node, query=query, key=key, value=value, past_key=past_key, past_value=past_value, bias=bias)
     if query.rank != 3:
         raise node.error("node.rank_unsupported", f"input query has rank {query.rank}.", "Make it [batch, 1, hidden].")
-    if (past_key is None) != (past_value is None):
-        raise node.error(
-            "node.inputs_incomplete", "only one of past_key and past_value is given.", "Give both or none."
-        )
+    check_pair(node, past_key=past_key, past_value=past_value)
     for name, cache in (("past_key", past_key), ("past_value", past_value)):
         if cache is not None and cache.rank != 4:
             raise node.error(

@@ -29,8 +29,8 @@ from ..kv_write import kv_write
 from ..rotary_embedding import RotatedHead, rotate_heads
 from ..run_time import bind_sizes
 from . import DOMAIN
-from .projections import check_floats, divide_heads, normalize_heads, read_head_sink, slice_projection
-from .quantized_caches import CacheQuantization, read_cache_quantization
+from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
+from .quantized_caches import CacheQuantization, check_cache_width, read_cache_quantization, reject_quantization
 
 
 @op("GroupQueryAttention", since=1, domain=DOMAIN)
@@ -61,10 +61,7 @@ def group_query_attention(
     quantization.
     """
     _reject_unsupported(node, query_seqlens)
-    if (past_key is None) != (past_value is None):
-        raise node.error(
-            "node.inputs_incomplete", "only one of past_key and past_value is given.", "Give both or none."
-        )
+    check_pair(node, past_key=past_key, past_value=past_value)
     check_floats(node, query=query, key=key, value=value, attention_bias=attention_bias)
     heads = node.attr("num_heads"), node.attr("kv_num_heads")
     q, k, v = _split_projections(node, heads, query, key, value)
@@ -113,8 +110,8 @@ def group_query_attention(
         else:
             k, v = new.append_quantized(pasts, (k, v), quantization, quantization.format)
     else:
-        _reject_quantization(node, k_scale, v_scale)
-    _check_width(node, quantization.format)
+        reject_quantization(node, k_scale, v_scale)
+    check_cache_width(node, quantization.format)
     if past_key is None and (node.has_output(1) or node.has_output(2)):
         k, v = move_heads_first(node, k, heads[1]), move_heads_first(node, v, heads[1])
     mask, is_causal = None, bool(node.attr("causal", 1))
@@ -147,35 +144,6 @@ def _reject_unsupported(node: Node, query_seqlens: Value | None) -> None:
             "node.input_unsupported",
             "input query_seqlens is given.",
             "Remove it and the padding: without it, all rows are tokens.",
-        )
-
-
-def _reject_quantization(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:
-    """Reject quantization attributes and scales of a node without caches."""
-    for name in ("k_quant_type", "v_quant_type"):
-        if node.attr(name, "NONE") != "NONE":
-            problem = f"attribute {name} is '{node.attr(name)}', and there is no past_key."
-            raise node.error(
-                "group_query_attention.cache_missing",
-                problem,
-                "Give caches of quantized values, which may be empty: their type defines the quantization.",
-            )
-    if k_scale is not None or v_scale is not None:
-        raise node.error(
-            "group_query_attention.cache_missing",
-            "k_scale or v_scale is given, and past_key is missing.",
-            "Give caches of quantized values; they may be empty.",
-        )
-
-
-def _check_width(node: Node, cache_format: KvQuantization | None) -> None:
-    width, expected = node.attr("kv_cache_bit_width", 0), 0 if cache_format is None else 8 // cache_format.packing
-    if width not in (0, expected):
-        remedy = "Use caches of int8 or float8e4m3fn for 8 bits, of uint8 for 4, and k_quant_type and v_quant_type."
-        raise node.error(
-            "group_query_attention.bit_width_mismatch",
-            f"attribute kv_cache_bit_width is {width}, for caches of {expected or 'no'} bits.",
-            remedy,
         )
 
 

@@ -13,7 +13,7 @@ from ..assertions import assert_shape
 from ..attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from . import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
-from .projections import check_floats, divide_heads, slice_interleaved, slice_projection, split_bias
+from .projections import check_floats, check_pair, divide_heads, slice_interleaved, slice_projection, split_bias
 from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
@@ -55,10 +55,7 @@ def multi_head_attention(
         raise node.error(
             "node.input_missing", "cache_indirection is given, and past_sequence_length is missing.", "Give both."
         )
-    if (past_key is None) != (past_value is None):
-        raise node.error(
-            "node.inputs_incomplete", "only one of past_key and past_value is given.", "Give both or none."
-        )
+    check_pair(node, past_key=past_key, past_value=past_value)
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value, bias=bias, past_key=past_key, past_value=past_value)
     q, k, v = _split_projections(node, heads, query, key, value, bias)

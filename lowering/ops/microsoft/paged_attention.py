@@ -34,7 +34,7 @@ from ..kv_write import kv_write
 from ..rotary_embedding import RotatedHead, rotate_heads
 from ..run_time import bind_sizes
 from . import DOMAIN
-from .projections import check_floats, divide_heads, normalize_heads, read_head_sink, slice_projection
+from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
 from .quantized_caches import CacheQuantization, read_cache_quantization
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -74,10 +74,7 @@ def paged_attention(
         )
     q, k, v = _split_projections(node, shape, query, key, value)
     size, tokens = q.shape[2] // shape.heads, q.shape[1]
-    if (q_norm_weight is None) != (k_norm_weight is None):
-        raise node.error(
-            "node.inputs_incomplete", "only one of q_norm_weight and k_norm_weight is given.", "Give both or none."
-        )
+    check_pair(node, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
     q, k = normalize_heads(node, q, shape.heads, q_norm_weight), normalize_heads(node, k, shape.kv_heads, k_norm_weight)
     _check_cache_types(node, {"k": key_cache, "v": value_cache})
     quantization = read_cache_quantization(
@@ -393,18 +390,7 @@ def _emit_attention(
     """Emit attention and return Y [N, Hq * Dv]."""
     tokens, heads, size = query.shape
     v_size, scale = shape.v_size or size, node.attr("scale", 0.0)
-    if v_size > size:
-        raise node.error(
-            "paged_attention.v_head_size_too_large",
-            f"attribute v_head_size is {v_size}, for heads of {size}.",
-            "Use at most the head size: a value is a part of a key.",
-        )
-    if v_size != size and not scale:
-        raise node.error(
-            "paged_attention.scale_missing",
-            "attribute scale is missing, and v_head_size is not the head size.",
-            "Give the scale.",
-        )
+    _check_value_size(node, v_size, size, scale)
     sink = read_head_sink(node, heads, head_sink, query.dtype)
 
     def shown(b: Element, h: Element, i: Element, j: Element, pages: ElementReader) -> Element:
@@ -441,6 +427,22 @@ def _emit_attention(
     if v_size != size:
         y = compute(node, "values", lambda index, y: y(*index), [y], (tokens, heads, v_size))
     return node.reshape_to(y, (tokens, heads * v_size))
+
+
+def _check_value_size(node: Node, v_size: int, size: int, scale: float) -> None:
+    """Raise NodeError for values that are larger than keys, or smaller without a scale."""
+    if v_size > size:
+        raise node.error(
+            "paged_attention.v_head_size_too_large",
+            f"attribute v_head_size is {v_size}, for heads of {size}.",
+            "Use at most the head size: a value is a part of a key.",
+        )
+    if v_size != size and not scale:
+        raise node.error(
+            "paged_attention.scale_missing",
+            "attribute scale is missing, and v_head_size is not the head size.",
+            "Give the scale.",
+        )
 
 
 def _read_window(node: Node) -> Window | None:

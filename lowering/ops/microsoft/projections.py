@@ -116,6 +116,14 @@ def read_head_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) 
     return round_to(node, assert_shape(node, head_sink, (heads,)), dtype)
 
 
+def check_pair(node: Node, **inputs: Value | None) -> None:
+    """Raise NodeError if one of two inputs is given, and the other is missing."""
+    if len({value is None for value in inputs.values()}) > 1:
+        raise node.error(
+            "node.inputs_incomplete", f"only one of {' and '.join(inputs)} is given.", "Give both or none."
+        )
+
+
 def check_floats(node: Node, **inputs: Value | None) -> None:
     """Raise NodeError for an input that is not a float, or not of the type of the first input."""
     dtypes = {name: value.dtype for name, value in inputs.items() if value is not None}

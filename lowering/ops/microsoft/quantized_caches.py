@@ -134,3 +134,33 @@ def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int
     if kind == "PER_CHANNEL":
         return node.reshape_to(flat, heads)
     return compute(node, name, lambda _, x: x(tirx.const(0, "int64")), [flat], heads)
+
+
+def reject_quantization(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:
+    """Reject quantization attributes and scales of a node without caches."""
+    for name in ("k_quant_type", "v_quant_type"):
+        if node.attr(name, "NONE") != "NONE":
+            problem = f"attribute {name} is '{node.attr(name)}', and past_key is missing."
+            raise node.error(
+                "group_query_attention.cache_missing",
+                problem,
+                "Give caches of quantized values, which may be empty: their type defines the quantization.",
+            )
+    if k_scale is not None or v_scale is not None:
+        raise node.error(
+            "group_query_attention.cache_missing",
+            "k_scale or v_scale is given, and past_key is missing.",
+            "Give caches of quantized values; they may be empty.",
+        )
+
+
+def check_cache_width(node: Node, cache_format: KvQuantization | None) -> None:
+    """Raise NodeError if attribute kv_cache_bit_width is not the width of the cached values."""
+    width, expected = node.attr("kv_cache_bit_width", 0), 0 if cache_format is None else 8 // cache_format.packing
+    if width not in (0, expected):
+        remedy = "Use caches of int8 or float8e4m3fn for 8 bits, of uint8 for 4, and k_quant_type and v_quant_type."
+        raise node.error(
+            "group_query_attention.bit_width_mismatch",
+            f"attribute kv_cache_bit_width is {width}, for caches of {expected or 'no'} bits.",
+            remedy,
+        )

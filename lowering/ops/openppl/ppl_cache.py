@@ -41,6 +41,34 @@ def read_cache(
     batch, size, dtype = node.simplify(seqstarts.shape[0] - 1), key.shape[2], key.dtype
     mode, layout_index, layer = node.attr("cache_mode", 0), node.attr("cache_layout", 0), node.attr("layer_idx", 0)
     bits, group, layers = node.attr("quant_bit", 0), node.attr("quant_group", 8), node.attr("num_layer", 1)
+    _check_attributes(node, mode, layout_index, layer, layers, bits)
+    check_integers(node, "cachestarts", cachestarts, 1 + mode)
+    cachestarts = assert_shape(node, cachestarts, (batch, *cachestarts.shape[1:]))
+    axes = LAYOUTS[layout_index]
+    layout = CacheLayout(axes, _read_pages(node) if mode else Offset(), layer=layer)
+    cache = _assert_shape(node, "cache", cache, axes, layers, heads, size)
+    if cache.dtype != (_BITS[bits] if bits else dtype):
+        source = f"quant_bit is {bits}" if bits else f"query is {dtype}"
+        raise node.error(
+            "node.cache_dtype_mismatch",
+            f"cache is {cache.dtype}, and {source}.",
+            f"Make it {_BITS[bits] if bits else dtype}.",
+        )
+    tensors = {"kv": cache, "pages" if mode else "slot_starts": cachestarts}
+    slots = cache.shape[axes.index("t")]
+    # A request has at most as many keys as its pages store and as the cache has slots, whatever its lengths say.
+    max_keys = tirx.min(int64(cachestarts.shape[1] * node.attr("page_size", 128)), int64(slots)) if mode else slots
+    capacity = node.simplify(max_keys)
+    if not bits:
+        return PplCache(layout, tensors, capacity)
+    scale = _check_scale(node, cache, scale, group, size)
+    scale = _assert_shape(node, "scale", scale, axes, layers, heads, size // group)
+    scale = assert_shape(node, scale, (*cache.shape[:-1], size // group))
+    layout = replace(layout, quantization=KvQuantization("int8", group, scale.dtype))
+    return PplCache(layout, {**tensors, "kv_scale": scale}, capacity)
+
+
+def _check_attributes(node: Node, mode: int, layout_index: int, layer: int, layers: int, bits: int) -> None:
     if mode not in (0, 1):
         raise node.error(
             "node.attribute_unsupported", f"attribute cache_mode is {mode}.", "Use 0 (offsets) or 1 (pages)."
@@ -61,25 +89,10 @@ def read_cache(
             f"attribute quant_bit is {bits}.",
             "Use 8, or 0 for a cache that is not quantized.",
         )
-    check_integers(node, "cachestarts", cachestarts, 1 + mode)
-    cachestarts = assert_shape(node, cachestarts, (batch, *cachestarts.shape[1:]))
-    axes = LAYOUTS[layout_index]
-    layout = CacheLayout(axes, _read_pages(node) if mode else Offset(), layer=layer)
-    cache = _assert_shape(node, "cache", cache, axes, layers, heads, size)
-    if cache.dtype != (_BITS[bits] if bits else dtype):
-        source = f"quant_bit is {bits}" if bits else f"query is {dtype}"
-        raise node.error(
-            "node.cache_dtype_mismatch",
-            f"cache is {cache.dtype}, and {source}.",
-            f"Make it {_BITS[bits] if bits else dtype}.",
-        )
-    tensors = {"kv": cache, "pages" if mode else "slot_starts": cachestarts}
-    slots = cache.shape[axes.index("t")]
-    # A request has at most as many keys as its pages store and as the cache has slots, whatever its lengths say.
-    max_keys = tirx.min(int64(cachestarts.shape[1] * node.attr("page_size", 128)), int64(slots)) if mode else slots
-    capacity = node.simplify(max_keys)
-    if not bits:
-        return PplCache(layout, tensors, capacity)
+
+
+def _check_scale(node: Node, cache: Value, scale: Value | None, group: int, size: int) -> Value:
+    """Return the scale of a quantized cache, which must have the rank of the cache."""
     if group < 1 or size % group:
         raise node.error(
             "node.quant_group_not_divisor",
@@ -94,10 +107,7 @@ def read_cache(
         )
     if scale.dtype not in ("float32", "float16"):
         raise node.error("node.dtype_unsupported", f"scale is {scale.dtype}.", "Use float32 or float16.")
-    scale = _assert_shape(node, "scale", scale, axes, layers, heads, size // group)
-    scale = assert_shape(node, scale, (*cache.shape[:-1], size // group))
-    layout = replace(layout, quantization=KvQuantization("int8", group, scale.dtype))
-    return PplCache(layout, {**tensors, "kv_scale": scale}, capacity)
+    return scale
 
 
 def append_to_cache(

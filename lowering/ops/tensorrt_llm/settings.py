@@ -107,25 +107,9 @@ def read_settings(node: Node) -> GptSettings:
             f"attribute num_kv_heads is {kv_heads}, for num_heads = {heads} of hidden_size_per_head = {size}.",
             "Choose num_heads as a multiple of num_kv_heads.",
         )
-    q_scaling, softcap = node.attr("q_scaling", 1.0), node.attr("attn_logit_softcapping_scale", 0.0)
-    if not (q_scaling > 0 and math.isfinite(q_scaling)):
-        raise node.error("node.value_out_of_range", f"attribute q_scaling is {q_scaling}.", "Use a positive number.")
-    if not (softcap >= 0 and math.isfinite(softcap)):
-        raise node.error(
-            "node.value_out_of_range",
-            f"attribute attn_logit_softcapping_scale is {softcap}.",
-            "Use a positive cap, or 0 for none.",
-        )
-    scale = 1 / (q_scaling * math.sqrt(size))
+    scale, softcap = _read_scaling(node, size)
     positions = _read_enumeration(node, "position_embedding_type", POSITIONS, 0, unsupported=("chatglm", "mrope"))
-    quant = node.attr("kv_cache_quant_mode", 0)
-    flags = [dtype for flag, dtype in _QUANTIZED_DTYPES.items() if quant & flag]
-    if len(flags) > 1:
-        raise node.error(
-            "gpt_attention.conflicting_quantization",
-            f"attribute kv_cache_quant_mode is {quant}.",
-            "Set flag 64 (int8) or 128 (fp8), not both.",
-        )
+    flags = _read_quantization_flags(node)
     cross = _read_flag(node, "do_cross_attention", 0)
     if cross and positions.startswith("alibi"):
         raise node.error(
@@ -137,7 +121,7 @@ def read_settings(node: Node) -> GptSettings:
     if fp8_context and flags != ["float8_e4m3fn"]:
         raise node.error(
             "gpt_attention.fp8_context_unsupported",
-            f"attribute use_fp8_context_fmha is 1, and kv_cache_quant_mode is {quant}.",
+            f"attribute use_fp8_context_fmha is 1, and kv_cache_quant_mode is {node.attr('kv_cache_quant_mode', 0)}.",
             "Use kv_cache_quant_mode = 128.",
         )
     return GptSettings(
@@ -165,6 +149,33 @@ def read_settings(node: Node) -> GptSettings:
         is_trt_compatible=_read_flag(node, "trt_mmha_compat", 0),
         splits=_read_splits(node),
     )
+
+
+def _read_scaling(node: Node, size: int) -> tuple[float, float]:
+    """Return the scale of the scores, and their cap or 0."""
+    q_scaling, softcap = node.attr("q_scaling", 1.0), node.attr("attn_logit_softcapping_scale", 0.0)
+    if not (q_scaling > 0 and math.isfinite(q_scaling)):
+        raise node.error("node.value_out_of_range", f"attribute q_scaling is {q_scaling}.", "Use a positive number.")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise node.error(
+            "node.value_out_of_range",
+            f"attribute attn_logit_softcapping_scale is {softcap}.",
+            "Use a positive cap, or 0 for none.",
+        )
+    return 1 / (q_scaling * math.sqrt(size)), softcap
+
+
+def _read_quantization_flags(node: Node) -> list[QuantizedType]:
+    """Return the dtype of a quantized cache in a list, which is empty if the cache is not quantized."""
+    quant = node.attr("kv_cache_quant_mode", 0)
+    flags = [dtype for flag, dtype in _QUANTIZED_DTYPES.items() if quant & flag]
+    if len(flags) > 1:
+        raise node.error(
+            "gpt_attention.conflicting_quantization",
+            f"attribute kv_cache_quant_mode is {quant}.",
+            "Set flag 64 (int8) or 128 (fp8), not both.",
+        )
+    return flags
 
 
 def _read_rotary(node: Node, positions: str, size: int) -> RotarySettings | None:
