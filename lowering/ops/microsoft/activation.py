@@ -59,7 +59,7 @@ def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
     width = x.shape[-1]
     if not isinstance(width, int) or width % 2:
         raise node.error(
-            "bias_split_gelu.size_not_even", f"the last dimension of X is {width}.", "Make it static and even."
+            "bias_split_gelu.size_not_even", f"the last dimension of X is {width}.", "Give it an even number."
         )
     if bias.rank != 1:
         raise node.error("node.rank_unsupported", f"bias has rank {bias.rank}.", f"Make it [{width}].")

@@ -68,7 +68,7 @@ def _read_head(node: Node, x: Value, cos: Value) -> RotatedHead:
         raise node.error(
             "node.static_size_required",
             "the last dimension of the input or of cos_cache is symbolic.",
-            "Make it static.",
+            "Give it a number.",
         )
     if x.rank == 4:
         size = width
