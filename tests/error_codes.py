@@ -29,7 +29,7 @@ ERRORS = frozenset(
         "ArgumentError",
     ]
 )
-RAISERS = {"refuse": 0, "require": 3, "check_condition": 2}
+RAISERS = {"refuse": 0, "require": 3, "_require": 2, "check_condition": 2}
 """Functions that raise the error of a code, and the index of this argument."""
 
 

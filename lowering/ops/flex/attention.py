@@ -99,9 +99,13 @@ def _check_operands(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Va
     """Return the operands with one batch size, after checking sizes that must agree."""
     for name, value in zip("qkv", (q, k, v)):
         if value.rank != 4:
-            raise node.error(f"{name} has rank {value.rank}.", "Make it [batch, heads, length, head size].")
+            raise node.error(
+                "node.rank_unsupported", f"{name} has rank {value.rank}.", "Make it [batch, heads, length, head size]."
+            )
         if value.dtype != q.dtype:
-            raise node.error(f"{name} is {value.dtype}, and q is {q.dtype}.", "Give them one type.")
+            raise node.error(
+                "node.dtype_mismatch", f"{name} is {value.dtype}, and q is {q.dtype}.", "Give them the same type."
+            )
     keys = unify_sizes(node, "number of keys", k=k.shape[2], v=v.shape[2])
     kv_heads = unify_sizes(node, "number of heads", k=k.shape[1], v=v.shape[1])
     size = unify_sizes(node, "head size", q=q.shape[3], k=k.shape[3])

@@ -32,9 +32,11 @@ def block_states(node: Node, lengths: Value, *captured: Value) -> Value:
     """
     settings = FlexAttentionSettings.from_json(node.attr("settings"))
     if settings.mask is None or settings.block_size is None:
-        raise node.error("attribute settings has no mask, or no block size.", "Both are needed.")
+        raise node.error("flex.settings_incomplete", "attribute settings has no mask, or no block size.", "Give both.")
     if lengths.rank != 1 or lengths.dtype != "int64":
-        raise node.error(f"lengths is {lengths.dtype} of rank {lengths.rank}.", "Make it int64 [4].")
+        raise node.error(
+            "node.tensor_type_unsupported", f"lengths is {lengths.dtype} of rank {lengths.rank}.", "Make it int64 [4]."
+        )
     rows, keys = settings.block_size
     lengths = assert_shape(node, lengths, (4,))
     extents = dict(zip("bhij", bind_sizes(node, lengths)))

@@ -41,7 +41,7 @@ def flex_attention_gradient(
     try:
         gradient = GradientProblem(dataclasses.replace(attention.problem, lse=True))
     except ValueError as error:
-        raise node.error(f"score_mod cannot be differentiated: {error}.") from error
+        raise node.error("flex.gradient_unsupported", f"score_mod cannot be differentiated: {error}.") from error
     batch, heads, rows = attention.q.shape[:3]
     shape = (batch, heads, rows, attention.v.shape[3])
     bindings: dict[str, Any] = {

@@ -60,7 +60,12 @@ class CapturedReads:
         if _is_bounded(index):
             self._check_bounds(name, axis, index, negative)
             return wrapped if negative else index
-        self._require(name, symbolic.less(0, self.sizes[size.name]), f"is empty along dimension {axis}, and is read.")
+        self._require(
+            name,
+            symbolic.less(0, self.sizes[size.name]),
+            "flex.captured_array_empty",
+            f"is empty along dimension {axis}, and is read.",
+        )
         last = Expr("sum", "int64", (size, make_number(-1, "int64")))
         nearest = Expr("min", "int64", (wrapped if negative else index, last))
         return Expr("max", "int64", (nearest, make_number(0, "int64")))
@@ -74,13 +79,13 @@ class CapturedReads:
         minimum = symbolic.negative(size) if can_wrap else 0
         is_legal = symbolic.logical_and(symbolic.less_or_equal(minimum, low), symbolic.less(high, size))
         text = f"is read from {{}} to {{}} along dimension {axis}, which has size {{}}."
-        self._require(name, is_legal, text, low, high, size)
+        self._require(name, is_legal, "flex.index_out_of_range", text, low, high, size)
 
-    def _require(self, name: str, is_legal: Size, text: str, *numbers: Size) -> None:
+    def _require(self, name: str, is_legal: Size, code: str, text: str, *numbers: Size) -> None:
         for end in self.extents.values():
             is_legal = symbolic.logical_or(symbolic.equal(end, 0), is_legal)
         text = f"the captured array '{name}' {text}"
-        self.arrays[name] = require(self.node, self.arrays[name], is_legal, text, *numbers)
+        self.arrays[name] = require(self.node, self.arrays[name], is_legal, code, text, *numbers)
 
     def _find_bounds(self, index: Expr) -> tuple[Size, Size]:
         """Return the smallest and the largest value of an index over all pairs."""

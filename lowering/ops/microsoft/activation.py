@@ -35,7 +35,9 @@ def _emit_biased_gelu(node: Node, form: str, x: Value, bias: Value | None) -> Va
     if bias is None:
         return pointwise(node, lambda x: gelu(x, form), x, name="gelu")
     if bias.rank != 1:
-        raise node.error(f"bias has rank {bias.rank}.", "It is [last dimension of the input].")
+        raise node.error(
+            "node.rank_unsupported", f"bias has rank {bias.rank}.", "Make it [last dimension of the input]."
+        )
     bias = assert_shape(node, bias, x.shape[-1:])
     return pointwise(node, lambda x, bias: gelu(x + bias, form), x, bias, name="bias_gelu")
 
@@ -56,9 +58,11 @@ def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
     require_numbers(node, x, bias)
     width = x.shape[-1]
     if not isinstance(width, int) or width % 2:
-        raise node.error(f"the last dimension of X is {width}.", "Give it an even number.")
+        raise node.error(
+            "bias_split_gelu.size_not_even", f"the last dimension of X is {width}.", "Give it an even number."
+        )
     if bias.rank != 1:
-        raise node.error(f"bias has rank {bias.rank}.", f"Make it [{width}].")
+        raise node.error("node.rank_unsupported", f"bias has rank {bias.rank}.", f"Make it [{width}].")
     bias = assert_shape(node, bias, (width,))
 
     dtype = x.dtype

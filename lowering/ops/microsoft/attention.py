@@ -38,7 +38,9 @@ def attention(
     x is [B, S, E], weights [E, H * (2 D + Dv)] and past [2, B, H, P, D].
     """
     if past_sequence_length is not None:
-        raise node.error("input past_sequence_length is given.", "Export with a growing cache.")
+        raise node.error(
+            "node.input_unsupported", "input past_sequence_length is given.", "Export with a growing cache."
+        )
     check_floats(node, input=x, weights=weights, bias=bias, past=past)
     widths = read_widths(node, x, weights)
     qkv = emit_matmul(node, x, weights)
@@ -55,11 +57,19 @@ def emit_attention(
     heads, (batch, rows, _) = node.attr("num_heads"), qkv.shape
     q, k, v = (slice_projection(node, qkv, sum(widths[:n]), widths[n]) for n in range(3))
     if (past is not None or node.has_output(1)) and widths[1] != widths[2]:
-        raise node.error(f"attribute qkv_hidden_sizes is {list(widths)}.", "A cache needs K and V of one width.")
+        raise node.error(
+            "attention.cache_widths_mismatch",
+            f"attribute qkv_hidden_sizes is {list(widths)}.",
+            "Make the widths of K and V equal, as a cache requires.",
+        )
     past_length = 0
     if past is not None:
         if past.rank != 5:
-            raise node.error(f"input past has rank {past.rank}.", "Make it [2, batch, heads, length, head size].")
+            raise node.error(
+                "node.rank_unsupported",
+                f"input past has rank {past.rank}.",
+                "Make it [2, batch, heads, length, head size].",
+            )
         past_length = past.shape[3]
         past = assert_shape(node, past, (2, batch, heads, past_length, widths[1] // heads))
         k, v = (
@@ -90,17 +100,25 @@ def read_widths(node: Node, x: Value, weights: Value) -> Widths:
         NodeError: the node has an unsupported attribute or shape.
     """
     if node.attr("past_present_share_buffer", 0):
-        raise node.error("attribute past_present_share_buffer is 1.", "Export with a growing cache.")
+        raise node.error(
+            "node.attribute_unsupported", "attribute past_present_share_buffer is 1.", "Export with a growing cache."
+        )
     if node.attr("do_rotary", 0):
-        raise node.error("attribute do_rotary is 1.", "Use MultiHeadAttention behind RotaryEmbedding.")
+        raise node.error(
+            "node.attribute_unsupported", "attribute do_rotary is 1.", "Use MultiHeadAttention after RotaryEmbedding."
+        )
     if x.rank != 3 or weights.rank != 2:
-        raise node.error(f"input and weights have ranks {x.rank} and {weights.rank}.", "They have 3 and 2.")
+        raise node.error(
+            "node.rank_unsupported", f"input and weights have ranks {x.rank} and {weights.rank}.", "Make them 3 and 2."
+        )
     heads = node.attr("num_heads")
     total = number(node, "last dimension of weights", weights.shape[1])
     sizes = node.attr("qkv_hidden_sizes", None) or [total // 3] * 3
     if len(sizes) != 3 or sum(sizes) != total or sizes[0] != sizes[1]:
         raise node.error(
-            f"attribute qkv_hidden_sizes is {sizes}, for weights of {total} columns.", "Q and K are equally wide."
+            "attention.hidden_sizes_mismatch",
+            f"attribute qkv_hidden_sizes is {sizes}, for weights of {total} columns.",
+            "Give three widths that add up to the columns, with the same width for Q and K.",
         )
     for size in sizes:
         divide_heads(node, "a projection", size, heads)

@@ -38,8 +38,10 @@ def read_attributes(node: Node) -> tuple[int, bool]:
     """
     for name, neutral in _NEUTRAL_VALUES.items():
         if node.attr(name, neutral) != neutral:
-            raise node.error(f"attribute {name} is {node.attr(name)}.", f"Leave it at {neutral}.")
+            raise node.error(
+                "node.attribute_unsupported", f"attribute {name} is {node.attr(name)}.", f"Leave it at {neutral}."
+            )
     dilation = node.attr("dilation", 1)
     if dilation < 1:
-        raise node.error(f"attribute dilation is {dilation}.", "Make it 1 or more.")
+        raise node.error("node.value_out_of_range", f"attribute dilation is {dilation}.", "Make it 1 or more.")
     return dilation, bool(node.attr("channels_last", 0))

@@ -20,7 +20,7 @@ from ..contents import read_sizes
 from ..run_time import bind_sizes
 from . import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
-from .projections import check_floats, divide_heads, slice_projection, split_bias
+from .projections import check_floats, check_pair, divide_heads, slice_projection, split_bias
 from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
@@ -48,12 +48,15 @@ def decoder_masked_multi_head_attention(
     heads, has_shared_buffer = node.attr("num_heads"), bool(node.attr("past_present_share_buffer", 0))
     check_floats(node, query=query, key=key, value=value, past_key=past_key, past_value=past_value, bias=bias)
     if query.rank != 3:
-        raise node.error(f"input query has rank {query.rank}.", "Make it [batch, 1, hidden].")
-    if (past_key is None) != (past_value is None):
-        raise node.error("one of past_key and past_value is given.", "Give both or none.")
+        raise node.error("node.rank_unsupported", f"input query has rank {query.rank}.", "Make it [batch, 1, hidden].")
+    check_pair(node, past_key=past_key, past_value=past_value)
     for name, cache in (("past_key", past_key), ("past_value", past_value)):
         if cache is not None and cache.rank != 4:
-            raise node.error(f"input {name} has rank {cache.rank}.", "Make it [batch, heads, length, head size].")
+            raise node.error(
+                "node.rank_unsupported",
+                f"input {name} has rank {cache.rank}.",
+                "Make it [batch, heads, length, head size].",
+            )
     batched_inputs = [x for x in (query, past_key, past_value) if x is not None]
     query = assert_shape(
         node, query, (unify_sizes(node, "the batch size", *(x.shape[0] for x in batched_inputs)), 1, query.shape[2])
@@ -63,20 +66,30 @@ def decoder_masked_multi_head_attention(
     if k.rank == 4:
         if past_key is not None or past_sequence_length is not None or cache_indirection is not None:
             raise node.error(
-                "key is an encoder's [batch, heads, keys, head size], and there is a cache.", "Remove one."
+                "node.conflicting_inputs",
+                "key is an encoder's [batch, heads, keys, head size], and there is a cache.",
+                "Remove one of them.",
             )
         keys = k.shape[2]
     elif past_key is None or past_value is None:
-        raise node.error("past_key and past_value are missing.", "Give them, or keys of an encoder.")
+        raise node.error(
+            "node.input_missing", "past_key and past_value are missing.", "Give them, or keys of an encoder."
+        )
     elif has_shared_buffer:
         if past_sequence_length is None:
-            raise node.error("past_sequence_length is missing.", "Give it with past_present_share_buffer = 1.")
+            raise node.error(
+                "node.input_missing", "past_sequence_length is missing.", "Give it with past_present_share_buffer = 1."
+            )
         caches = past_key, past_value
         shared = append_to_shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
         k, v, keys = shared.k, shared.v, shared.total
     else:
         if cache_indirection is not None:
-            raise node.error("cache_indirection is given.", "It goes with past_present_share_buffer = 1.")
+            raise node.error(
+                "node.conflicting_inputs",
+                "cache_indirection is given, and past_present_share_buffer is 0.",
+                "Set it to 1, or remove cache_indirection.",
+            )
         k, v = (_append_to_cache(node, heads, cache, new) for cache, new in ((past_key, k), (past_value, v)))
         k, v = (assert_shape(node, x, (*x.shape[:2], k.shape[2], x.shape[3])) for x in (k, v))
         keys = k.shape[2]
@@ -85,7 +98,9 @@ def decoder_masked_multi_head_attention(
     mask = PaddingMask()
     if mask_index is not None:
         if mask_index.rank != 2:
-            raise node.error(f"input mask_index has rank {mask_index.rank}.", "Make it [batch, keys].")
+            raise node.error(
+                "node.rank_unsupported", f"input mask_index has rank {mask_index.rank}.", "Make it [batch, keys]."
+            )
         mask = read_padding(node, "mask_index", mask_index, scores)
     attention_mask = add_biases(node, scores, attention_bias, mask.bias)
     results = lower_attention(
@@ -101,7 +116,11 @@ def decoder_masked_multi_head_attention(
     qk = results.get("qk")
     qk = trim_scores(node, qk, keys) if shared is not None and qk is not None else qk
     if node.has_output(3) and not node.attr("output_qk", 0):
-        raise node.error("output qk is named, and attribute output_qk is 0.", "Set it to 1, or drop the output.")
+        raise node.error(
+            "node.output_unsupported",
+            "output qk is present, and attribute output_qk is 0.",
+            "Set it to 1, or remove the output.",
+        )
     return results["y"], k if node.has_output(1) else None, v if node.has_output(2) else None, qk
 
 
@@ -122,7 +141,11 @@ def _split_projections(
         q, k, v = (slice_projection(node, query, n * width, width, biases[n]) for n in range(3))
         return q, k, v
     if ranks not in ((3, 3), (4, 4)) or key is None or value is None:
-        raise node.error(f"inputs key and value have ranks {ranks}.", "Make them [batch, 1, hidden] or of rank 4.")
+        raise node.error(
+            "node.rank_unsupported",
+            f"inputs key and value have ranks {ranks}.",
+            "Make them [batch, 1, hidden] or of rank 4.",
+        )
     width = heads * divide_heads(node, "query", width, heads)
     batch = unify_sizes(node, "the batch size", batch, key.shape[0], value.shape[0])
     query = assert_shape(node, query, (batch, 1, width))
@@ -160,4 +183,4 @@ def _check_beam_width(node: Node, q: Value, beam_width: Value | None, beams: Bea
     text = f"beam_width is {{}}, and cache_indirection has {expected} beams."
     if beams is None:
         text = "beam_width is {}, and there is no cache_indirection."
-    return require(node, q, symbolic.equal(count, expected), text, count)
+    return require(node, q, symbolic.equal(count, expected), "node.beam_width_mismatch", text, count)

@@ -120,7 +120,7 @@ def _read_quantized_lookup(
     node: Node, name: str, table: Value, indices: Value | None, scale: Value, zero: Value
 ) -> _Lookup:
     if table.dtype not in BYTES:
-        raise node.error(f"input {name} is {table.dtype}.", "Give it bytes: uint8 or int8.")
+        raise node.error("node.dtype_unsupported", f"input {name} is {table.dtype}.", "Make it uint8 or int8.")
     return _Lookup(name, table, indices, broadcast_scale(node, scale), broadcast_scale(node, zero))
 
 
@@ -129,6 +129,7 @@ def _has_segments(node: Node, segment_ids: Value | None, **other_inputs: Value |
     missing = [name for name, value in {"segment_ids": segment_ids, **other_inputs}.items() if value is None]
     if 0 < len(missing) <= len(other_inputs):
         raise node.error(
+            "node.inputs_incomplete",
             f"input {missing[0]} is missing, and not all of segment_ids and {', '.join(other_inputs)} are.",
             "Give all of them or none.",
         )
@@ -175,12 +176,16 @@ def _check_lookups(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
     for lookup in lookups:
         table, indices = lookup.table, lookup.indices
         if table.rank != 2:
-            raise node.error(f"input {lookup.name} has rank {table.rank}.", "Make it [rows, width].")
+            raise node.error(
+                "node.rank_unsupported", f"input {lookup.name} has rank {table.rank}.", "Make it [rows, width]."
+            )
         table = assert_shape(node, table, (table.shape[0], *width))
         if indices is not None:
             if indices.rank != 2:
                 raise node.error(
-                    f"{node.describe(indices, False)} has rank {indices.rank}.", "Make it [batch, sequence]."
+                    "node.rank_unsupported",
+                    f"{node.describe(indices, False)} has rank {indices.rank}.",
+                    "Make it [batch, sequence].",
                 )
             is_shared = lookup.shared and is_one(indices.shape[0])
             indices = assert_shape(node, indices, (1 if is_shared else ids.shape[0], ids.shape[1]))
@@ -189,7 +194,15 @@ def _check_lookups(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
         else:
             text = f"{lookup.name} has {{}} rows, and there are {{}} tokens."
             is_long_enough = symbolic.less_or_equal(ids.shape[1], table.shape[0])
-            table = require(node, table, is_long_enough, text, table.shape[0], ids.shape[1])
+            table = require(
+                node,
+                table,
+                is_long_enough,
+                "embed_layer_normalization.table_too_small",
+                text,
+                table.shape[0],
+                ids.shape[1],
+            )
         checked.append(replace(lookup, table=table, indices=indices))
     return checked
 

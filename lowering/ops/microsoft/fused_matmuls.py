@@ -31,7 +31,9 @@ def fused_conv(node: Node, x: Value, w: Value, bias: Value | None = None, z: Val
     y = convolve(node, x, w, bias)
     if z is not None:
         if z.rank != x.rank:
-            raise node.error(f"Z has rank {z.rank}, and X rank {x.rank}.", "Give Z the shape of Y.")
+            raise node.error(
+                "node.rank_mismatch", f"Z has rank {z.rank}, and X has rank {x.rank}.", "Give Z the shape of Y."
+            )
         z = assert_shape(node, channels_last(node, z), y.shape, "input Z with channels last")
         y = relax_call(node, relax.op.add, y, round_to(node, z, y.dtype))
     return channels_second(node, round_to(node, _activate_conv(node, y), x.dtype))
@@ -42,10 +44,13 @@ def _activate_conv(node: Node, y: Value) -> Value:
     if name is None:
         return y
     if name not in _PARAMETERS:
-        raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(_PARAMETERS)}.")
+        raise node.error(
+            "node.attribute_unsupported", f"attribute activation is '{name}'.", f"Use one of {', '.join(_PARAMETERS)}."
+        )
     names = _PARAMETERS[name]
     if len(numbers) != len(names):
         raise node.error(
+            "fused_conv.activation_params_mismatch",
             f"attribute activation_params has {len(numbers)} numbers, and {name} takes {len(names)}.",
             f"Give it {' and '.join(names) or 'none'}.",
         )
@@ -61,7 +66,11 @@ def fused_gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
     y = emit_gemm_accumulator(node, a, b, c)
     name = node.attr("activation", None)
     if name is not None and name not in _GEMM_ACTIVATIONS:
-        raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(_GEMM_ACTIVATIONS)}.")
+        raise node.error(
+            "node.attribute_unsupported",
+            f"attribute activation is '{name}'.",
+            f"Use one of {', '.join(_GEMM_ACTIVATIONS)}.",
+        )
     if name is not None:
         attributes = {key: node.attr(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")}
         y = emit_activation(node, y, name, {key: number for key, number in attributes.items() if number is not None})

@@ -35,15 +35,11 @@ def gather_block_quantized(
     The table is int4, uint4, or bytes that pack quantized values. scales and zero_points have the shape of the table,
     but for the blocks along quantize_axis.
     """
-    if data.dtype not in _TYPES:
-        raise node.error(f"input data is {data.dtype}.", "Use int4, uint4 or uint8.")
-    bits, size = _TYPES[data.dtype] or node.attr("bits", 4), node.attr("block_size", 128)
-    if bits not in (2, 4, 8):
-        raise node.error(f"attribute bits is {bits}.", "Use 2, 4 or 8.")
-    if size < 1:
-        raise node.error(f"attribute block_size is {size}.", "Use a power of 2 from 16 on.")
+    bits, size = _read_bits_and_block_size(node, data)
     if data.constant is None or scales.constant is None or (zero_points is not None and zero_points.constant is None):
-        raise node.error("data, scales or zero_points are computed at run time.", "Make them initializers.")
+        raise node.error(
+            "node.constant_required", "data, scales or zero_points are computed at run time.", "Make them initializers."
+        )
     stored_bits = bits if data.dtype == "uint8" else 8  # bits of a quantized value in the model's tensors
     quantized = _unpack_values(data.constant, stored_bits)
     axis = normalize_axis(node, node.attr("gather_axis", 0), quantized.ndim)
@@ -57,7 +53,8 @@ def gather_block_quantized(
     for name, array in (("scales", scales.constant), ("zero_points", zeros)):
         if list(array.shape) != blocks:
             raise node.error(
-                f"input {name} is of shape {list(array.shape)}, and {blocks} blocks of {size} are in data.",
+                "node.shape_mismatch",
+                f"input {name} has shape {list(array.shape)}, and data consists of {blocks} blocks of {size}.",
                 "Correct it, block_size or quantize_axis.",
             )
     packed = _pack_values(quantized - offset, bits)
@@ -86,6 +83,20 @@ def gather_block_quantized(
 
     result = (*shape[:axis], *indices.shape, *shape[axis + 1 :])
     return compute(node, "gather_codes", element, tensors, result, dtype=scales.dtype)
+
+
+def _read_bits_and_block_size(node: Node, data: Value) -> tuple[int, int]:
+    """Return the bits of a quantized value, and the number of values in a block."""
+    if data.dtype not in _TYPES:
+        raise node.error("node.dtype_unsupported", f"input data is {data.dtype}.", "Use int4, uint4 or uint8.")
+    bits, size = _TYPES[data.dtype] or node.attr("bits", 4), node.attr("block_size", 128)
+    if bits not in (2, 4, 8):
+        raise node.error("node.attribute_unsupported", f"attribute bits is {bits}.", "Use 2, 4 or 8.")
+    if size < 1:
+        raise node.error(
+            "node.value_out_of_range", f"attribute block_size is {size}.", "Use a power of 2 that is at least 16."
+        )
+    return bits, size
 
 
 def _unpack_values(packed: np.ndarray, bits: int) -> np.ndarray:

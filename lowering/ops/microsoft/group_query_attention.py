@@ -29,8 +29,8 @@ from ..kv_write import kv_write
 from ..rotary_embedding import RotatedHead, rotate_heads
 from ..run_time import bind_sizes
 from . import DOMAIN
-from .projections import check_floats, divide_heads, normalize_heads, read_head_sink, slice_projection
-from .quantized_caches import CacheQuantization, read_cache_quantization
+from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
+from .quantized_caches import CacheQuantization, check_cache_width, read_cache_quantization, reject_quantization
 
 
 @op("GroupQueryAttention", since=1, domain=DOMAIN)
@@ -61,8 +61,7 @@ def group_query_attention(
     quantization.
     """
     _reject_unsupported(node, query_seqlens)
-    if (past_key is None) != (past_value is None):
-        raise node.error("one of past_key and past_value is given.", "Give both or none.")
+    check_pair(node, past_key=past_key, past_value=past_value)
     check_floats(node, query=query, key=key, value=value, attention_bias=attention_bias)
     heads = node.attr("num_heads"), node.attr("kv_num_heads")
     q, k, v = _split_projections(node, heads, query, key, value)
@@ -72,18 +71,28 @@ def group_query_attention(
     new = _NewTokens(node, seqlens_k, total_sequence_length, q)
     if node.attr("do_rotary", 0):
         if cos_cache is None or sin_cache is None:
-            raise node.error("attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both.")
+            raise node.error(
+                "node.input_missing", "attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both."
+            )
         head = RotatedHead(
             size, 2 * number(node, "last dimension of cos_cache", cos_cache.shape[1]), _is_interleaved(node)
         )
         if head.rotated > size:
-            raise node.error(f"cos_cache has {head.rotated // 2} angles, for heads of {size}.", "Give at most half.")
+            raise node.error(
+                "node.angles_exceed_head",
+                f"cos_cache has {head.rotated // 2} angles, for heads of {size} elements.",
+                "Give at most half as many.",
+            )
         positions = new.compute_positions(position_ids)
         q, k = (rotate_heads(node, head, x, cos_cache, sin_cache, positions) for x in (q, k))
     quantization = CacheQuantization(None, {}, {})
     if past_key is not None and past_value is not None:
         if past_key.rank != 4 or past_value.rank != 4:
-            raise node.error("past_key or past_value is not of rank 4.", "Make them [batch, heads, length, head size].")
+            raise node.error(
+                "node.rank_unsupported",
+                "past_key or past_value is not of rank 4.",
+                "Make them [batch, heads, length, head size].",
+            )
         length = unify_sizes(node, "the length of past_key and past_value", past_key.shape[2], past_value.shape[2])
         unify_sizes(node, "the number of heads of the caches", heads[1], past_key.shape[1], past_value.shape[1])
         quantization = read_cache_quantization(
@@ -101,8 +110,8 @@ def group_query_attention(
         else:
             k, v = new.append_quantized(pasts, (k, v), quantization, quantization.format)
     else:
-        _reject_quantization(node, k_scale, v_scale)
-    _check_width(node, quantization.format)
+        reject_quantization(node, k_scale, v_scale)
+    check_cache_width(node, quantization.format)
     if past_key is None and (node.has_output(1) or node.has_output(2)):
         k, v = move_heads_first(node, k, heads[1]), move_heads_first(node, v, heads[1])
     mask, is_causal = None, bool(node.attr("causal", 1))
@@ -129,38 +138,35 @@ def _reject_unsupported(node: Node, query_seqlens: Value | None) -> None:
         ("qk_output", "Remove the output: the scores are never materialized."),
     ):
         if node.attr(name, 0):
-            raise node.error(f"attribute {name} is {node.attr(name)}.", remedy)
+            raise node.error("node.attribute_unsupported", f"attribute {name} is {node.attr(name)}.", remedy)
     if query_seqlens is not None:
-        raise node.error("input query_seqlens is given.", "Pad nothing: without it all rows are tokens.")
-
-
-def _reject_quantization(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:
-    """Reject quantization attributes and scales of a node without caches."""
-    for name in ("k_quant_type", "v_quant_type"):
-        if node.attr(name, "NONE") != "NONE":
-            problem = f"attribute {name} is '{node.attr(name)}', and there is no past_key."
-            raise node.error(problem, "Give caches of codes, which may be empty: their type tells what codes are.")
-    if k_scale is not None or v_scale is not None:
-        raise node.error("k_scale or v_scale is given, and no past_key.", "Give caches of codes; they may be empty.")
-
-
-def _check_width(node: Node, cache_format: KvQuantization | None) -> None:
-    width, expected = node.attr("kv_cache_bit_width", 0), 0 if cache_format is None else 8 // cache_format.packing
-    if width not in (0, expected):
-        remedy = "Use caches of int8 or float8e4m3fn for 8 bits, of uint8 for 4, and k_quant_type and v_quant_type."
-        raise node.error(f"attribute kv_cache_bit_width is {width}, for caches of {expected or 'no'} bits.", remedy)
+        raise node.error(
+            "node.input_unsupported",
+            "input query_seqlens is given.",
+            "Remove it and the padding: without it, all rows are tokens.",
+        )
 
 
 def _split_projections(
     node: Node, heads: tuple[int, int], query: Value, key: Value | None, value: Value | None
 ) -> tuple[Value, Value, Value]:
     if heads[1] < 1 or heads[0] % heads[1]:
-        raise node.error(f"{heads[0]} query heads do not divide into {heads[1]} key/value heads.", "Use a multiple.")
+        raise node.error(
+            "group_query_attention.heads_not_divisible",
+            f"{heads[0]} query heads do not divide into {heads[1]} key/value heads.",
+            "Choose num_heads as a multiple of kv_num_heads.",
+        )
     if any(x is not None and x.rank != 3 for x in (query, key, value)):
-        raise node.error("query, key or value is not of rank 3.", "Make them [batch, sequence, hidden].")
+        raise node.error(
+            "node.rank_unsupported", "query, key or value is not of rank 3.", "Make them [batch, sequence, hidden]."
+        )
     if key is None or value is None:
         if key is not None or value is not None:
-            raise node.error("one of key and value is given.", "Give both, or none and pack them in query.")
+            raise node.error(
+                "node.inputs_incomplete",
+                "only one of key and value is given.",
+                "Give both, or none and pack them in query.",
+            )
         size = divide_heads(node, "packed query", query.shape[2], heads[0] + 2 * heads[1])
         widths = [count * size for count in (heads[0], heads[1], heads[1])]
         q, k, v = (slice_projection(node, query, sum(widths[:n]), widths[n]) for n in range(3))
@@ -186,7 +192,7 @@ class _NewTokens:
         self.node, self.total = node, total
         self.batch, self.rows = q.shape[:2]
         if seqlens_k.rank not in (1, 2) or (seqlens_k.rank == 2 and not is_one(seqlens_k.shape[1])):
-            raise node.error(f"seqlens_k is {list(seqlens_k.shape)}.", "Make it [batch].")
+            raise node.error("node.shape_mismatch", f"seqlens_k has shape {list(seqlens_k.shape)}.", "Make it [batch].")
         unit_axes = (1,) * (seqlens_k.rank - 1)
         self.seqlens_k = assert_shape(node, seqlens_k, (self.batch, *unit_axes))
         self._zeros = (tirx.const(0, "int64"),) * len(unit_axes)
@@ -226,7 +232,9 @@ class _NewTokens:
         if position_ids is None:
             return compute(self.node, "positions", lambda i, start: start(i[0]) + i[1], [self._compute_start()], shape)
         if position_ids.rank != 2:
-            raise self.node.error(f"position_ids has rank {position_ids.rank}.", "Make it [batch, sequence].")
+            raise self.node.error(
+                "node.rank_unsupported", f"position_ids has rank {position_ids.rank}.", "Make it [batch, sequence]."
+            )
         position_ids = assert_shape(self.node, position_ids, shape)
         zeros = (tirx.const(0, "int64"),)
 
@@ -336,7 +344,9 @@ def _read_window(node: Node, is_causal: bool) -> Window | None:
     window = node.attr("local_window_size", -1)
     if window != -1 and (window < 1 or not is_causal):
         raise node.error(
-            f"attribute local_window_size is {window}, and causal {int(is_causal)}.", "Use -1, or causal = 1."
+            "group_query_attention.window_unsupported",
+            f"attribute local_window_size is {window}, and causal is {int(is_causal)}.",
+            "Use -1, or a positive window with causal = 1.",
         )
     return Window(None if window == -1 else window - 1, 0, "lengths") if is_causal else None
 
@@ -351,7 +361,9 @@ def _read_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) -> V
 def _check_bias(node: Node, bias: Value, scores: tuple[Size, int, Size]) -> Value:
     """Return attention_bias [B or 1, H or 1, S, total_sequence_length], after checking its shape."""
     if bias.rank != 4:
-        raise node.error(f"attention_bias has rank {bias.rank}.", "Make it [batch, heads, rows, keys].")
+        raise node.error(
+            "node.rank_unsupported", f"attention_bias has rank {bias.rank}.", "Make it [batch, heads, rows, keys]."
+        )
     for size, expected in zip(bias.shape, scores):
         if not is_one(size):
             unify_sizes(node, "a dimension of attention_bias", size, expected)

@@ -32,9 +32,14 @@ def read_head_counts(node: Node) -> tuple[int, int]:
     q_heads, kv_heads = node.attr("q_num_heads"), node.attr("kv_num_heads")
     if q_heads < 1 or kv_heads < 1 or max(q_heads, kv_heads) % min(q_heads, kv_heads):
         raise node.error(
+            "linear_attention.heads_not_divisible",
             f"attributes q_num_heads and kv_num_heads are {q_heads} and {kv_heads}.",
             "Make one a positive multiple of the other.",
         )
     if node.attr("state_window", 0):
-        raise node.error("attribute state_window asks for states behind earlier tokens.", "Leave it at 0.")
+        raise node.error(
+            "node.attribute_unsupported",
+            "attribute state_window requests the states after earlier tokens.",
+            "Leave it at 0.",
+        )
     return q_heads, kv_heads

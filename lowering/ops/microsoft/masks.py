@@ -43,7 +43,7 @@ def read_filter_value(node: Node) -> float:
     """Return attribute mask_filter_value; raise NodeError if it is not finite."""
     value = node.attr("mask_filter_value", -10000.0)
     if not -3.5e38 < value < 3.5e38:
-        raise node.error(f"attribute mask_filter_value is {value}.", "Use a finite number.")
+        raise node.error("node.value_out_of_range", f"attribute mask_filter_value is {value}.", "Use a finite number.")
     return value
 
 
@@ -54,7 +54,7 @@ def read_padding(node: Node, name: str, mask: Value, scores: ScoreMatrix) -> Pad
     packed rows. [B, T] and [B, S, T] have 0 for hidden keys. [B or 1, 1] hides nothing.
     """
     if not mask.dtype.startswith(("int", "bool")):
-        raise node.error(f"input {name} is {mask.dtype}.", "Use int32.")
+        raise node.error("node.dtype_unsupported", f"input {name} is {mask.dtype}.", "Use int32.")
     if mask.rank == 1:
         return _read_ends(node, mask, scores)
     if mask.rank == 2:
@@ -64,7 +64,9 @@ def read_padding(node: Node, name: str, mask: Value, scores: ScoreMatrix) -> Pad
     elif mask.rank == 3:
         shape = (scores.batch, scores.rows, scores.keys)
     else:
-        raise node.error(f"input {name} has rank {mask.rank}.", "Use [batch, keys] or [batch, rows, keys].")
+        raise node.error(
+            "node.rank_unsupported", f"input {name} has rank {mask.rank}.", "Use [batch, keys] or [batch, rows, keys]."
+        )
     for size, expected in zip(mask.shape, shape):
         unify_sizes(node, f"a dimension of {name}", size, expected)
     mask = assert_shape(node, mask, shape)
@@ -108,7 +110,11 @@ def add_biases(node: Node, scores: ScoreMatrix, attention_bias: Value | None, bi
     if attention_bias is None:
         return bias
     if attention_bias.rank != 4:
-        raise node.error(f"input attention_bias has rank {attention_bias.rank}.", "Make it [batch, heads, rows, keys].")
+        raise node.error(
+            "node.rank_unsupported",
+            f"input attention_bias has rank {attention_bias.rank}.",
+            "Make it [batch, heads, rows, keys].",
+        )
     expected = (scores.batch, scores.heads, scores.rows, scores.keys)
     shape = tuple(
         1 if is_one(size) else unify_sizes(node, "a dimension of attention_bias", size, target)

@@ -30,9 +30,15 @@ def matmul_n_bits(
 ) -> Value:
     """Return A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
     if g_idx is not None:
-        raise node.error("input g_idx reorders the groups of the weight.", "Quantize without act_order.")
+        raise node.error(
+            "node.input_unsupported", "input g_idx reorders the groups of the weight.", "Quantize without act_order."
+        )
     if node.attr("weight_prepacked", 0):
-        raise node.error("attribute weight_prepacked is not 0.", "Export the weight in the operator's own layout.")
+        raise node.error(
+            "node.attribute_unsupported",
+            "attribute weight_prepacked is not 0.",
+            "Export the weight in the operator's own layout.",
+        )
     weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
     y = emit_matmul(node, a, node.quantized(weight.transpose((1, 0))))
     if bias is not None:
@@ -47,18 +53,22 @@ def read_weight(
     rows, size = (node.attr(name) for name in ("K", "block_size"))
     bits = node.attr("bits", 4)
     if bits not in (2, 4, 8):
-        raise node.error(f"attribute bits is {bits}.", "Use 2, 4 or 8.")
+        raise node.error("node.attribute_unsupported", f"attribute bits is {bits}.", "Use 2, 4 or 8.")
     blocks = -(-rows // size)
     q, scale, zeros = (None if v is None else v.constant for v in (packed, scales, zero_points))
     if q is None or scale is None or (zero_points is not None and zeros is None):
-        raise node.error("B, scales or zero_points are computed at run time.", "Make them initializers.")
+        raise node.error(
+            "node.constant_required", "B, scales or zero_points are computed at run time.", "Make them initializers."
+        )
     for name, array, count in (
         ("B", q, columns * blocks * size * bits // 8),
         ("scales", scale, columns * blocks),
     ):
         if array.size != count:
             raise node.error(
-                f"input {name} has {array.size} elements, not {count}.", "Correct N, K, block_size or bits."
+                "node.shape_mismatch",
+                f"input {name} has {array.size} elements, not {count}.",
+                "Correct N, K, block_size or bits.",
             )
     offset = 2 ** (bits - 1)
     if zeros is None:

@@ -63,12 +63,20 @@ def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> V
     router_weights [T, E], if present, are the weights of the chosen experts.
     """
     if _as_text(node.attr("quant_type", "int")) != "int":
-        raise node.error("attribute quant_type is not int.", "Quantize to integers.")
+        raise node.error("node.attribute_unsupported", "attribute quant_type is not int.", "Quantize to integers.")
     if node.attr("weights_prepacked", -1) == 1:
-        raise node.error("attribute weights_prepacked is 1.", "Export weights in the operator's own layout.")
+        raise node.error(
+            "node.attribute_unsupported",
+            "attribute weights_prepacked is 1.",
+            "Export weights in the operator's own layout.",
+        )
     padded_inputs = [*inputs, *(None,) * (13 - len(inputs))]
     if any(value is not None for value in padded_inputs[13:]):
-        raise node.error("it has scales of a whole matrix or of activations.", "Leave out what comes after input 14.")
+        raise node.error(
+            "node.input_unsupported",
+            "inputs after input 14, scales of whole matrices or of activations, are given.",
+            "Remove them.",
+        )
     layers = [
         _read_quantized_layer(node, k, [*padded_inputs[3 * k : 3 * k + 3], padded_inputs[9 + k]]) for k in range(3)
     ]
@@ -80,7 +88,11 @@ def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> V
 
 def _read_array(node: Node, value: Value | None) -> np.ndarray | None:
     if value is not None and value.constant is None:
-        raise node.error(f"{node.describe(value, full=False)} is computed at run time.", "Make it an initializer.")
+        raise node.error(
+            "node.constant_required",
+            f"{node.describe(value, full=False)} is computed at run time.",
+            "Make it an initializer.",
+        )
     return None if value is None else value.constant
 
 
@@ -88,7 +100,9 @@ def _read_layer(node: Node, weights: Value | None, bias: Value | None) -> Expert
     matrices = _read_array(node, weights)
     if weights is not None and matrices is not None and matrices.ndim != 3:
         name = node.describe(weights, full=False)
-        raise node.error(f"{name} has rank {matrices.ndim}.", "Make weights [experts, columns, depth].")
+        raise node.error(
+            "node.rank_unsupported", f"{name} has rank {matrices.ndim}.", "Make weights [experts, columns, depth]."
+        )
     return None if matrices is None else ExpertLayer(matrices, None, None, _read_array(node, bias), {"transB": 1})
 
 
@@ -98,19 +112,26 @@ def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) ->
     if packed is None:
         return None
     if scales is None:
-        raise node.error(f"input fc{k + 1}_scales is missing.", "Add it; integers mean nothing without.")
+        raise node.error(
+            "node.input_missing", f"input fc{k + 1}_scales is missing.", "Add it: quantized weights need scales."
+        )
     bits = node.attr(f"fc{k + 1}_expert_weight_bits", node.attr("expert_weight_bits", 4))
     if bits not in (2, 4, 8):
-        raise node.error(f"weights have {bits} bits.", "Use 2, 4 or 8.")
+        raise node.error("node.attribute_unsupported", f"weights have {bits} bits.", "Use 2, 4 or 8.")
     if packed.ndim != 3:
-        raise node.error(f"fc{k + 1}_experts_weights has rank {packed.ndim}.", "Make it [experts, columns, bytes].")
+        raise node.error(
+            "node.rank_unsupported",
+            f"fc{k + 1}_experts_weights has rank {packed.ndim}.",
+            "Make it [experts, columns, bytes].",
+        )
     columns, depth = packed.shape[1], packed.shape[2] * 8 // bits
     if zeros is not None and zeros.ndim == 2:  # packed along the columns
         zeros = unpack_bits(zeros, bits)[:, :columns, None]
     block = node.attr("block_size", 0) or depth
     if block < 0 or scales.size != packed.shape[0] * columns * -(-depth // max(block, 1)):
         raise node.error(
-            f"fc{k + 1}_scales is {list(scales.shape)}, for {columns} columns of {depth} in blocks of {block}.",
+            "node.shape_mismatch",
+            f"fc{k + 1}_scales has shape {list(scales.shape)}, for {columns} columns of {depth} in blocks of {block}.",
             "Give one scale for each expert, column and block.",
         )
     # MatMulNBits, whose layout is used, has whole blocks.
@@ -124,14 +145,19 @@ def _emit_mixture(
 ) -> Value:
     if x.rank not in (2, 3) or router.rank != 2:
         raise node.error(
-            f"the input has rank {x.rank}, router_probs {router.rank}.",
+            "node.rank_unsupported",
+            f"the input has rank {x.rank}, and router_probs has rank {router.rank}.",
             "Use [tokens, hidden] or [batch, sequence, hidden], and [tokens, experts].",
         )
     width = number(node, "the last dimension of the input", x.shape[-1])
     experts = number(node, "dimension 1 of router_probs", router.shape[1])
     per_token = node.attr("k", 1)
     if not 0 < per_token <= experts:
-        raise node.error(f"attribute k is {per_token}, and there are {experts} experts.", "Choose 1 to all of them.")
+        raise node.error(
+            "moe.k_out_of_range",
+            f"attribute k is {per_token}, and there are {experts} experts.",
+            f"Use 1 to {experts}.",
+        )
     gate_layers = _split_gate(node, layers)
     _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))
@@ -152,10 +178,18 @@ def _read_activation(node: Node) -> tuple[str, float, float, float]:
     """Return the activation, its alpha, beta and limit."""
     kind = _as_text(node.attr("activation_type", "relu"))
     if kind not in ACTIVATIONS:
-        raise node.error(f"attribute activation_type is {kind}.", f"Use one of {', '.join(ACTIVATIONS)}.")
+        raise node.error(
+            "node.attribute_unsupported",
+            f"attribute activation_type is {kind}.",
+            f"Use one of {', '.join(ACTIVATIONS)}.",
+        )
     for name in ("use_sparse_mixer", "swiglu_limit_after_activation"):
         if node.attr(name, 0):
-            raise node.error(f"attribute {name} is 1.", "Write that part of the model out, and set it to 0.")
+            raise node.error(
+                "node.attribute_unsupported",
+                f"attribute {name} is 1.",
+                "Write that part of the model as separate nodes, and set it to 0.",
+            )
     alpha, beta = node.attr("activation_alpha", 1.0), node.attr("activation_beta", 0.0)
     return kind, alpha, beta, node.attr("swiglu_limit", math.inf)
 
@@ -164,14 +198,15 @@ def _split_gate(node: Node, layers: Sequence[ExpertLayer | None]) -> _Layers:
     """Return the layers of the gate, of the output, and of the linear part if there is one."""
     first, second, third = layers
     if first is None or second is None:
-        raise node.error("fc1_experts_weights or fc2_experts_weights is missing.", "Add it.")
+        raise node.error("node.input_missing", "fc1_experts_weights or fc2_experts_weights is missing.", "Add it.")
     if _as_text(node.attr("activation_type", "relu")) not in _GATED:
         return first, second, third
     fusion = node.attr("swiglu_fusion", 0)
     if fusion not in (0, 1, 2) or (fusion and third is not None):
         raise node.error(
+            "moe.conflicting_fusion",
             f"attribute swiglu_fusion is {fusion}, {'with' if third else 'without'} fc3_experts_weights.",
-            "Use 0 with fc3_experts_weights, or 1 or 2 without.",
+            "Use 0 with fc3_experts_weights, or 1 or 2 without it.",
         )
     if fusion:
         half_width = first.sizes[0] // 2
@@ -180,7 +215,11 @@ def _split_gate(node: Node, layers: Sequence[ExpertLayer | None]) -> _Layers:
         ]
         return first.select_columns(gate), second, first.select_columns(linear)
     if third is None:
-        raise node.error("swiglu_fusion is 0, and fc3_experts_weights is missing.", "Add it, or fuse it in fc1.")
+        raise node.error(
+            "node.input_missing",
+            "swiglu_fusion is 0, and fc3_experts_weights is missing.",
+            "Add it, or merge it into fc1_experts_weights.",
+        )
     return first, second, third
 
 
@@ -194,13 +233,18 @@ def _check_layers(node: Node, layers: _Layers, experts: int, width: int) -> None
         if layer.sizes != expected or counts != {experts}:
             (columns, depth), count = layer.sizes, min(counts, key=lambda count: count == experts)
             raise node.error(
+                "moe.experts_mismatch",
                 f"{name} has {count} experts of {columns} x {depth}, where router_probs has {experts} and the other "
                 f"matrices need {expected[0]} x {expected[1]}.",
                 "Make fc1 and fc3 [experts, inner, hidden] and fc2 [experts, hidden, inner].",
             )
         if layer.bias is not None and layer.bias.shape != (experts, expected[0]):
             shape = list(layer.bias.shape)
-            raise node.error(f"the bias of {name} is {shape}, not {[experts, expected[0]]}.", "Correct its shape.")
+            raise node.error(
+                "node.shape_mismatch",
+                f"the bias of {name} has shape {shape}, not {[experts, expected[0]]}.",
+                "Correct its shape.",
+            )
 
 
 def _as_text(value: Any) -> str:

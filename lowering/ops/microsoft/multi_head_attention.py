@@ -13,7 +13,7 @@ from ..assertions import assert_shape
 from ..attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from . import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
-from .projections import check_floats, divide_heads, slice_interleaved, slice_projection, split_bias
+from .projections import check_floats, check_pair, divide_heads, slice_interleaved, slice_projection, split_bias
 from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
@@ -39,14 +39,23 @@ def multi_head_attention(
     written to copies of them, present_key and present_value.
     """
     if past_sequence_length is not None and past_key is None:
-        raise node.error("past_sequence_length is given, and no past_key.", "Give the caches whose tokens it counts.")
+        raise node.error(
+            "node.input_missing",
+            "past_sequence_length is given, and past_key is missing.",
+            "Give the caches whose tokens it counts.",
+        )
     for name, cache in (("past_key", past_key), ("past_value", past_value)):
         if cache is not None and cache.rank != 4:
-            raise node.error(f"input {name} has rank {cache.rank}.", "Make it [batch, heads, length, head size].")
+            raise node.error(
+                "node.rank_unsupported",
+                f"input {name} has rank {cache.rank}.",
+                "Make it [batch, heads, length, head size].",
+            )
     if cache_indirection is not None and past_sequence_length is None:
-        raise node.error("cache_indirection is given, and no past_sequence_length.", "Give both.")
-    if (past_key is None) != (past_value is None):
-        raise node.error("one of past_key and past_value is given.", "Give both or none.")
+        raise node.error(
+            "node.input_missing", "cache_indirection is given, and past_sequence_length is missing.", "Give both."
+        )
+    check_pair(node, past_key=past_key, past_value=past_value)
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value, bias=bias, past_key=past_key, past_value=past_value)
     q, k, v = _split_projections(node, heads, query, key, value, bias)
@@ -54,7 +63,11 @@ def multi_head_attention(
     shared: SharedBuffer | None = None
     if past_key is not None and past_value is not None:
         if k.rank == 4:
-            raise node.error("inputs past_key and a projected key [B, H, L, D] exclude each other.", "Remove one.")
+            raise node.error(
+                "node.conflicting_inputs",
+                "inputs past_key and a projected key [B, H, L, D] exclude each other.",
+                "Remove one of them.",
+            )
         if past_sequence_length is not None:
             caches = past_key, past_value
             shared = append_to_shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
@@ -110,7 +123,11 @@ def _split_projections(
         q, k, v = (slice_interleaved(node, query, n, biases[n]) for n in range(3))
         return q, k, v
     if query.rank != 3:
-        raise node.error(f"inputs query, key and value have ranks {ranks}.", "See the schema for legal ones.")
+        raise node.error(
+            "node.rank_unsupported",
+            f"inputs query, key and value have ranks {ranks}.",
+            "Use ranks that the operator's schema allows.",
+        )
     width = heads * divide_heads(node, "query", query.shape[2], heads)
     if ranks == (3, 5, 0):
         assert key is not None
@@ -128,14 +145,19 @@ def _split_projections(
         k, v = key, value
         biases = split_bias(node, bias, (width, width, heads * number(node, "head size of value", value.shape[3])))
     else:
-        raise node.error(f"inputs query, key and value have ranks {ranks}.", "See the schema for legal ones.")
+        raise node.error(
+            "node.rank_unsupported",
+            f"inputs query, key and value have ranks {ranks}.",
+            "Use ranks that the operator's schema allows.",
+        )
     return slice_projection(node, query, 0, width, biases[0]), k, v
 
 
 def _check_packed(node: Node, name: str, packed: Value, heads: int, count: int) -> None:
     if packed.shape[2] != heads or packed.shape[3] != count:
         raise node.error(
-            f"packed {name} is {list(packed.shape)}, for attribute num_heads = {heads}.",
+            "node.shape_mismatch",
+            f"packed {name} has shape {list(packed.shape)}, for attribute num_heads = {heads}.",
             f"Make it [batch, sequence, {heads}, {count}, head size].",
         )
     number(node, f"head size of {name}", packed.shape[4])

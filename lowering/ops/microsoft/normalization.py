@@ -64,11 +64,17 @@ def _skip_normalization(
 def _check_vector(node: Node, vector: Value, width: Shape) -> Value:
     """Return gamma, beta or a bias, checked to have an element for each of the last axis."""
     if vector.rank != 1:
-        raise node.error(f"{node.describe(vector, False)} has rank {vector.rank}.", "Make it a vector.")
+        raise node.error(
+            "node.rank_unsupported", f"{node.describe(vector, False)} has rank {vector.rank}.", "Make it a vector."
+        )
     return assert_shape(node, vector, width)
 
 
 def _reject_statistics(node: Node, *outputs: int) -> None:
     for k in outputs:
         if node.has_output(k):
-            raise node.error(f"output {k} is a statistic that training keeps.", "Remove it: inference needs none.")
+            raise node.error(
+                "node.output_unsupported",
+                f"output {k} is a statistic that only training uses.",
+                "Remove it: inference does not need it.",
+            )

@@ -50,7 +50,9 @@ def packed_multi_head_attention(
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value)
     if query.dtype not in _FLOATS:
-        raise node.error(f"input query is {query.dtype}.", f"Use one of {', '.join(_FLOATS)}.")
+        raise node.error(
+            "node.dtype_unsupported", f"input query is {query.dtype}.", f"Use one of {', '.join(_FLOATS)}."
+        )
     check_ints(node, "token_offset", token_offset, 2)
     check_ints(node, "cumulative_sequence_length", cumulative_sequence_length, 1)
     q, k, v = (
@@ -82,10 +84,14 @@ def packed_multi_head_attention(
 def _split_rows(node: Node, heads: int, query: Value, key: Value | None, value: Value | None) -> list[Value]:
     """Return Q, K and V as [T, H * D]."""
     if heads < 1:
-        raise node.error(f"attribute num_heads is {heads}.", "Use at least 1.")
+        raise node.error("node.value_out_of_range", f"attribute num_heads is {heads}.", "Use at least 1.")
     if key is None and value is None:
         if query.rank != 4:
-            raise node.error(f"packed query has rank {query.rank}.", "Make it [tokens, heads, 3, head size].")
+            raise node.error(
+                "node.rank_unsupported",
+                f"packed query has rank {query.rank}.",
+                "Make it [tokens, heads, 3, head size].",
+            )
         size = number(node, "the last dimension of query", query.shape[3])
         whole = assert_shape(node, query, (query.shape[0], heads, 3, size))
         return [
@@ -96,10 +102,16 @@ def _split_rows(node: Node, heads: int, query: Value, key: Value | None, value: 
             for n in range(3)
         ]  # fmt: skip
     if key is None or value is None:
-        raise node.error("one of key and value is given.", "Give both, or none and pack them in query.")
+        raise node.error(
+            "node.inputs_incomplete",
+            "only one of key and value is given.",
+            "Give both, or none and pack them in query.",
+        )
     for x in (query, key, value):
         if x.rank != 2:
-            raise node.error(f"{node.describe(x, False)} has rank {x.rank}.", "Make it [tokens, hidden].")
+            raise node.error(
+                "node.rank_unsupported", f"{node.describe(x, False)} has rank {x.rank}.", "Make it [tokens, hidden]."
+            )
     tokens = unify_sizes(node, "the number of tokens", query.shape[0], key.shape[0], value.shape[0])
     width = heads * divide_heads(node, "query", query.shape[1], heads)
     v_width = heads * divide_heads(node, "value", value.shape[1], heads)
@@ -112,7 +124,9 @@ def _add_biases(node: Node, rows: list[Value], bias: Value | None) -> list[Value
         return rows
     widths = [number(node, "a hidden size", x.shape[1]) for x in rows]
     if bias.rank != 1:
-        raise node.error(f"input bias has rank {bias.rank}.", "Make it [hidden + hidden + v_hidden].")
+        raise node.error(
+            "node.rank_unsupported", f"input bias has rank {bias.rank}.", "Make it [hidden + hidden + v_hidden]."
+        )
     bias = assert_shape(node, bias, (sum(widths),))
     biased_rows = []
     for n, x in enumerate(rows):
@@ -162,7 +176,11 @@ def _build_bias(
     if bias is None:
         return None, {}
     if bias.rank != 4:
-        raise node.error(f"input attention_bias has rank {bias.rank}.", "Make it [batch, heads, rows, keys].")
+        raise node.error(
+            "node.rank_unsupported",
+            f"input attention_bias has rank {bias.rank}.",
+            "Make it [batch, heads, rows, keys].",
+        )
     batch, heads, sequence = sizes
     is_batch_shared, is_head_shared = (bias.shape[axis] == 1 for axis in range(2))
     bias = assert_shape(

@@ -34,7 +34,7 @@ from ..kv_write import kv_write
 from ..rotary_embedding import RotatedHead, rotate_heads
 from ..run_time import bind_sizes
 from . import DOMAIN
-from .projections import check_floats, divide_heads, normalize_heads, read_head_sink, slice_projection
+from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
 from .quantized_caches import CacheQuantization, read_cache_quantization
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -69,11 +69,12 @@ def paged_attention(
     shape = _read_shape(node)
     check_floats(node, query=query, key=key, value=value)
     if query.dtype not in _FLOATS:
-        raise node.error(f"input query is {query.dtype}.", f"Use one of {', '.join(_FLOATS)}.")
+        raise node.error(
+            "node.dtype_unsupported", f"input query is {query.dtype}.", f"Use one of {', '.join(_FLOATS)}."
+        )
     q, k, v = _split_projections(node, shape, query, key, value)
     size, tokens = q.shape[2] // shape.heads, q.shape[1]
-    if (q_norm_weight is None) != (k_norm_weight is None):
-        raise node.error("one of q_norm_weight and k_norm_weight is given.", "Give both or none.")
+    check_pair(node, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
     q, k = normalize_heads(node, q, shape.heads, q_norm_weight), normalize_heads(node, k, shape.kv_heads, k_norm_weight)
     _check_cache_types(node, {"k": key_cache, "v": value_cache})
     quantization = read_cache_quantization(
@@ -107,15 +108,27 @@ def _read_shape(node: Node) -> _PagedShape:
     heads, kv_heads = node.attr("num_heads"), node.attr("kv_num_heads")
     layout, v_size = node.attr("kv_cache_layout", "SEPARATE"), node.attr("v_head_size", 0)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise node.error(f"{heads} query heads do not divide into {kv_heads} key/value heads.", "Use a multiple.")
+        raise node.error(
+            "paged_attention.heads_not_divisible",
+            f"{heads} query heads do not divide into {kv_heads} key/value heads.",
+            "Choose num_heads as a multiple of kv_num_heads.",
+        )
     if layout not in ("SEPARATE", "LATENT"):
-        raise node.error(f"attribute kv_cache_layout is '{layout}'.", "Use 'SEPARATE' or 'LATENT'.")
+        raise node.error(
+            "node.attribute_unsupported", f"attribute kv_cache_layout is '{layout}'.", "Use 'SEPARATE' or 'LATENT'."
+        )
     is_latent = layout == "LATENT"
     if is_latent and kv_heads != 1:
-        raise node.error(f"attribute kv_num_heads is {kv_heads}, and kv_cache_layout 'LATENT'.", "Make it 1.")
+        raise node.error(
+            "paged_attention.latent_heads_unsupported",
+            f"attribute kv_num_heads is {kv_heads}, and kv_cache_layout is 'LATENT'.",
+            "Make kv_num_heads 1.",
+        )
     if v_size < 0 or (v_size and not is_latent):
         raise node.error(
-            f"attribute v_head_size is {v_size}, and kv_cache_layout '{layout}'.", "It is for 'LATENT', and positive."
+            "paged_attention.v_head_size_unsupported",
+            f"attribute v_head_size is {v_size}, and kv_cache_layout is '{layout}'.",
+            "Use a positive size with 'LATENT', or remove v_head_size.",
         )
     return _PagedShape(heads, kv_heads, is_latent, v_size or None)
 
@@ -126,10 +139,14 @@ def _split_projections(
     """Return Q [1, N, Hq * D], and K and V [1, N, Hkv * D]; a latent cache has no V."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x is not None and x.rank != 2:
-            raise node.error(f"input {name} has rank {x.rank}.", "Make it [tokens, hidden].")
+            raise node.error("node.rank_unsupported", f"input {name} has rank {x.rank}.", "Make it [tokens, hidden].")
     tokens, heads, kv_heads = query.shape[0], shape.heads, shape.kv_heads
     if shape.is_latent and (key is None or value is not None):
-        raise node.error("kv_cache_layout is 'LATENT'.", "Give key [tokens, head size], and no value.")
+        raise node.error(
+            "paged_attention.latent_inputs_mismatch",
+            "kv_cache_layout is 'LATENT', and key is missing or value is given.",
+            "Give key [tokens, head size], and no value.",
+        )
     if key is None and value is None:
         size = divide_heads(node, "packed query", query.shape[1], heads + 2 * kv_heads)
         rows = node.reshape_to(query, (1, tokens, query.shape[1]))
@@ -137,7 +154,11 @@ def _split_projections(
         q, k, v = (slice_projection(node, rows, sum(widths[:n]), widths[n]) for n in range(3))
         return q, k, v
     if key is None or (value is None and not shape.is_latent):
-        raise node.error("one of key and value is given.", "Give both, or none and pack them in query.")
+        raise node.error(
+            "node.inputs_incomplete",
+            "only one of key and value is given.",
+            "Give both, or none and pack them in query.",
+        )
     width = heads * divide_heads(node, "query", query.shape[1], heads)
     kv_width = width // heads * kv_heads
     new_inputs = [x for x in (key, value) if x is not None]
@@ -231,26 +252,42 @@ class _PagedCaches:
     ) -> None:
         self.node, self.shape, self.size, self.quantization = node, shape, size, quantization
         if shape.is_latent and value_cache is not None:
-            raise node.error("value_cache is given, and kv_cache_layout is 'LATENT'.", "Leave it out.")
+            raise node.error(
+                "paged_attention.value_cache_unsupported",
+                "value_cache is given, and kv_cache_layout is 'LATENT'.",
+                "Remove value_cache.",
+            )
         if not shape.is_latent and value_cache is None:
-            raise node.error("value_cache is missing.", "Give it, or use kv_cache_layout 'LATENT'.")
+            raise node.error(
+                "node.input_missing", "value_cache is missing.", "Give it, or use kv_cache_layout 'LATENT'."
+            )
         caches = {"k": key_cache} | ({"v": value_cache} if value_cache is not None else {})
         for cache in caches.values():
             if cache.rank != 4:
                 name = node.describe(cache, False)
-                raise node.error(f"{name} has rank {cache.rank}.", "Make it [blocks, block size, heads, head size].")
+                raise node.error(
+                    "node.rank_unsupported",
+                    f"{name} has rank {cache.rank}.",
+                    "Make it [blocks, block size, heads, head size].",
+                )
         self.blocks = unify_sizes(node, "the number of blocks", *(cache.shape[0] for cache in caches.values()))
         blocks = unify_sizes(node, "the block size", *(cache.shape[1] for cache in caches.values()))
         self.block = number(node, "the block size, dimension 1 of key_cache,", blocks)
         if self.block < 1:
-            raise node.error("the block size, dimension 1 of key_cache, is 0.", "Use at least 1 token.")
+            raise node.error(
+                "paged_attention.block_size_zero",
+                "the block size, dimension 1 of key_cache, is 0.",
+                "Use at least 1 token.",
+            )
         dims = (self.blocks, self.block, shape.kv_heads, size)
         self.tensors = {name: assert_shape(node, cache, dims) for name, cache in caches.items()}
         self.layout = CacheLayout("pthd", Pages(self.block), quantization=quantization.format)
         check_ints(node, "block_table", block_table, 2)
         text = "dimension 1 of block_table is {}; it must be 1 or more."
         columns = block_table.shape[1]
-        block_table = require(node, block_table, symbolic.less_or_equal(1, columns), text, columns)
+        block_table = require(
+            node, block_table, symbolic.less_or_equal(1, columns), "paged_attention.block_table_empty", text, columns
+        )
         self.batch = block_table.shape[0]
 
         def entry(index: tuple[Element, ...], table: ElementReader, blocks: Element) -> Element:
@@ -310,8 +347,9 @@ def _check_cache_types(node: Node, caches: dict[str, Value | None]) -> None:
         dtype = None if cache is None else cache.dtype
         if dtype is not None and (dtype == "uint8" or declared not in ("", dtype.replace("_", ""))):
             raise node.error(
-                f"attribute {name}_cache_dtype is '{declared}', and the cache {dtype}.",
-                "Use a cache of numbers, int8 or float8e4m3fn: what the bits of smaller types mean is not documented.",
+                "node.cache_dtype_mismatch",
+                f"attribute {name}_cache_dtype is '{declared}', and the cache is {dtype}.",
+                "Use a cache of floats, int8 or float8e4m3fn: the bit layout of smaller types is not documented.",
             )
 
 
@@ -320,14 +358,21 @@ def _rotate_heads(
 ) -> Value:
     """Return x [1, N, H * D] with every head rotated."""
     if cos is None or sin is None:
-        raise node.error("attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both.")
+        raise node.error(
+            "node.input_missing", "attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both."
+        )
     if cos.rank != 2 or sin.rank != 2:
-        raise node.error(f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.", "They are matrices.")
+        raise node.error(
+            "node.rank_unsupported",
+            f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
+            "Make them matrices.",
+        )
     first, angles = node.attr("rotary_offset", 0), number(node, "last dimension of cos_cache", cos.shape[1])
     if first < 0 or first + 2 * angles > size:
         raise node.error(
+            "paged_attention.rotary_out_of_range",
             f"cos_cache has {angles} angles, and rotary_offset is {first}, for heads of {size}.",
-            "Rotate elements of the head.",
+            "Choose rotary_offset + 2 * angles as at most the head size.",
         )
     head = RotatedHead(size, 2 * angles, bool(node.attr("rotary_interleaved", 0)), first)
     return rotate_heads(node, head, x, cos, sin, sequences.positions)
@@ -345,10 +390,7 @@ def _emit_attention(
     """Emit attention and return Y [N, Hq * Dv]."""
     tokens, heads, size = query.shape
     v_size, scale = shape.v_size or size, node.attr("scale", 0.0)
-    if v_size > size:
-        raise node.error(f"attribute v_head_size is {v_size}, for heads of {size}.", "A value is a part of a key.")
-    if v_size != size and not scale:
-        raise node.error("attribute scale is missing, and v_head_size is not the head size.", "Give the scale.")
+    _check_value_size(node, v_size, size, scale)
     sink = read_head_sink(node, heads, head_sink, query.dtype)
 
     def shown(b: Element, h: Element, i: Element, j: Element, pages: ElementReader) -> Element:
@@ -387,11 +429,27 @@ def _emit_attention(
     return node.reshape_to(y, (tokens, heads * v_size))
 
 
+def _check_value_size(node: Node, v_size: int, size: int, scale: float) -> None:
+    """Raise NodeError for values that are larger than keys, or smaller without a scale."""
+    if v_size > size:
+        raise node.error(
+            "paged_attention.v_head_size_too_large",
+            f"attribute v_head_size is {v_size}, for heads of {size}.",
+            "Use at most the head size: a value is a part of a key.",
+        )
+    if v_size != size and not scale:
+        raise node.error(
+            "paged_attention.scale_missing",
+            "attribute scale is missing, and v_head_size is not the head size.",
+            "Give the scale.",
+        )
+
+
 def _read_window(node: Node) -> Window | None:
     """Return the window; local_window_size counts the query's own token, and rows are the last of the keys."""
     left, is_causal = node.attr("local_window_size", -1), bool(node.attr("is_causal", 1))
     if left < 1 and left != -1:
-        raise node.error(f"attribute local_window_size is {left}.", "Use -1, or at least 1.")
+        raise node.error("node.value_out_of_range", f"attribute local_window_size is {left}.", "Use -1, or at least 1.")
     if left == -1 and not is_causal:
         return None
     return Window(None if left == -1 else left - 1, 0 if is_causal else None, "lengths")
@@ -399,4 +457,8 @@ def _read_window(node: Node) -> Window | None:
 
 def check_ints(node: Node, name: str, value: Value, rank: int) -> None:
     if value.dtype not in ("int32", "int64") or value.rank != rank:
-        raise node.error(f"input {name} is {value.dtype} of rank {value.rank}.", f"Make it int32 of rank {rank}.")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"input {name} is {value.dtype} of rank {value.rank}.",
+            f"Make it int32 of rank {rank}.",
+        )

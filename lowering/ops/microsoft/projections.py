@@ -19,7 +19,11 @@ def divide_heads(node: Node, name: str, width: Size, heads: int) -> int:
     """Return the size of one of `heads` heads of this total width."""
     width = number(node, f"last dimension of {name}", width)
     if heads < 1 or width % heads:
-        raise node.error(f"{heads} heads do not divide the last dimension of {name}, {width}.", "Make them divide.")
+        raise node.error(
+            "node.hidden_size_not_divisible",
+            f"{heads} heads do not divide the last dimension of {name}, {width}.",
+            "Choose the dimension as a multiple of the number of heads.",
+        )
     return width // heads
 
 
@@ -68,9 +72,15 @@ def split_bias(node: Node, bias: Value | None, widths: tuple[int, ...]) -> list[
 def check_packed_bias(node: Node, bias: Value, total: int) -> Value:
     """Return the bias, whose shape is [total], statically or asserted at run time."""
     if bias.rank != 1:
-        raise node.error(f"input bias has rank {bias.rank}.", "It is one vector for Q, K and V.")
+        raise node.error(
+            "node.rank_unsupported", f"input bias has rank {bias.rank}.", "Make it one vector for Q, K and V."
+        )
     if isinstance(bias.shape[0], int) and bias.shape[0] != total:
-        raise node.error(f"input bias has {bias.shape[0]} elements, for {total} of Q, K and V.", "Correct one of them.")
+        raise node.error(
+            "node.shape_mismatch",
+            f"input bias has {bias.shape[0]} elements, for {total} columns of Q, K and V.",
+            "Correct one of them.",
+        )
     return assert_shape(node, bias, (total,))
 
 
@@ -84,7 +94,9 @@ def normalize_heads(node: Node, x: Value, heads: int, weight: Value | None, epsi
         return x
     split = (*x.shape[:2], heads, x.shape[2] // heads)
     if weight.rank != 1:
-        raise node.error(f"a weight of the norms of heads has rank {weight.rank}.", f"Make it [{split[3]}].")
+        raise node.error(
+            "node.rank_unsupported", f"a weight of the head norms has rank {weight.rank}.", f"Make it [{split[3]}]."
+        )
     unify_sizes(node, "the size of a weight of the norms of heads", weight.shape[0], split[3])
     y = node.reshape_to(x, split)
     weight = assert_shape(node, weight, split[3:])
@@ -99,9 +111,17 @@ def read_head_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) 
     if head_sink is None:
         return None
     if head_sink.rank != 1:
-        raise node.error(f"head_sink has rank {head_sink.rank}.", f"Make it [{heads}].")
+        raise node.error("node.rank_unsupported", f"head_sink has rank {head_sink.rank}.", f"Make it [{heads}].")
     unify_sizes(node, "the size of head_sink", head_sink.shape[0], heads)
     return round_to(node, assert_shape(node, head_sink, (heads,)), dtype)
+
+
+def check_pair(node: Node, **inputs: Value | None) -> None:
+    """Raise NodeError if one of two inputs is given, and the other is missing."""
+    if len({value is None for value in inputs.values()}) > 1:
+        raise node.error(
+            "node.inputs_incomplete", f"only one of {' and '.join(inputs)} is given.", "Give both or none."
+        )
 
 
 def check_floats(node: Node, **inputs: Value | None) -> None:
@@ -110,9 +130,15 @@ def check_floats(node: Node, **inputs: Value | None) -> None:
     first, dtype = next(iter(dtypes.items()))
     for name, input_dtype in dtypes.items():
         if input_dtype not in FLOATS:
-            raise node.error(f"input {name} is {input_dtype}.", f"Use one of {', '.join(FLOATS)}.")
+            raise node.error(
+                "node.dtype_unsupported", f"input {name} is {input_dtype}.", f"Use one of {', '.join(FLOATS)}."
+            )
         if input_dtype != dtype:
-            raise node.error(f"input {name} is {input_dtype} and {first} is {dtype}.", "Give them one type.")
+            raise node.error(
+                "node.dtype_mismatch",
+                f"input {name} is {input_dtype} and {first} is {dtype}.",
+                "Give them the same type.",
+            )
 
 
 def _add_bias(x: Element, bias: tuple[ElementReader, ...], e: Element, dtype: str) -> Element:

@@ -97,7 +97,9 @@ def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *triples: Value) -
     """Concatenate parts that are three inputs each: quantized values, scale and zero point."""
     if len(triples) % 3:
         raise node.error(
-            f"{len(triples)} inputs are behind Y_zero_point.", "Give each part with its scale and zero point."
+            "qlinear_concat.input_count_mismatch",
+            f"{len(triples)} inputs follow Y_zero_point, not a multiple of 3.",
+            "Give each tensor with its scale and zero point.",
         )
     numbers = [dequantize(node, *triples[n : n + 3]) for n in range(0, len(triples), 3)]
     return _quantize(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
@@ -130,7 +132,7 @@ def qlinear_pool(
     If count_include_pad is set, onnxruntime divides by all elements of a window.
     """
     if x.rank < 3:
-        raise node.error(f"X has rank {x.rank}.", "X is [N, C, D1, ...].")
+        raise node.error("node.rank_unsupported", f"X has rank {x.rank}.", "Make it [N, C, D1, ...].")
     has_channels_last = node.attr("channels_last", 0)
     numbers = dequantize(node, x, x_scale, x_zero)
     numbers = channels_second(node, numbers) if has_channels_last else numbers
@@ -183,7 +185,7 @@ def qgemm(
     The result is quantized if y_scale is present, else float32.
     """
     if a.rank != 2 or b.rank != 2:
-        raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "QGemm takes matrices.")
+        raise node.error("node.rank_unsupported", f"A and B have ranks {a.rank} and {b.rank}.", "Make them matrices.")
     a = permute_axes(node, a, [1, 0]) if node.attr("transA", 0) else a
     if node.attr("transB", 0):
         b = permute_axes(node, b, [1, 0]) if b.constant is None else node.constant(b.constant.T)

@@ -54,33 +54,49 @@ def read_cache_quantization(
         kind = node.attr(f"{name}_quant_type", "NONE")
         if kind not in _QUANTIZATION_KINDS:
             raise node.error(
-                f"attribute {name}_quant_type is '{kind}'.", f"Use one of {', '.join(_QUANTIZATION_KINDS)}."
+                "node.attribute_unsupported",
+                f"attribute {name}_quant_type is '{kind}'.",
+                f"Use one of {', '.join(_QUANTIZATION_KINDS)}.",
             )
         if cache is None:
             if kind != "NONE" or scale is not None:
-                raise node.error(f"{name}_quant_type or {name}_scale is given, and no cache for it.", "Leave it out.")
+                raise node.error(
+                    "node.cache_missing",
+                    f"{name}_quant_type or {name}_scale is given, and its cache is missing.",
+                    "Remove it, or give the cache.",
+                )
             kinds[name] = kinds[caches[0][0]]
             continue
         if cache.dtype != first.dtype:
-            raise node.error(f"the caches are {first.dtype} and {cache.dtype}.", "Give them one type.")
+            raise node.error(
+                "node.dtype_mismatch", f"the caches are {first.dtype} and {cache.dtype}.", "Give them the same type."
+            )
         if (kind == "NONE") != (cache.dtype == dtype):
             raise node.error(
-                f"{node.describe(cache, False)} is {cache.dtype}, query is {dtype}, and {name}_quant_type '{kind}'.",
-                f"Make it {dtype} for 'NONE', else int8, float8e4m3fn or, of 4 bits, uint8.",
+                "node.cache_dtype_mismatch",
+                f"{node.describe(cache, False)} is {cache.dtype}, query is {dtype}, and {name}_quant_type is '{kind}'.",
+                f"Make it {dtype} for 'NONE', else int8, float8e4m3fn, or uint8 for 4 bits.",
             )
         if (kind == "NONE") != (scale is None):
             raise node.error(
+                "node.scale_mismatch",
                 f"{name}_quant_type is '{kind}', and {name}_scale is {'missing' if scale is None else 'given'}.",
-                "Scales belong to codes.",
+                "Give a scale for quantized values only.",
             )
         kinds[name] = kind
     if first.dtype == dtype:
         return CacheQuantization(None, {}, {})
     if first.dtype not in _TYPES:
-        raise node.error(f"the caches are {first.dtype}.", "Use int8, float8e4m3fn or, of 4 bits, uint8.")
+        raise node.error(
+            "node.dtype_unsupported", f"the caches are {first.dtype}.", "Use int8, float8e4m3fn, or uint8 for 4 bits."
+        )
     quantized_dtype = _TYPES[first.dtype]
     if quantized_dtype == "int4" and heads[1] % 2:
-        raise node.error(f"a head has {heads[1]} elements, for codes of 4 bits in twos.", "Use an even number.")
+        raise node.error(
+            "node.head_size_not_even",
+            f"a head has {heads[1]} elements, and 4-bit values are stored in pairs.",
+            "Use an even head size.",
+        )
     is_per_channel = "PER_CHANNEL" in kinds.values()
     scales: dict[str, Value] = {}
     for name, cache, scale in caches:
@@ -104,17 +120,47 @@ def read_cache_quantization(
 def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:
     """Return the scale as [1], or for scales per channel as [heads, size]."""
     if scale.dtype != "float32":
-        raise node.error(f"{name} is {scale.dtype}.", "Use float32.")
+        raise node.error("node.dtype_unsupported", f"{name} is {scale.dtype}.", "Use float32.")
     expected = 1
     if kind == "PER_CHANNEL":
         assert heads is not None
         expected = heads[0] * heads[1]
     count = node.simplify(prod(scale.shape))
     text = f"{name} has {{}} elements, and quantization {kind} takes {expected}."
-    scale = require(node, scale, symbolic.equal(count, expected), text, count)
+    scale = require(node, scale, symbolic.equal(count, expected), "node.scale_size_mismatch", text, count)
     flat = node.reshape_to(scale, (expected,))
     if heads is None:
         return flat
     if kind == "PER_CHANNEL":
         return node.reshape_to(flat, heads)
     return compute(node, name, lambda _, x: x(tirx.const(0, "int64")), [flat], heads)
+
+
+def reject_quantization(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:
+    """Reject quantization attributes and scales of a node without caches."""
+    for name in ("k_quant_type", "v_quant_type"):
+        if node.attr(name, "NONE") != "NONE":
+            problem = f"attribute {name} is '{node.attr(name)}', and past_key is missing."
+            raise node.error(
+                "group_query_attention.cache_missing",
+                problem,
+                "Give caches of quantized values, which may be empty: their type defines the quantization.",
+            )
+    if k_scale is not None or v_scale is not None:
+        raise node.error(
+            "group_query_attention.cache_missing",
+            "k_scale or v_scale is given, and past_key is missing.",
+            "Give caches of quantized values; they may be empty.",
+        )
+
+
+def check_cache_width(node: Node, cache_format: KvQuantization | None) -> None:
+    """Raise NodeError if attribute kv_cache_bit_width is not the width of the cached values."""
+    width, expected = node.attr("kv_cache_bit_width", 0), 0 if cache_format is None else 8 // cache_format.packing
+    if width not in (0, expected):
+        remedy = "Use caches of int8 or float8e4m3fn for 8 bits, of uint8 for 4, and k_quant_type and v_quant_type."
+        raise node.error(
+            "group_query_attention.bit_width_mismatch",
+            f"attribute kv_cache_bit_width is {width}, for caches of {expected or 'no'} bits.",
+            remedy,
+        )

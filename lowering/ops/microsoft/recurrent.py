@@ -123,8 +123,9 @@ def _dequantize_weights(node: Node, values: Value, scale: Value, zero: Value) ->
     """Return (values - zero) scale as [directions, 4 H, inputs]."""
     if values.rank != 3 or scale.rank not in (1, 2) or zero.rank != scale.rank:
         raise node.error(
+            "node.rank_mismatch",
             f"weights of rank {values.rank} have scales and zero points of rank {scale.rank} and {zero.rank}.",
-            "Weights are [directions, inputs, 4 H], and scales [directions] or [directions, 4 H].",
+            "Make weights [directions, inputs, 4 H], and scales [directions] or [directions, 4 H].",
         )
     if values.constant is not None and scale.constant is not None and zero.constant is not None:
         axes = (slice(None), None, slice(None)) if scale.rank == 2 else (slice(None), None, None)

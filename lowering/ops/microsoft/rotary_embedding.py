@@ -19,15 +19,31 @@ def rotary_embedding(node: Node, x: Value, positions: Value, cos: Value, sin: Va
     """
     require_numbers(node, x, cos, sin)
     if x.rank not in (3, 4):
-        raise node.error(f"input has rank {x.rank}.", "Make it [batch, sequence, hidden] or [batch, heads, ...].")
+        raise node.error(
+            "node.rank_unsupported",
+            f"input has rank {x.rank}.",
+            "Make it [batch, sequence, hidden] or [batch, heads, ...].",
+        )
     if cos.rank != 2 or sin.rank != 2:
-        raise node.error(f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.", "They are matrices.")
+        raise node.error(
+            "node.rank_unsupported",
+            f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
+            "Make them matrices.",
+        )
     if node.attr("scale", 1.0) != 1.0:
-        raise node.error(f"attribute scale is {node.attr('scale')}.", "Remove it: onnxruntime does not apply it.")
+        raise node.error(
+            "node.attribute_unsupported",
+            f"attribute scale is {node.attr('scale')}.",
+            "Remove it: onnxruntime does not apply it.",
+        )
     if positions.rank == 1:
         positions = expand_offset(node, positions, x.shape[1 if x.rank == 3 else 2])
     elif positions.rank != 2:
-        raise node.error(f"position_ids has rank {positions.rank}.", "Make it [batch, sequence], or an offset [1].")
+        raise node.error(
+            "node.rank_unsupported",
+            f"position_ids has rank {positions.rank}.",
+            "Make it [batch, sequence], or an offset [1].",
+        )
     return rotate_heads(node, _read_head(node, x, cos), x, cos, sin, positions)
 
 
@@ -43,16 +59,32 @@ def _read_head(node: Node, x: Value, cos: Value) -> RotatedHead:
         *(v.shape[-1] for v in (x, cos)),
     )
     if rotated and not heads:
-        raise node.error("attribute rotary_embedding_dim is given without num_heads.", "Give both.")
+        raise node.error(
+            "rotary_embedding.num_heads_missing",
+            "attribute rotary_embedding_dim is given without num_heads.",
+            "Give both.",
+        )
     if not isinstance(width, int) or not isinstance(angles, int):
-        raise node.error("the last dimension of the input or of cos_cache is symbolic.", "Give it a number.")
+        raise node.error(
+            "node.static_size_required",
+            "the last dimension of the input or of cos_cache is symbolic.",
+            "Give it a number.",
+        )
     if x.rank == 4:
         size = width
     else:
         size = width // heads if heads else 2 * angles
         if size < 1 or width % size:
-            raise node.error(f"{width} elements do not divide into heads of {size}.", "Correct attribute num_heads.")
+            raise node.error(
+                "rotary_embedding.heads_not_divisible",
+                f"{width} elements do not divide into heads of {size}.",
+                "Correct attribute num_heads.",
+            )
     rotated = rotated or size
     if rotated % 2 or not 0 < rotated <= size:
-        raise node.error(f"{rotated} of {size} dimensions of a head cannot be rotated.", "Rotate an even number.")
+        raise node.error(
+            "rotary_embedding.dim_unsupported",
+            f"{rotated} of {size} dimensions of a head cannot be rotated.",
+            "Rotate an even number, at most all of them.",
+        )
     return RotatedHead(size, rotated, bool(node.attr("interleaved", 0)))

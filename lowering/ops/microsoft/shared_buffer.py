@@ -54,7 +54,9 @@ def append_to_shared_buffer(
     past = _read_past(node, past_sequence_length)
     total = node.simplify(past + rows)
     text = "past_sequence_length and the new tokens are {} tokens, and past_key has room for {}."
-    first = require(node, caches[0], symbolic.less_or_equal(total, capacity), text, total, capacity)
+    first = require(
+        node, caches[0], symbolic.less_or_equal(total, capacity), "node.cache_too_small", text, total, capacity
+    )
     starts = compute(node, "starts", lambda _, past: int64(past), [], (batch,), [past], dtype="int64")
     updated: list[Value] = []
     for cache, x in zip((first, caches[1]), new):
@@ -94,13 +96,21 @@ def trim_scores(node: Node, qk: Value, total: Size) -> Value:
 
 def _read_past(node: Node, value: Value) -> Size:
     if value.dtype not in ("int32", "int64") or value.rank > 1:
-        raise node.error(f"past_sequence_length is {value.dtype} of rank {value.rank}.", "Make it int32 [1].")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"past_sequence_length is {value.dtype} of rank {value.rank}.",
+            "Make it int32 [1].",
+        )
     if value.rank == 1:
         value = assert_shape(node, value, (1,))
     static_sizes = read_sizes(value)
     if static_sizes is not None:
         if isinstance(static_sizes[0], int) and static_sizes[0] < 0:
-            raise node.error(f"past_sequence_length is {static_sizes[0]}.", "It counts tokens.")
+            raise node.error(
+                "node.value_out_of_range",
+                f"past_sequence_length is {static_sizes[0]}.",
+                "Make it 0 or more: it counts tokens.",
+            )
         return static_sizes[0]
     flat = node.emit(relax.op.reshape(node.tensor(value), (1,)))
     return bind_sizes(node, flat, source=value)[0]
@@ -109,18 +119,23 @@ def _read_past(node: Node, value: Value) -> Size:
 def _read_beams(node: Node, batch: Size, past: Size, total: Size, indirection: Value) -> tuple[Beams, dict[str, Value]]:
     if indirection.rank != 3 or indirection.dtype not in ("int32", "int64"):
         raise node.error(
+            "node.tensor_type_unsupported",
             f"cache_indirection is {indirection.dtype} of rank {indirection.rank}.",
             "Make it int32 [requests, beams, tokens].",
         )
     count = number(node, "the number of beams, dimension 1 of cache_indirection,", indirection.shape[1])
     if count < 1:
-        raise node.error("cache_indirection has no beam.", "Make it int32 [requests, beams, tokens].")
+        raise node.error(
+            "node.beam_count_zero", "cache_indirection has 0 beams.", "Make it int32 [requests, beams, tokens]."
+        )
     requests, length = indirection.shape[0], indirection.shape[2]
     text = "cache_indirection is for {} requests of {} beams, and the batch size is {}."
     fits = symbolic.equal(node.simplify(requests * count), batch)
-    indirection = require(node, indirection, fits, text, requests, count, batch)
-    text = "cache_indirection has {} tokens for each beam, and the cache {}."
-    indirection = require(node, indirection, symbolic.less_or_equal(past, length), text, length, past)
+    indirection = require(node, indirection, fits, "node.beam_count_mismatch", text, requests, count, batch)
+    text = "cache_indirection has {} tokens for each beam, and the cache has {}."
+    indirection = require(
+        node, indirection, symbolic.less_or_equal(past, length), "node.beam_table_too_short", text, length, past
+    )
 
     def source(index: tuple[Element, ...], table: ElementReader, past: Element) -> Element:
         """Return the beam whose token is read: for new tokens, the beam itself."""

@@ -44,7 +44,11 @@ def label_encoder_1(node: Node, x: Value) -> Value:
 def label_encoder(node: Node, x: Value) -> Value:
     keys, values = _read_array(node, "keys"), _read_array(node, "values")
     if len(keys) != len(values):
-        raise node.error(f"it has {len(keys)} keys and {len(values)} values.", "Give one value for each key.")
+        raise node.error(
+            "label_encoder.count_mismatch",
+            f"it has {len(keys)} keys and {len(values)} values.",
+            "Give one value for each key.",
+        )
     return _look_up(node, x, keys, values, _read_default(node, _dtype_of(values)))
 
 
@@ -54,13 +58,18 @@ def _read_array(node: Node, name: str) -> np.ndarray:
     present = [attribute for attribute in names if node.attr(attribute, None) is not None]
     if len(present) != 1:
         raise node.error(
+            "label_encoder.attribute_count_mismatch",
             f"it has {len(present)} of the attributes {', '.join(names)}: {', '.join(present) or 'none'}.",
-            "Give one of them.",
+            "Give exactly one of them.",
         )
     kind = _LISTS.get(present[0].removeprefix(f"{name}_"))
     array = np.asarray(node.attr(present[0]), object if kind == "string" else kind)
     if _dtype_of(array) not in _DEFAULTS:
-        raise node.error(f"attribute {present[0]} is {_dtype_of(array)}.", f"Use one of {', '.join(_DEFAULTS)}.")
+        raise node.error(
+            "node.dtype_unsupported",
+            f"attribute {present[0]} is {_dtype_of(array)}.",
+            f"Use one of {', '.join(_DEFAULTS)}.",
+        )
     return array.reshape(-1)
 
 
@@ -77,6 +86,7 @@ def _read_default(node: Node, dtype: str) -> Any:
     kind = "string" if tensor.dtype.kind in "OU" else tensor.dtype.name
     if tensor.size != 1 or (named is None and kind != dtype):
         raise node.error(
+            "label_encoder.default_mismatch",
             f"attribute default_tensor is {kind}{list(tensor.shape)}, for values of {dtype}.",
             f"Make it one element of {dtype}.",
         )
@@ -89,7 +99,11 @@ def _look_up(node: Node, x: Value, keys: np.ndarray, values: np.ndarray, default
     Of equal keys the last one counts.
     """
     if _dtype_of(keys) != x.dtype:
-        raise node.error(f"input X is {x.dtype}, and the keys are {_dtype_of(keys)}.", "Give both one type.")
+        raise node.error(
+            "node.dtype_mismatch",
+            f"input X is {x.dtype}, and the keys are {_dtype_of(keys)}.",
+            "Give both the same type.",
+        )
     dtype, nan = _dtype_of(values), default
     table = {}
     for key, value in zip(keys.tolist(), values.tolist()):

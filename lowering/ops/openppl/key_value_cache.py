@@ -31,13 +31,14 @@ def key_value_cache(
     """Return keys and values [NK, Hkv * num_repeat, D], and cache and scale with the new rows."""
     repeat = node.attr("num_repeat", 1)
     if not 1 <= repeat <= MAX_DIMENSION:
-        raise node.error(f"attribute num_repeat is {repeat}.", f"Use 1 to {MAX_DIMENSION}.")
+        raise node.error("node.value_out_of_range", f"attribute num_repeat is {repeat}.", f"Use 1 to {MAX_DIMENSION}.")
     require_present(node, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
     key, value = current_key, current_value
     if key.rank != 3 or value.rank != 3 or key.dtype != value.dtype:
         raise node.error(
-            f"current_key is {key.dtype} of rank {key.rank}, current_value {value.dtype} of rank {value.rank}.",
-            "Make them [tokens, heads, head_dim] of one type.",
+            "node.tensor_type_unsupported",
+            f"current_key is {key.dtype} of rank {key.rank}, and current_value is {value.dtype} of rank {value.rank}.",
+            "Make them [tokens, heads, head_dim] of the same type.",
         )
     heads, size = (number(node, f"dimension {axis} of current_key", key.shape[axis]) for axis in (1, 2))
     key, value = (assert_shape(node, x, (current_key.shape[0], heads, size)) for x in (key, value))

@@ -31,13 +31,16 @@ def check_rows(
     """
     if size < 1 or heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
         raise node.error(
-            f"{heads[0]} heads of {size} do not divide into {heads[1]} key/value heads.", "Use a multiple."
+            "node.heads_not_divisible",
+            f"{heads[0]} heads of {size} do not divide into {heads[1]} key/value heads.",
+            "Choose num_heads as a multiple of num_kv_heads.",
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.rank != 3 or x.dtype not in FLOATS or x.dtype != query.dtype:
             raise node.error(
+                "node.tensor_type_unsupported",
                 f"{name} is {x.dtype} of rank {x.rank}, and query is {query.dtype}.",
-                f"Make them [tokens, heads, head_dim] of one type of {', '.join(FLOATS)}.",
+                f"Make them [tokens, heads, head_dim] of the same type, one of {', '.join(FLOATS)}.",
             )
     tokens = unify_sizes(node, "the number of rows", key=key.shape[0], value=value.shape[0])
     query_rows = query.shape[0]
@@ -99,8 +102,8 @@ def _build_alibi(node: Node, heads: int, requests: PplRequests) -> tuple[Any, di
 
 def _require_empty_mask(node: Node, query: Value, mask: Value) -> Value:
     """Return the query, after checking that a mask of rank 1 is empty."""
-    text = "attn_mask has {} elements in one dimension; only an empty one may have one."
-    return require(node, query, symbolic.equal(mask.shape[0], 0), text, mask.shape[0])
+    text = "attn_mask has one dimension of {} elements; only an empty mask may have one dimension."
+    return require(node, query, symbolic.equal(mask.shape[0], 0), "node.mask_not_empty", text, mask.shape[0])
 
 
 def _read_mask(node: Node, mask: Value, heads: int, tokens: Size) -> Value | None:
@@ -108,9 +111,13 @@ def _read_mask(node: Node, mask: Value, heads: int, tokens: Size) -> Value | Non
     if is_empty(mask.shape):
         return None
     if mask.rank not in (2, 3):
-        raise node.error(f"attn_mask has rank {mask.rank}.", "Make it [tokens, keys] or [heads, tokens, keys].")
+        raise node.error(
+            "node.rank_unsupported",
+            f"attn_mask has rank {mask.rank}.",
+            "Make it [tokens, keys] or [heads, tokens, keys].",
+        )
     if mask.dtype not in FLOATS:
-        raise node.error(f"attn_mask is {mask.dtype}.", f"Use one of {', '.join(FLOATS)}.")
+        raise node.error("node.dtype_unsupported", f"attn_mask is {mask.dtype}.", f"Use one of {', '.join(FLOATS)}.")
     head_axes = (heads,) if mask.rank == 3 else ()
     mask = assert_shape(node, mask, (*head_axes, tokens, mask.shape[-1]))
     return node.reshape_to(mask, (1, *(head_axes or (1,)), tokens, mask.shape[-1]))

@@ -41,14 +41,7 @@ def read_cache(
     batch, size, dtype = node.simplify(seqstarts.shape[0] - 1), key.shape[2], key.dtype
     mode, layout_index, layer = node.attr("cache_mode", 0), node.attr("cache_layout", 0), node.attr("layer_idx", 0)
     bits, group, layers = node.attr("quant_bit", 0), node.attr("quant_group", 8), node.attr("num_layer", 1)
-    if mode not in (0, 1):
-        raise node.error(f"attribute cache_mode is {mode}.", "Use 0 (offsets) or 1 (pages).")
-    if layout_index not in range(len(LAYOUTS)):
-        raise node.error(f"attribute cache_layout is {layout_index}.", "Use 0, 1, 2 or 3.")
-    if not 1 <= layers <= MAX_DIMENSION or layer not in range(layers):
-        raise node.error(f"attribute layer_idx is {layer}, and num_layer {layers}.", "Use 0 to num_layer - 1.")
-    if bits not in (0, *_BITS):
-        raise node.error(f"attribute quant_bit is {bits}.", "Use 8, or 0 for a cache without codes.")
+    _check_attributes(node, mode, layout_index, layer, layers, bits)
     check_integers(node, "cachestarts", cachestarts, 1 + mode)
     cachestarts = assert_shape(node, cachestarts, (batch, *cachestarts.shape[1:]))
     axes = LAYOUTS[layout_index]
@@ -56,7 +49,11 @@ def read_cache(
     cache = _assert_shape(node, "cache", cache, axes, layers, heads, size)
     if cache.dtype != (_BITS[bits] if bits else dtype):
         source = f"quant_bit is {bits}" if bits else f"query is {dtype}"
-        raise node.error(f"cache is {cache.dtype}, and {source}.", f"Make it {_BITS[bits] if bits else dtype}.")
+        raise node.error(
+            "node.cache_dtype_mismatch",
+            f"cache is {cache.dtype}, and {source}.",
+            f"Make it {_BITS[bits] if bits else dtype}.",
+        )
     tensors = {"kv": cache, "pages" if mode else "slot_starts": cachestarts}
     slots = cache.shape[axes.index("t")]
     # A request has at most as many keys as its pages store and as the cache has slots, whatever its lengths say.
@@ -64,16 +61,53 @@ def read_cache(
     capacity = node.simplify(max_keys)
     if not bits:
         return PplCache(layout, tensors, capacity)
-    if group < 1 or size % group:
-        raise node.error(f"attribute quant_group is {group}, for heads of {size}.", "Make it divide head_dim.")
-    if scale is None or scale.rank != cache.rank:
-        raise node.error("scale is missing, and quant_bit is 8.", "Give the scales of the cache, which have its rank.")
-    if scale.dtype not in ("float32", "float16"):
-        raise node.error(f"scale is {scale.dtype}.", "Use float32 or float16.")
+    scale = _check_scale(node, cache, scale, group, size)
     scale = _assert_shape(node, "scale", scale, axes, layers, heads, size // group)
     scale = assert_shape(node, scale, (*cache.shape[:-1], size // group))
     layout = replace(layout, quantization=KvQuantization("int8", group, scale.dtype))
     return PplCache(layout, {**tensors, "kv_scale": scale}, capacity)
+
+
+def _check_attributes(node: Node, mode: int, layout_index: int, layer: int, layers: int, bits: int) -> None:
+    if mode not in (0, 1):
+        raise node.error(
+            "node.attribute_unsupported", f"attribute cache_mode is {mode}.", "Use 0 (offsets) or 1 (pages)."
+        )
+    if layout_index not in range(len(LAYOUTS)):
+        raise node.error(
+            "node.attribute_unsupported", f"attribute cache_layout is {layout_index}.", "Use 0, 1, 2 or 3."
+        )
+    if not 1 <= layers <= MAX_DIMENSION or layer not in range(layers):
+        raise node.error(
+            "node.layer_out_of_range",
+            f"attribute layer_idx is {layer}, and num_layer is {layers}.",
+            "Use 0 to num_layer - 1.",
+        )
+    if bits not in (0, *_BITS):
+        raise node.error(
+            "node.attribute_unsupported",
+            f"attribute quant_bit is {bits}.",
+            "Use 8, or 0 for a cache that is not quantized.",
+        )
+
+
+def _check_scale(node: Node, cache: Value, scale: Value | None, group: int, size: int) -> Value:
+    """Return the scale of a quantized cache, which must have the rank of the cache."""
+    if group < 1 or size % group:
+        raise node.error(
+            "node.quant_group_not_divisor",
+            f"attribute quant_group is {group}, for heads of {size}.",
+            "Choose a divisor of head_dim.",
+        )
+    if scale is None or scale.rank != cache.rank:
+        raise node.error(
+            "node.scale_mismatch",
+            "scale is missing or not of the cache's rank, and quant_bit is 8.",
+            "Give the scales of the cache, with its rank.",
+        )
+    if scale.dtype not in ("float32", "float16"):
+        raise node.error("node.dtype_unsupported", f"scale is {scale.dtype}.", "Use float32 or float16.")
+    return scale
 
 
 def append_to_cache(
@@ -92,19 +126,26 @@ def append_to_cache(
 def _read_pages(node: Node) -> Pages:
     page = node.attr("page_size", 128)
     if not 1 <= page <= MAX_DIMENSION:
-        raise node.error(f"attribute page_size is {page}.", f"Use 1 to {MAX_DIMENSION} tokens.")
+        raise node.error(
+            "node.value_out_of_range", f"attribute page_size is {page}.", f"Use 1 to {MAX_DIMENSION} tokens."
+        )
     return Pages(page, "slot")
 
 
 def _assert_shape(node: Node, name: str, value: Value, axes: str, layers: int, heads: int, size: int) -> Value:
     """Return the cache, or its scales, checked to have this many elements in a row of a head."""
     if value.rank != len(axes):
-        raise node.error(f"{name} has rank {value.rank}.", f"Make it {len(axes)}, by attribute cache_layout.")
+        raise node.error(
+            "node.rank_unsupported",
+            f"{name} has rank {value.rank}.",
+            f"Make it {len(axes)}, as attribute cache_layout requires.",
+        )
     static_sizes = {"l": layers, "c": 2, "h": heads, "d": size}
     for axis, extent in zip(axes, value.shape):
         if axis in static_sizes and isinstance(extent, int) and extent != static_sizes[axis]:
             raise node.error(
-                f"{name} is {[number(node, name, d) if isinstance(d, int) else '?' for d in value.shape]}, and "
+                "node.shape_mismatch",
+                f"{name} has shape {[number(node, name, d) if isinstance(d, int) else '?' for d in value.shape]}, and "
                 f"dimension {axes.index(axis)} must be {static_sizes[axis]}.",
                 "Correct its shape, or attributes cache_layout, num_layer, head_dim and quant_group.",
             )

@@ -53,7 +53,8 @@ def read_requests(
         node,
         seqstarts,
         is_at_least(seqstarts.shape[0], 1),
-        "seqstarts has {} elements; the first is 0.",
+        "node.seqstarts_empty",
+        "seqstarts has {} elements, and must have at least one, the leading 0.",
         *seqstarts.shape,
     )
     batch = node.simplify(seqstarts.shape[0] - 1)
@@ -92,13 +93,17 @@ def require_present(node: Node, **inputs: Value | None) -> None:
     """Raise NodeError if an input that the operator requires is missing."""
     for name, value in inputs.items():
         if value is None:
-            raise node.error(f"{name} is missing.", "Give it; the operator requires it.")
+            raise node.error("node.input_missing", f"{name} is missing.", "Give it; the operator requires it.")
 
 
 def check_integers(node: Node, name: str, value: Value, *ranks: int) -> None:
     if value.dtype != "int64" or value.rank not in ranks:
         expected = " or ".join(map(str, ranks))
-        raise node.error(f"{name} is {value.dtype} of rank {value.rank}.", f"Make it int64 of rank {expected}.")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"{name} is {value.dtype} of rank {value.rank}.",
+            f"Make it int64 of rank {expected}.",
+        )
 
 
 def is_at_least(size: Size, minimum: int) -> Size:
@@ -110,6 +115,6 @@ def _read_number(node: Node, name: str, value: Value) -> Value:
     check_integers(node, name, value, 0, 1)
     if value.rank == 1:
         if isinstance(value.shape[0], int) and not is_one(value.shape[0]):
-            raise node.error(f"{name} has {value.shape[0]} elements.", "Make it one number.")
+            raise node.error("node.shape_mismatch", f"{name} has {value.shape[0]} elements.", "Make it one number.")
         return assert_shape(node, value, (1,))
     return node.reshape_to(value, (1,))

@@ -81,11 +81,19 @@ class _AttentionSizes:
 def _read_sizes(node: Node, q: Value, k: Value, v: Value) -> _AttentionSizes:
     for name, value in (("Q", q), ("K", k), ("V", v)):
         if value.rank != 4:
-            raise node.error(f"input {name} has rank {value.rank}.", "Make it [batch, heads, length, head size].")
+            raise node.error(
+                "node.rank_unsupported",
+                f"input {name} has rank {value.rank}.",
+                "Make it [batch, heads, length, head size].",
+            )
         if value.dtype not in _FLOATS:
-            raise node.error(f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}.")
+            raise node.error(
+                "node.dtype_unsupported", f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}."
+            )
         if value.dtype != q.dtype:
-            raise node.error(f"input {name} is {value.dtype} and Q is {q.dtype}.", "Give them one type.")
+            raise node.error(
+                "node.dtype_mismatch", f"input {name} is {value.dtype} and Q is {q.dtype}.", "Give them the same type."
+            )
 
     def require_same(what: str, axis: int, **values: Value) -> Size:
         return unify_sizes(node, what, **{name: value.shape[axis] for name, value in values.items()})
@@ -93,7 +101,11 @@ def _read_sizes(node: Node, q: Value, k: Value, v: Value) -> _AttentionSizes:
     q_heads = number(node, "number of heads of Q", q.shape[1])
     kv_heads = number(node, "number of heads of K", require_same("number of heads", 1, K=k, V=v))
     if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
-        raise node.error(f"{q_heads} query heads do not divide into {kv_heads} key/value heads.", "Use a multiple.")
+        raise node.error(
+            "flex_attention.heads_not_divisible",
+            f"{q_heads} query heads do not divide into {kv_heads} key/value heads.",
+            "Choose the number of query heads as a multiple of the number of key/value heads.",
+        )
     return _AttentionSizes(
         batch=require_same("batch size", 0, Q=q, K=k, V=v),
         q_heads=q_heads,
@@ -121,14 +133,26 @@ def _read_softmax_type(node: Node, dtype: str) -> str:
         return "float64" if dtype == "float64" else "float32"
     if precision not in _SOFTMAX_PRECISIONS:
         legal = ", ".join(f"{number} ({name})" for number, name in _SOFTMAX_PRECISIONS.items())
-        raise node.error(f"attribute softmax_precision is {precision}, no floating-point type.", f"Use one of {legal}.")
+        raise node.error(
+            "node.attribute_unsupported",
+            f"attribute softmax_precision is {precision}, which is not a floating-point type.",
+            f"Use one of {legal}.",
+        )
     return _SOFTMAX_PRECISIONS[precision]
 
 
 def _read_scale(node: Node, head_dim: int) -> float:
     scale = node.attr("scale", None)
     if scale is not None and not scale >= 0:
-        raise node.error(f"attribute scale is {scale}; the operator takes its square root.", "Use a scale >= 0.")
+        raise node.error(
+            "node.value_out_of_range",
+            f"attribute scale is {scale}; the operator takes its square root.",
+            "Use a scale >= 0.",
+        )
     if scale is None and head_dim == 0:
-        raise node.error("its default scale is 1 / sqrt(0), as heads have no size.", "Give it the attribute scale.")
+        raise node.error(
+            "flex_attention.scale_undefined",
+            "the default scale is 1 / sqrt(0), since the head size is 0.",
+            "Set the attribute scale.",
+        )
     return 1 / math.sqrt(head_dim) if scale is None else scale

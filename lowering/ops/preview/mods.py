@@ -37,9 +37,10 @@ class ModGraph:
         for what, values in (("input", graph.inputs), ("output", graph.outputs)):
             if len(values) != 1:
                 raise node.error(
+                    "flex_attention.mod_signature_unsupported",
                     f"the graph {name} has {len(values)} {what}s.",
-                    f"Give it one, {mod._type_text}; what else it needs can be an initializer of it, or a value around "
-                    "the node, which it may name.",
+                    f"Give it one, {mod._type_text}. Make other inputs initializers of the graph, or refer by "
+                    "name to values of the graph around the node.",
                 )
         tensor = graph.inputs[0]
         if tensor.dtype is not None:
@@ -49,8 +50,8 @@ class ModGraph:
     def __call__(self, value: Value) -> Value:
         """Apply the graph to the tensor; the result's shape is static or asserted at run time."""
         (result,) = self.node.subgraph(self.name, value, recipes=True)
-        self._check_tensor("gives", result.dtype, result.shape)
-        return assert_shape(self.node, result, self.shape, f"what the graph {self.name} gives")
+        self._check_tensor("returns", result.dtype, result.shape)
+        return assert_shape(self.node, result, self.shape, f"the output of the graph {self.name}")
 
     @property
     def _type_text(self) -> str:
@@ -60,6 +61,7 @@ class ModGraph:
         """Raise NodeError for another type, or for another shape as far as sizes are static."""
         if dtype != self.dtype:
             raise self.node.error(
+                "flex_attention.mod_dtype_mismatch",
                 f"the graph {self.name} {verb} {dtype}, and the softmax is in {self.dtype}.",
                 f"Make it {self.dtype}, or set the attribute softmax_precision.",
             )
@@ -69,6 +71,7 @@ class ModGraph:
         if is_different or len(shape) != len(self.shape):
             text = ", ".join("?" if d is None else format_size(getattr(d, "value", d)) for d in shape)
             raise self.node.error(
+                "flex_attention.mod_shape_mismatch",
                 f"the graph {self.name} {verb} a tensor of shape [{text}].",
-                f"It takes and gives {self._type_text}, one element for each query row and key.",
+                f"Make its input and output {self._type_text}, one element for each query row and key.",
             )

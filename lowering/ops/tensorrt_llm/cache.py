@@ -53,15 +53,25 @@ def read_tokens_per_block(node: Node, pool: Value, paged: bool) -> int:
     """Return the number of tokens in a block of a paged cache; 0 for a contiguous one."""
     if not paged:
         if pool.rank != 5:
-            raise node.error(f"past_key_value has rank {pool.rank}.", "Make it [rows, 2, heads, tokens, size].")
+            raise node.error(
+                "node.rank_unsupported",
+                f"past_key_value has rank {pool.rank}.",
+                "Make it [rows, 2, heads, tokens, size].",
+            )
         return 0
     if pool.rank not in (5, 6):
         raise node.error(
-            f"past_key_value has rank {pool.rank}.", "Make a pool [blocks, (layers,) 2, heads, tokens, size]."
+            "node.rank_unsupported",
+            f"past_key_value has rank {pool.rank}.",
+            "Make it a pool [blocks, (layers,) 2, heads, tokens, size].",
         )
     tokens = number(node, "the number of tokens in a block of past_key_value", pool.shape[-2])
     if tokens < 1 or tokens & (tokens - 1):
-        raise node.error(f"blocks of past_key_value have {tokens} tokens.", "Make it a power of two.")
+        raise node.error(
+            "gpt_attention.block_size_unsupported",
+            f"blocks of past_key_value have {tokens} tokens.",
+            "Use a power of two.",
+        )
     return tokens
 
 
@@ -85,20 +95,31 @@ def read_cache(
     expected = settings.quantized_dtype or dtype
     if pool.dtype != expected:
         raise node.error(
-            f"past_key_value is {pool.dtype}; qkv is {dtype} and kv_cache_quant_mode asks for {expected}.",
+            "node.cache_dtype_mismatch",
+            f"past_key_value is {pool.dtype}; qkv is {dtype} and kv_cache_quant_mode requires {expected}.",
             f"Make it {expected}.",
         )
     heads, size = settings.kv_heads, settings.size
     for axis, extent, meaning in ((-4, 2, "K and V"), (-3, heads, "num_kv_heads"), (-1, size, "hidden_size_per_head")):
         if isinstance(pool.shape[axis], int) and pool.shape[axis] != extent:
             raise node.error(
-                f"dimension {axis} of past_key_value is {pool.shape[axis]}.", f"Make it {extent} ({meaning})."
+                "node.shape_mismatch",
+                f"dimension {axis} of past_key_value is {pool.shape[axis]}.",
+                f"Make it {extent} ({meaning}).",
             )
     pool = assert_shape(node, pool, (*pool.shape[:-4], 2, heads, pool.shape[-2], size))
     pool = require_nonempty(node, "past_key_value", pool, *range(pool.rank - 4), pool.rank - 2)
     if offsets is None:
         rows, text = pool.shape[0], "past_key_value has {} rows, for {} requests and beams."
-        pool = require(node, pool, symbolic.less_or_equal(requests.sequences, rows), text, rows, requests.sequences)
+        pool = require(
+            node,
+            pool,
+            symbolic.less_or_equal(requests.sequences, rows),
+            "node.cache_too_small",
+            text,
+            rows,
+            requests.sequences,
+        )
     block = read_tokens_per_block(node, pool, offsets is not None)
     count = node.simplify(prod(pool.shape[:-4]) * 2)
     view = node.reshape_to(pool, (count, heads, pool.shape[-2], size))
@@ -217,11 +238,11 @@ def _number_pool_blocks(
         mapping = assert_shape(node, mapping, (mapping.shape[0], 2))
         message = text.format("host_kv_cache_pool_mapping", settings.layer)
         has_layer = symbolic.less_or_equal(settings.layer + 1, mapping.shape[0])
-        arrays.append(require(node, mapping, has_layer, message, mapping.shape[0]))
+        arrays.append(require(node, mapping, has_layer, "node.layer_out_of_range", message, mapping.shape[0]))
     elif layers:
         message = text.format("past_key_value", settings.layer)
         has_layer = symbolic.less_or_equal(settings.layer + 1, pool.shape[1])
-        arrays[0] = require(node, offsets, has_layer, message, pool.shape[1])
+        arrays[0] = require(node, offsets, has_layer, "node.layer_out_of_range", message, pool.shape[1])
     sizes = [offsets.shape[-3], *pool_axes]
 
     def entry(index: tuple[Expr, ...], offset: Read, *operands: Any) -> Expr:
@@ -242,10 +263,18 @@ def _number_pool_blocks(
 def _read_scales(node: Node, name: str, value: Value | None) -> Value:
     """Return the scales [2], from one number for keys and values or one for each."""
     if value is None:
-        raise node.error(f"{name} is missing, and kv_cache_quant_mode asks for codes.", "Give it.")
+        raise node.error(
+            "node.input_missing", f"{name} is missing, and kv_cache_quant_mode requires a quantized cache.", "Give it."
+        )
     if value.dtype != "float32" or value.rank != 1:
-        raise node.error(f"{name} is {value.dtype} of rank {value.rank}.", "Make it float32 [1] or [2].")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"{name} is {value.dtype} of rank {value.rank}.",
+            "Make it float32 [1] or [2].",
+        )
     count = number(node, f"the size of {name}", value.shape[0])
     if count not in (1, 2):
-        raise node.error(f"{name} has {count} elements.", "Make it one, or one for keys and one for values.")
+        raise node.error(
+            "node.shape_mismatch", f"{name} has {count} elements.", "Use one, or one for keys and one for values."
+        )
     return compute(node, "scales", lambda i, x: x(tirx.min(i[0], int64(count - 1))), [value], (2,))

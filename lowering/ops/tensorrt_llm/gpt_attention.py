@@ -70,7 +70,11 @@ def gpt_attention(node: Node, *values: Value | None) -> tuple[Value, Value | Non
     _check_inputs(node, settings, inputs)
     beams = number(node, "the beam width", inputs["cache_indirection"].shape[1]) if "cache_indirection" in inputs else 1
     if settings.is_streaming and (beams > 1 or settings.is_cross):
-        raise node.error("attribute streamingllm is 1.", "It goes with one beam, and without do_cross_attention.")
+        raise node.error(
+            "gpt_attention.streaming_unsupported",
+            f"attribute streamingllm is 1, for {beams} beams and do_cross_attention = {int(settings.is_cross)}.",
+            "Use one beam, and do_cross_attention = 0.",
+        )
     qkv = _check_sequences(node, inputs, qkv, beams)
     padded_rows = qkv.shape[1] if qkv.rank == 3 else None
     rows = qkv.shape[0] if padded_rows is None else node.simplify(qkv.shape[0] * padded_rows)
@@ -200,7 +204,11 @@ class _GptCall:
         kv, width = inputs.get("cross_kv"), 2 * settings.kv_heads * settings.size
         if kv is not None:
             if kv.rank not in (2, 3) or kv.dtype != self.projections.qkv.dtype:
-                raise node.error(f"cross_kv is {kv.dtype} of rank {kv.rank}.", "Make it like qkv, [rows, columns].")
+                raise node.error(
+                    "node.tensor_type_unsupported",
+                    f"cross_kv is {kv.dtype} of rank {kv.rank}.",
+                    "Make it like qkv, [rows, columns].",
+                )
             kv = assert_shape(node, kv, (*kv.shape[:-1], width))
         padded_rows = kv.shape[1] if kv is not None and kv.rank == 3 else None
         count = 0 if kv is None else node.simplify(kv.shape[0] * (1 if padded_rows is None else padded_rows))
@@ -217,7 +225,9 @@ class _GptCall:
 
         if kv is None:
             if cache is None:
-                raise node.error("cross_kv is missing, and use_cache is 0.", "Give the keys of the encoder.")
+                raise node.error(
+                    "node.input_missing", "cross_kv is missing, and use_cache is 0.", "Give the keys of the encoder."
+                )
             return [attend(cache.layout, cache.tensors, encoder.lengths)], cache
         flat = node.reshape_to(kv, (count, width))
         own_keys = {**self.split_encoder_rows(flat), "slot_starts": encoder.firsts}
@@ -286,16 +296,22 @@ def _read_qkv(node: Node, settings: GptSettings, inputs: dict[str, Value]) -> Va
     if qkv is None or qkv.rank not in (2, 3) or qkv.dtype not in FLOATS:
         text = "missing" if qkv is None else f"{qkv.dtype} of rank {qkv.rank}"
         raise node.error(
-            f"qkv is {text}.", f"Make it [rows, columns] or [sequences, rows, columns], {' or '.join(FLOATS)}."
+            "node.tensor_type_unsupported",
+            f"qkv is {text}.",
+            f"Make it [rows, columns] or [sequences, rows, columns], {' or '.join(FLOATS)}.",
         )
     width, last = settings.width, number(node, "the last dimension of qkv", qkv.shape[-1])
     legal = (width, settings.heads * settings.size) if settings.is_cross else (width,)
     if last not in legal:
-        raise node.error(f"qkv has {last} columns.", f"Make it {' or '.join(map(str, legal))}.")
+        raise node.error("node.shape_mismatch", f"qkv has {last} columns.", f"Make it {' or '.join(map(str, legal))}.")
     bias = inputs.get("qkv_bias")
     if bias is not None:
         if bias.dtype != qkv.dtype or bias.rank != 1:
-            raise node.error(f"qkv_bias is {bias.dtype} of rank {bias.rank}.", f"Make it {qkv.dtype} [{last}].")
+            raise node.error(
+                "node.tensor_type_unsupported",
+                f"qkv_bias is {bias.dtype} of rank {bias.rank}.",
+                f"Make it {qkv.dtype} [{last}].",
+            )
         inputs["qkv_bias"] = assert_shape(node, bias, (last,))
     return qkv
 
@@ -314,7 +330,7 @@ def _check_sequences(node: Node, inputs: Mapping[str, Value], qkv: Value, beams:
         size = value.shape[0]
         fits = symbolic.logical_or(symbolic.equal(size, count), symbolic.equal(size, sequences))
         text = f"dimension 0 of {name} is {{}}, for {{}} requests of {beams} beams."
-        qkv = require(node, qkv, fits, text, size, count)
+        qkv = require(node, qkv, fits, "gpt_attention.sequence_count_mismatch", text, size, count)
     return qkv
 
 
@@ -330,12 +346,16 @@ def _check_inputs(node: Node, settings: GptSettings, inputs: dict[str, Value]) -
     if settings.is_cross:
         required_names.append("encoder_input_lengths")
         if "relative_attention_bias" in inputs:
-            raise node.error("relative_attention_bias is given, and do_cross_attention is 1.", "Leave it out.")
+            raise node.error(
+                "node.conflicting_inputs",
+                "relative_attention_bias is given, and do_cross_attention is 1.",
+                "Leave it out.",
+            )
     if settings.mask == "custom_mask" and "attention_packed_mask" not in inputs:
         required_names.append("attention_mask")
     for name in required_names:
         if name not in inputs:
-            raise node.error(f"{name} is missing.", "Give it.")
+            raise node.error("node.input_missing", f"{name} is missing.", "Give it.")
     count = inputs["context_lengths"].shape[0]
     for name in ("context_lengths", "host_request_types", "host_past_key_value_lengths", "host_context_lengths"):
         if name in inputs:
@@ -346,7 +366,11 @@ def _check_inputs(node: Node, settings: GptSettings, inputs: dict[str, Value]) -
     if "logn_scaling" in inputs:
         logn = inputs["logn_scaling"]
         if logn.dtype != "float32" or logn.rank != 1:
-            raise node.error(f"logn_scaling is {logn.dtype} of rank {logn.rank}.", "Make it float32 [positions].")
+            raise node.error(
+                "node.tensor_type_unsupported",
+                f"logn_scaling is {logn.dtype} of rank {logn.rank}.",
+                "Make it float32 [positions].",
+            )
         inputs["logn_scaling"] = require_nonempty(node, "logn_scaling", logn, 0)
     if "cache_indirection" in inputs:
         value = check_ints(node, "cache_indirection", inputs["cache_indirection"], 3)

@@ -102,7 +102,11 @@ def check_ints(node: Node, name: str, value: Value, *ranks: int) -> Value:
     """Return the value, after checking that it is int32 or int64 of one of these ranks."""
     if value.dtype not in ("int32", "int64") or value.rank not in ranks:
         expected = " or ".join(map(str, ranks))
-        raise node.error(f"{name} is {value.dtype} of rank {value.rank}.", f"Make it int32 of rank {expected}.")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"{name} is {value.dtype} of rank {value.rank}.",
+            f"Make it int32 of rank {expected}.",
+        )
     return value
 
 
@@ -113,7 +117,9 @@ def require_nonempty(node: Node, name: str, value: Value, *axes: int) -> Value:
     """
     for axis in axes:
         text = f"dimension {axis} of {name} is {{}}; it must be 1 or more."
-        value = require(node, value, symbolic.less_or_equal(1, value.shape[axis]), text, value.shape[axis])
+        value = require(
+            node, value, symbolic.less_or_equal(1, value.shape[axis]), "node.dimension_empty", text, value.shape[axis]
+        )
     return value
 
 

@@ -104,7 +104,7 @@ def list_angle_tables(rotary: RotarySettings, inputs: Mapping[str, Value]) -> li
 
 def _read_table(node: Node, value: Value, name: str, half: int) -> Value:
     if value.dtype != "float32":
-        raise node.error(f"{name} is {value.dtype}.", "Make it float32.")
+        raise node.error("node.dtype_unsupported", f"{name} is {value.dtype}.", "Make it float32.")
     if name.endswith("inv_freq"):
         return assert_shape(node, node.reshape_to(value, (half,)) if value.rank != 1 else value, (half,))
     if value.rank == 3:
@@ -131,8 +131,9 @@ def _compute_frequencies(node: Node, rotary: RotarySettings) -> dict[str, np.nda
             factors = np.asarray(config.get(key, np.ones(half)), np.float64)
             if factors.shape != (half,):
                 raise node.error(
+                    "gpt_attention.rope_factors_mismatch",
                     f"attribute rope_scaling_config has {factors.size} numbers in {key}, for {half} angles.",
-                    "Give as many as half of rotary_embedding_dim.",
+                    "Give half as many as rotary_embedding_dim.",
                 )
             frequencies[name] = plain / factors
     elif rotary.scaling == "dynamic":

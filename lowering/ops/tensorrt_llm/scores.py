@@ -58,11 +58,14 @@ def read_score_tables(
     if "relative_attention_bias" in inputs:
         bias = inputs["relative_attention_bias"]
         if bias.dtype not in (dtype, "float32"):
-            raise node.error(f"relative_attention_bias is {bias.dtype}.", f"Make it {dtype} or float32.")
+            raise node.error(
+                "node.dtype_unsupported", f"relative_attention_bias is {bias.dtype}.", f"Make it {dtype} or float32."
+            )
         if settings.max_distance:
             bucketed, bias = _compute_bucketed_bias(node, settings, bias), None
         elif bias.rank != 3:
             raise node.error(
+                "node.rank_unsupported",
                 f"relative_attention_bias has rank {bias.rank}, and max_distance is 0.",
                 "Make it [num_heads, rows, keys], or set max_distance for a table [num_heads, buckets].",
             )
@@ -231,7 +234,9 @@ def _read_slopes(node: Node, settings: GptSettings, slopes_input: Value | None) 
         return node.constant((slopes * factor).astype("float32"))
     if slopes_input.dtype != "float32" or slopes_input.rank != 1:
         raise node.error(
-            f"alibi_slopes is {slopes_input.dtype} of rank {slopes_input.rank}.", f"Make it float32 [{heads}]."
+            "node.tensor_type_unsupported",
+            f"alibi_slopes is {slopes_input.dtype} of rank {slopes_input.rank}.",
+            f"Make it float32 [{heads}].",
         )
     slopes_input = assert_shape(node, slopes_input, (heads,))
     scale = tirx.const(factor, "float32")
@@ -244,14 +249,19 @@ def _compute_bucketed_bias(node: Node, settings: GptSettings, table: Value) -> V
     Buckets (T5, arXiv:1910.10683) are exact up to half of their number, and logarithmic beyond.
     """
     if table.rank != 2 or not isinstance(table.shape[1], int):
-        raise node.error(f"relative_attention_bias is {list(table.shape)}.", "Make it [num_heads, buckets].")
+        raise node.error(
+            "node.shape_mismatch",
+            f"relative_attention_bias has shape {list(table.shape)}.",
+            "Make it [num_heads, buckets].",
+        )
     table = assert_shape(node, table, (settings.heads, table.shape[1]))
     max_distance = settings.max_distance
     widths = (table.shape[1], table.shape[1] // 2 if settings.is_bidirectional else table.shape[1])
     if widths[1] < 2 or max_distance <= widths[1] // 2:  # buckets of the context phase, which may be the only phase
         raise node.error(
+            "gpt_attention.max_distance_too_small",
             f"attribute max_distance is {max_distance}, for {table.shape[1]} buckets.",
-            "Make it more than half of them.",
+            "Make it more than half the number of buckets.",
         )
 
     def element(index: tuple[Expr, ...], table: Read) -> Expr:
@@ -285,7 +295,11 @@ def _read_mask(node: Node, inputs: Mapping[str, Value], requests: GptRequests) -
         mask = unpacked if mask is None else mask
     assert mask is not None
     if mask.rank != 2 or mask.dtype != "bool":
-        raise node.error(f"attention_mask is {mask.dtype} of rank {mask.rank}.", "Make it bool [rows, keys].")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"attention_mask is {mask.dtype} of rank {mask.rank}.",
+            "Make it bool [rows, keys].",
+        )
     mask = assert_shape(node, mask, (requests.rows, mask.shape[1]))
     if requests.is_padded:
         mask = compute(
@@ -296,7 +310,11 @@ def _read_mask(node: Node, inputs: Mapping[str, Value], requests: GptRequests) -
 
 def _unpack_mask(node: Node, bits: Value) -> Value:
     if bits.rank != 2 or bits.dtype not in ("uint32", "int32"):
-        raise node.error(f"attention_packed_mask is {bits.dtype} of rank {bits.rank}.", "Make it uint32 [rows, words].")
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"attention_packed_mask is {bits.dtype} of rank {bits.rank}.",
+            "Make it uint32 [rows, words].",
+        )
 
     def element(index: tuple[Expr, ...], packed: Read) -> Expr:
         row, key = index

@@ -103,26 +103,27 @@ def read_settings(node: Node) -> GptSettings:
     kv_heads = node.attr("num_kv_heads", 0) or heads
     if heads < 1 or kv_heads < 1 or heads % kv_heads or size < 1:
         raise node.error(
+            "gpt_attention.heads_not_divisible",
             f"attribute num_kv_heads is {kv_heads}, for num_heads = {heads} of hidden_size_per_head = {size}.",
-            "Make num_heads a multiple of it.",
+            "Choose num_heads as a multiple of num_kv_heads.",
         )
-    q_scaling, softcap = node.attr("q_scaling", 1.0), node.attr("attn_logit_softcapping_scale", 0.0)
-    if not (q_scaling > 0 and math.isfinite(q_scaling)):
-        raise node.error(f"attribute q_scaling is {q_scaling}.", "Use a positive number.")
-    if not (softcap >= 0 and math.isfinite(softcap)):
-        raise node.error(f"attribute attn_logit_softcapping_scale is {softcap}.", "Use a positive cap, or 0 for none.")
-    scale = 1 / (q_scaling * math.sqrt(size))
+    scale, softcap = _read_scaling(node, size)
     positions = _read_enumeration(node, "position_embedding_type", POSITIONS, 0, unsupported=("chatglm", "mrope"))
-    quant = node.attr("kv_cache_quant_mode", 0)
-    flags = [dtype for flag, dtype in _QUANTIZED_DTYPES.items() if quant & flag]
-    if len(flags) > 1:
-        raise node.error(f"attribute kv_cache_quant_mode is {quant}.", "Set flag 64 (int8) or 128 (fp8), not both.")
+    flags = _read_quantization_flags(node)
     cross = _read_flag(node, "do_cross_attention", 0)
     if cross and positions.startswith("alibi"):
-        raise node.error("attribute do_cross_attention is 1.", "It goes without ALiBi.")
+        raise node.error(
+            "gpt_attention.alibi_unsupported",
+            "attribute do_cross_attention is 1, and position_embedding_type is ALiBi.",
+            "Use another position embedding.",
+        )
     fp8_context = _read_flag(node, "use_fp8_context_fmha", 0)
     if fp8_context and flags != ["float8_e4m3fn"]:
-        raise node.error("attribute use_fp8_context_fmha is 1.", "It needs kv_cache_quant_mode = 128.")
+        raise node.error(
+            "gpt_attention.fp8_context_unsupported",
+            f"attribute use_fp8_context_fmha is 1, and kv_cache_quant_mode is {node.attr('kv_cache_quant_mode', 0)}.",
+            "Use kv_cache_quant_mode = 128.",
+        )
     return GptSettings(
         heads=heads,
         kv_heads=kv_heads,
@@ -150,11 +151,42 @@ def read_settings(node: Node) -> GptSettings:
     )
 
 
+def _read_scaling(node: Node, size: int) -> tuple[float, float]:
+    """Return the scale of the scores, and their cap or 0."""
+    q_scaling, softcap = node.attr("q_scaling", 1.0), node.attr("attn_logit_softcapping_scale", 0.0)
+    if not (q_scaling > 0 and math.isfinite(q_scaling)):
+        raise node.error("node.value_out_of_range", f"attribute q_scaling is {q_scaling}.", "Use a positive number.")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise node.error(
+            "node.value_out_of_range",
+            f"attribute attn_logit_softcapping_scale is {softcap}.",
+            "Use a positive cap, or 0 for none.",
+        )
+    return 1 / (q_scaling * math.sqrt(size)), softcap
+
+
+def _read_quantization_flags(node: Node) -> list[QuantizedType]:
+    """Return the dtype of a quantized cache in a list, which is empty if the cache is not quantized."""
+    quant = node.attr("kv_cache_quant_mode", 0)
+    flags = [dtype for flag, dtype in _QUANTIZED_DTYPES.items() if quant & flag]
+    if len(flags) > 1:
+        raise node.error(
+            "gpt_attention.conflicting_quantization",
+            f"attribute kv_cache_quant_mode is {quant}.",
+            "Set flag 64 (int8) or 128 (fp8), not both.",
+        )
+    return flags
+
+
 def _read_rotary(node: Node, positions: str, size: int) -> RotarySettings | None:
     dim = node.attr("rotary_embedding_dim", 0)
     scaling = _read_enumeration(node, "rotary_embedding_scale_type", SCALINGS, 0, unsupported=("mrope",))
     if dim < 0 or dim % 2 or dim > size:
-        raise node.error(f"attribute rotary_embedding_dim is {dim}, for heads of {size}.", "Use an even number.")
+        raise node.error(
+            "gpt_attention.rotary_dim_unsupported",
+            f"attribute rotary_embedding_dim is {dim}, for heads of {size}.",
+            "Use an even number, at most the head size.",
+        )
     if positions not in _ROTARY_POSITIONS or not dim:
         return None
     text = node.attr("rope_scaling_config", "")
@@ -162,9 +194,15 @@ def _read_rotary(node: Node, positions: str, size: int) -> RotarySettings | None
     try:
         config = json.loads(text) if text else {}
     except json.JSONDecodeError as error:
-        raise node.error(f"attribute rope_scaling_config is no JSON: {error}.", "Write a dictionary.") from error
+        raise node.error(
+            "gpt_attention.rope_config_invalid",
+            f"attribute rope_scaling_config is not JSON: {error}.",
+            "Write a JSON object.",
+        ) from error
     if not isinstance(config, dict):
-        raise node.error(f"attribute rope_scaling_config is {text}.", "Write a dictionary.")
+        raise node.error(
+            "gpt_attention.rope_config_invalid", f"attribute rope_scaling_config is {text}.", "Write a JSON object."
+        )
     max_positions = _read_integer(node, "rotary_embedding_max_positions", 1024, 1)
     original = _read_integer(node, "rotary_embedding_original_max_positions", 1024, 1)
     default = (
@@ -197,7 +235,11 @@ def _read_sparse(node: Node) -> BlockSparse:
 def _read_rank(node: Node) -> int:
     rank, size = _read_integer(node, "tp_rank", 0, 0), _read_integer(node, "tp_size", 1, 1)
     if rank >= size:
-        raise node.error(f"attribute tp_rank is {rank}, and tp_size {size}.", "Use 0 to tp_size - 1.")
+        raise node.error(
+            "gpt_attention.rank_out_of_range",
+            f"attribute tp_rank is {rank}, and tp_size is {size}.",
+            "Use 0 to tp_size - 1.",
+        )
     return rank
 
 
@@ -205,7 +247,9 @@ def _read_splits(node: Node) -> int | None:
     """Return the number of splits: -1 by size (None), 0 never (1), 1 always (2), more: this number."""
     mode = _read_integer(node, "multi_block_mode", -1, -1)
     if mode > MAX_SPLITS:
-        raise node.error(f"attribute multi_block_mode is {mode}.", f"Use {MAX_SPLITS} or less.")
+        raise node.error(
+            "node.value_out_of_range", f"attribute multi_block_mode is {mode}.", f"Use {MAX_SPLITS} or less."
+        )
     return {-1: None, 0: 1, 1: 2}.get(mode, mode)
 
 
@@ -215,19 +259,21 @@ def _read_enumeration(
     value = node.attr(name, default)
     legal = [f"{n} ({text})" for n, text in enumerate(values) if text not in unsupported]
     if value not in range(len(values)) or values[value] in unsupported:
-        raise node.error(f"attribute {name} is {value}.", f"Use one of {', '.join(legal)}.")
+        raise node.error(
+            "node.attribute_unsupported", f"attribute {name} is {value}.", f"Use one of {', '.join(legal)}."
+        )
     return values[value]
 
 
 def _read_flag(node: Node, name: str, default: int) -> bool:
     value = node.attr(name, default)
     if value not in (0, 1):
-        raise node.error(f"attribute {name} is {value}.", "Use 0 or 1.")
+        raise node.error("node.value_out_of_range", f"attribute {name} is {value}.", "Use 0 or 1.")
     return bool(value)
 
 
 def _read_integer(node: Node, name: str, default: int, minimum: int) -> int:
     value = int(node.attr(name, default))
     if value < minimum:
-        raise node.error(f"attribute {name} is {value}.", f"Use {minimum} or more.")
+        raise node.error("node.value_out_of_range", f"attribute {name} is {value}.", f"Use {minimum} or more.")
     return value
