@@ -129,7 +129,9 @@ def page() -> str:
 def _sentence(reason: str) -> str:
     """What blocks a node, without the names of the case's values and without the general remedy."""
     text = re.sub(r" giving '[^']*'", "", reason).replace("|", "/")
-    return text.removesuffix(" See docs/operators.md for what is supported, docs/adding_an_operator.md to add it.")
+    return text.removesuffix(
+        " See docs/operators.md for supported operators, and docs/adding_an_operator.md to add one."
+    )
 
 
 if __name__ == "__main__":

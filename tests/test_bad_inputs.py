@@ -193,7 +193,7 @@ MODELS: dict[str, tuple[bytes, str]] = {
         text("m (float[3, 4] x) => (float[A, B] y) { [turns] y = Transpose <perm = [0, 5]> (x) }"),
         "ai.onnx.Transpose-24 'turns'",
     ),
-    "a loop": (text(LOOP), "ai.onnx.Loop-24 'loops': carried value 0 is float32 of rank 1, and int64 of rank 1 behind"),
+    "a loop": (text(LOOP), "ai.onnx.Loop-24 'loops': carried value 0 is float32 of rank 1, and int64 of rank 1 after"),
     "a bomb of functions": (functions(14), "function 'f.F14', which stands for 16,384"),
     "a larger bomb": (functions(60), "function 'f.F33' calls functions and has bodies 33 deep"),
     "a function that calls itself": (calls_itself(), "F1"),

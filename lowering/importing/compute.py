@@ -29,6 +29,7 @@ def require_numbers(node: Node, *values: Value) -> None:
     for value in values:
         if storage_dtype(value.dtype) != value.dtype:
             raise node.error(
+                "node.dtype_unsupported",
                 f"does not compute with elements of type {value.dtype}.",
                 "Cast to a wider type before the node, and back.",
             )
@@ -56,16 +57,22 @@ def unify_sizes(node: Node, what: str, *sizes: Size, **named: Size) -> Size:
     numbers = {size for size in (*sizes, *named.values()) if isinstance(size, int)}
     if len(numbers) > 1 and named:
         named_sizes = (f"{name} has {size}" for name, size in named.items() if isinstance(size, int))
-        raise node.error(f"{what} differs: {', '.join(named_sizes)}.")
+        raise node.error("node.size_mismatch", f"{what} differs: {', '.join(named_sizes)}.")
     if len(numbers) > 1:
-        raise node.error(f"{what} is {' and '.join(str(n) for n in sorted(numbers))} at once.")
+        raise node.error(
+            "node.size_mismatch", f"{what} differs between the inputs: {' and '.join(str(n) for n in sorted(numbers))}."
+        )
     return numbers.pop() if numbers else (*sizes, *named.values())[0]
 
 
 def number(node: Node, what: str, size: Size) -> int:
     """Return the size; raise NodeError unless it is static."""
     if not isinstance(size, int):
-        raise node.error(f"{what} is the symbolic size {size}.", "Give the model a number there.")
+        raise node.error(
+            "node.static_size_required",
+            f"{what} is the symbolic size {size}.",
+            "Set it to a number in the model, or with dims= (--dim).",
+        )
     return size
 
 

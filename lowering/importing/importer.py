@@ -145,9 +145,15 @@ class Importer(FunctionTensors):
     def _port(self, value: ir.Value) -> Port:
         name = value.name or ""
         if not isinstance(value.type, ir.TensorType):
-            raise ModelError(f"Input '{name}' is a {value.type}, of which nobody has said how many tensors it has.")
+            raise ModelError(
+                "model.input_type_unsupported",
+                f"Input '{name}' is a {value.type} without a number of tensors. Give the number with dims= (--dim).",
+            )
         if value.shape is None:
-            raise ModelError(f"Input '{name}' has no shape. Give it one (dimensions may be symbolic names).")
+            raise ModelError(
+                "model.input_shape_missing",
+                f"Input '{name}' has no shape. Give it one (dimensions may be symbolic names).",
+            )
         shape = tuple(
             dim if isinstance(dim, int) else self.symbols.get_named(dim.value or f"{name}_{axis}")
             for axis, dim in enumerate(value.shape)
@@ -168,7 +174,7 @@ class Importer(FunctionTensors):
                 self.warnings.append(f"output '{declared.name}' {contradiction}, which counts")
 
     def _refuse_output(self, output: ir.Value, what: str, remedy: str) -> None:
-        error = NodeError(f"output '{output.name}'", what, remedy)
+        error = NodeError("model.output_type_mismatch", f"output '{output.name}'", what, remedy)
         if self.errors is None:
             raise error
         self.errors.append(error)
@@ -302,13 +308,19 @@ class Importer(FunctionTensors):
     def _initializer(self, value: ir.Value) -> Value:
         tensor = value.const_value
         if tensor is None:
-            raise ModelError(f"Initializer '{value.name}' has no data.")
+            raise ModelError(
+                "model.initializer_data_missing",
+                f"Initializer '{value.name}' has no data. Save the model with its weights.",
+            )
         return self.constant(read_array(tensor))
 
     def _read(self, value: ir.Value) -> Value:
         bound = self._values.get(value.name or "")
         if bound is None:
-            raise ModelError(f"Value '{value.name}' is used before any node computes it.")
+            raise ModelError(
+                "model.value_undefined",
+                f"Value '{value.name}' is used before any node computes it. Sort the nodes topologically.",
+            )
         return bound
 
     def lower_node(self, node: ir.Node) -> None:
@@ -363,15 +375,19 @@ class Importer(FunctionTensors):
                 "-" if v is None else f"{v.dtype}[{', '.join(map(format_size, v.shape))}]" for v in inputs
             )
             raise context.error(
+                "node.lowering_failed",
                 f"cannot be lowered for inputs {shapes or 'none'}.",
-                "Its attributes and these shapes may not fit together, or it is a form that nobody has met; the cause "
-                "of this error has the details (-v on the command line).",
+                "Check that its attributes fit these shapes; if they do, the compiler does not support this form. The "
+                "cause of this error has the details (-v on the command line).",
             ) from error
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         for value in filter(None, results):
             huge = [d for d in value.shape if isinstance(d, int) and d > MAX_DIMENSION]
             if huge:
-                raise context.error(f"a dimension of its result is {huge[0]}; the most is {MAX_DIMENSION}.")
+                raise context.error(
+                    "node.dimension_too_large",
+                    f"a dimension of its result is {huge[0]}; the maximum is {MAX_DIMENSION}.",
+                )
         return results
 
     def _make_placeholder(self, value: ir.Value) -> Value:
@@ -390,8 +406,9 @@ class Importer(FunctionTensors):
         body = read_function_body(node, version, inputs)
         if body is None:
             raise context.error(
+                "node.operator_unsupported",
                 "no lowering is registered for this operator, and it has no ONNX function body.",
-                "See docs/operators.md for what is supported, docs/adding_an_operator.md to add it.",
+                "See docs/operators.md for supported operators, and docs/adding_an_operator.md to add one.",
             )
         outer = self._values, self._opsets, self.errors, self._declared_opset
         self._declared_opset = None
@@ -402,7 +419,9 @@ class Importer(FunctionTensors):
             self.lower_nodes(list(body), body.outputs)
             return [self._values.get(v.name or "") for v in body.outputs[: len(node.outputs)]]
         except NodeError as error:
-            raise context.error(f"its ONNX function body cannot be lowered: {error}") from error
+            raise context.error(
+                "node.function_body_unsupported", f"its ONNX function body cannot be lowered: {error}"
+            ) from error
         finally:
             self._values, self._opsets, self.errors, self._declared_opset = outer
 

@@ -59,7 +59,9 @@ class Node:
         attribute = self._ir.attributes.get(name)
         if attribute is None:
             if default is _REQUIRED:
-                raise self.error(f"attribute {name} is missing.", "Add it; the operator requires it.")
+                raise self.error(
+                    "node.attribute_missing", f"attribute {name} is missing.", "Add it; the operator requires it."
+                )
             return default
         if attribute.type == ir.AttributeType.TENSOR:
             return read_array(attribute.as_tensor())
@@ -177,8 +179,10 @@ class Node:
         factors = [_read_static_factor(d) for d in storage_shape(dtype, shape)]
         if math.prod(factors) * numpy_dtype(storage_dtype(dtype)).itemsize > MAX_TENSOR_BYTES:
             text = ", ".join(format_size(size) for size in shape)
-            unless = "" if all(isinstance(size, int) for size in shape) else ", where no size is 0"
-            raise self.error(f"its result of shape [{text}], {dtype}, is larger than any memory{unless}.")
+            unless = "" if all(isinstance(size, int) for size in shape) else ", unless a size is 0"
+            raise self.error(
+                "node.result_too_large", f"its result of shape [{text}], {dtype}, is larger than any memory{unless}."
+            )
 
     def reshape_to(self, value: Value, shape: Shape) -> Value:
         """Return the value in another shape of as many elements."""
@@ -260,7 +264,7 @@ class Node:
                 elif isinstance(size, int) and size != 1:
                     if isinstance(current, int) and current != size:
                         shapes = " and ".join(str(tuple(v.shape)) for v in values)
-                        raise self.error(f"shapes {shapes} do not broadcast.")
+                        raise self.error("node.shapes_not_broadcastable", f"shapes {shapes} do not broadcast.")
                     sizes[axis] = size
         result = []
         for value in values:

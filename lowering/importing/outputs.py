@@ -33,7 +33,7 @@ def make_output_ports(
 
 def find_type_problem(declared: ir.Value, computed: Value) -> tuple[str, str] | None:
     """Return the error and the remedy for a wrong declared type of an output; None if it is correct."""
-    remedy = "Correct the declaration, or the nodes that give it."
+    remedy = "Correct the declaration, or the nodes that compute it."
     if not _is_of_kind(declared.type, computed):
         return f"it is declared {declared.type}, but the nodes compute {describe_type(computed)}.", remedy
     if isinstance(computed, AbsentValue) or declared.dtype is None or dtype_name(declared.dtype) == computed.dtype:

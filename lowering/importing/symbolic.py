@@ -43,7 +43,7 @@ def elementwise(node: Node, function: Callable[..., Size], *values: Value, dtype
         shape = np.broadcast_shapes(*(v.shape for v in values))
     except ValueError:
         shapes = " and ".join(str(tuple(v.shape)) for v in values)
-        raise node.error(f"shapes {shapes} do not broadcast.") from None
+        raise node.error("node.shapes_not_broadcastable", f"shapes {shapes} do not broadcast.") from None
     if math.prod(shape) > MAX_CONTENTS:
         return None
     result = np.empty(shape, dtype=object)

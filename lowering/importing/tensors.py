@@ -103,7 +103,7 @@ class FunctionTensors:
         result = self.builder.emit(expr)
         kind = result.ty
         if not isinstance(kind, relax.TensorType):
-            raise ModelError(f"'{hint}' is not a tensor.")
+            raise ModelError("model.value_not_tensor", f"'{hint}' is not a tensor.")
         dtype = dtype or str(kind.dtype)
         if kind.shape is None or not hasattr(kind.shape, "values"):
             shape: Shape = tuple(self.symbols.fresh(f"{hint}_{k}") for k in range(kind.ndim))

@@ -34,23 +34,28 @@ def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operato
         if value is None:
             if is_required and operator not in _TAKES_HOLES:
                 raise node.error(
-                    f"input {name} is an optional value without an element, and must be there.",
-                    "Ask OptionalHasElement before, by an If; for an input of the model, compile with an element.",
+                    "node.element_missing",
+                    f"input {name} is an optional value without an element, and must have one.",
+                    "Test it with OptionalHasElement and If before the node; for an input of the model, compile with "
+                    "an element.",
                 )
             continue
         kinds = allowed.get(type_name, frozenset((_kind(type_name),)))
         is_sequence = isinstance(value, SequenceValue)
         if (_SEQUENCE if is_sequence else _kind(value.dtype)) not in kinds:
             expected = " or ".join(_KINDS[kind] for kind in sorted(kinds & _KINDS.keys()))
-            remedy = "" if is_sequence or kinds == {_SEQUENCE} else "Cast it before."
+            remedy = "" if is_sequence or kinds == {_SEQUENCE} else "Cast it before the node."
             raise node.error(
-                f"input {name} is {'a sequence' if is_sequence else value.dtype}, and must be {expected}.", remedy
+                "node.dtype_unsupported",
+                f"input {name} is {'a sequence' if is_sequence else value.dtype}, and must be {expected}.",
+                remedy,
             )
         other, dtype = bound.setdefault(type_name, (name, value.dtype))
         if type_name in allowed and is_one_type and dtype != value.dtype:
             raise node.error(
-                f"input {name} is {value.dtype} and {other} is {dtype}, and both must have one type.",
-                "Cast one of them before.",
+                "node.dtype_mismatch",
+                f"input {name} is {value.dtype} and {other} is {dtype}, and both must have the same type.",
+                "Cast one of them before the node.",
             )
 
 

@@ -2,7 +2,7 @@
 
 This file contains only the registry. A lowering function takes the `Node` and one `Value` (or None for an omitted
 input) per input. It returns one Value, or a tuple of Values in output order (None for an output that the model does not
-request). It rejects a node by raising `node.error(problem, remedy)`.
+request). It rejects a node by raising `node.error(code, problem, remedy)`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,11 @@ def emit_activation(node: Node, x: Value, name: str, attributes: Mapping[str, fl
         NodeError: The activation is not supported.
     """
     if name not in _FUNCTIONS:
-        raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(sorted(_FUNCTIONS))}.")
+        raise node.error(
+            "node.activation_unsupported",
+            f"attribute activation is '{name}'.",
+            f"Use one of {', '.join(sorted(_FUNCTIONS))}.",
+        )
     function, defaults = _FUNCTIONS[name]
     parameters = {key: attributes.get(key, default) for key, default in defaults.items()}
     return pointwise(node, lambda element: function(element, **parameters), x, name=name.lower())
@@ -127,7 +131,7 @@ def _shrink(x: Element, lambd: float, bias: float) -> Element:
 def _gelu(node: Node, x: Value) -> Value:
     form = node.attr("approximate", "none")
     if form not in ("none", "tanh"):
-        raise node.error(f"attribute approximate is '{form}'.", "Use 'none' or 'tanh'.")
+        raise node.error("gelu.approximate_unsupported", f"attribute approximate is '{form}'.", "Use 'none' or 'tanh'.")
     return pointwise(node, lambda element: gelu(element, form), x, name="gelu")
 
 
@@ -151,7 +155,9 @@ _register("Shrink", 9, _shrink, lambd=0.5, bias=0.0)
 def swiglu(node: Node, gate: Value, x: Value) -> Value:
     alpha = node.attr("alpha", 1.0)
     if gate.rank != x.rank:
-        raise node.error(f"the inputs have ranks {gate.rank} and {x.rank}.", "They must have one shape.")
+        raise node.error(
+            "swiglu.rank_mismatch", f"the inputs have ranks {gate.rank} and {x.rank}.", "Give them the same shape."
+        )
     x = assert_shape(node, x, gate.shape)
     return pointwise(node, lambda gate, x: swish(gate, alpha) * x, gate, x, name="swiglu")
 

@@ -28,8 +28,9 @@ def affine_grid(node: Node, theta: Value, size: Value) -> Value:
     """
     if size.shape not in ((4,), (5,)) or theta.rank != 3 or not is_float(theta.dtype):
         raise node.error(
+            "affine_grid.input_unsupported",
             f"theta is {theta.dtype} of rank {theta.rank}, and size {list(size.shape)}.",
-            "Make theta floats [N, n, n + 1], and size [N, C, D1, ...] for n = 2 or 3 axes.",
+            "Give theta a float type and the shape [N, n, n + 1], and size [N, C, D1, ...], for n = 2 or 3 axes.",
         )
     n, batch = int(size.shape[0]) - 2, theta.shape[0]
     theta = assert_shape(node, theta, (batch, n, n + 1))
@@ -37,8 +38,8 @@ def affine_grid(node: Node, theta: Value, size: Value) -> Value:
     if sizes is None:
         sizes = bind_sizes(node, size)
     theta = assert_nonnegative(node, theta, sizes, "input size")
-    text = "input size asks for {} grids, and theta has {} maps."
-    theta = require(node, theta, symbolic.equal(sizes[0], batch), text, sizes[0], batch)
+    text = "input size is for {} grids, and theta has {} matrices."
+    theta = require(node, theta, symbolic.equal(sizes[0], batch), "affine_grid.batch_mismatch", text, sizes[0], batch)
     spatial, acc = sizes[2:], widen_dtype(theta.dtype)
     has_aligned_corners = bool(node.attr("align_corners", 0))
 

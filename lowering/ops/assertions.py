@@ -34,7 +34,9 @@ def assert_shape(node: Node, value: Value, shape: Shape, name: str = "") -> Valu
     for axis, (size, required_size) in enumerate(zip(value.shape, shape, strict=True)):
         if isinstance(size, int):
             text = f"dimension {axis} of {name or node.describe(value, False)} is {size}, and must be {{}}."
-            checked = require(node, value, symbolic.equal(size, required_size), text, required_size)
+            checked = require(
+                node, value, symbolic.equal(size, required_size), "node.shape_mismatch", text, required_size
+            )
             if checked is not value:
                 value = node.keep_name_after_check(checked, node.tensor(checked), keep_contents=False)
     shape = tuple(size if isinstance(size, int) else required_size for size, required_size in zip(value.shape, shape))
@@ -48,10 +50,16 @@ def assert_channel_vectors(node: Node, x: Value, *vectors: Value) -> tuple[Value
         NodeError: A rank is wrong, or static dimensions differ.
     """
     if x.rank < 2:
-        raise node.error(f"X of rank {x.rank} has no channels.", "X is [N, C, D1, ...].")
+        raise node.error(
+            "node.rank_unsupported", f"X of rank {x.rank} has no channels.", "Give X the shape [N, C, D1, ...]."
+        )
     for vector in vectors:
         if vector.rank != 1:
-            raise node.error(f"{node.describe(vector, False)} has rank {vector.rank}.", "Make it [C].")
+            raise node.error(
+                "node.vector_required",
+                f"{node.describe(vector, False)} has rank {vector.rank}.",
+                "Give it the shape [C].",
+            )
     sizes = [x.shape[1], *(vector.shape[0] for vector in vectors)]
     channels = next((size for size in sizes if isinstance(size, int)), sizes[0])
     x = assert_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
@@ -68,13 +76,13 @@ def assert_divisible(node: Node, value: Value, axis: int, groups: int, attribute
         NodeError: The dimension provably does not divide.
     """
     if groups < 1:
-        raise node.error(f"attribute {attribute} is {groups}.", "Make it 1 or more.")
+        raise node.error("node.value_out_of_range", f"attribute {attribute} is {groups}.", "Use 1 or more.")
     size = value.shape[axis]
     text = (
-        f"dimension {axis} of {node.describe(value, False)} is {{}}, which does not divide into {attribute} = {groups}."
+        f"dimension {axis} of {node.describe(value, False)} is {{}}, which is not divisible by {attribute} = {groups}."
     )
     is_divisible = symbolic.equal(symbolic.floor_mod(size, groups), 0)
-    return require(node, value, is_divisible, text, size)
+    return require(node, value, is_divisible, "node.size_not_divisible", text, size)
 
 
 def assert_broadcastable(node: Node, x: Value, *parameters: Value) -> tuple[Value, ...]:
@@ -92,8 +100,9 @@ def assert_broadcastable(node: Node, x: Value, *parameters: Value) -> tuple[Valu
         )
         if parameter.rank > x.rank or is_stretched:
             raise node.error(
+                "node.shapes_not_broadcastable",
                 f"{node.describe(parameter, False)} of shape {list(parameter.shape)} does not broadcast to "
-                f"{node.describe(x, False)} of shape {list(x.shape)}."
+                f"{node.describe(x, False)} of shape {list(x.shape)}.",
             )
     ones = [
         assert_shape(
@@ -154,7 +163,9 @@ def _are_in_bounds(
     for index in static_indices or ():
         if isinstance(index, int) and isinstance(bound, int) and not low <= index < bound:
             legal = f"allows {low} to {bound - 1}" if bound > 0 else "is empty"
-            raise node.error(f"{node.describe(indices, False)} holds {index}, and {bound_name} {legal}.")
+            raise node.error(
+                "node.index_out_of_range", f"{node.describe(indices, False)} holds {index}, and {bound_name} {legal}."
+            )
     return static_indices is not None and all(
         node.symbols.prove(condition) for index in static_indices for condition in (index >= low, index < bound)
     )
@@ -213,8 +224,8 @@ def assert_nonnegative(node: Node, value: Value, sizes: Sequence[Size], name: st
     are_nonnegative: Size = True
     for size in sizes:
         are_nonnegative = symbolic.logical_and(are_nonnegative, symbolic.less_or_equal(0, size))
-    text = f"{name} asks for the sizes [{', '.join('{}' for _ in sizes)}], one of which is negative."
-    return require(node, value, are_nonnegative, text, *sizes)
+    text = f"{name} has the sizes [{', '.join('{}' for _ in sizes)}], one of which is negative."
+    return require(node, value, are_nonnegative, "node.negative_size", text, *sizes)
 
 
 def emit_checked_shape(node: Node, tensor: relax.Expr, other_dims: tuple[Shape, str] | None, name: str) -> relax.Expr:

@@ -77,7 +77,11 @@ def attention(
         nonpad = assert_shape(node, nonpad, (sizes.batch,))
     if sink is not None:
         if sink.dtype != q.dtype or sink.rank != 1:
-            raise node.error(f"input sink is {sink.dtype} of rank {sink.rank}.", f"Make it {q.dtype} [query heads].")
+            raise node.error(
+                "attention.sink_unsupported",
+                f"input sink is {sink.dtype} of rank {sink.rank}.",
+                f"Use {q.dtype} of shape [query heads].",
+            )
         sink = assert_shape(node, sink, (sizes.q_heads,))
     window = None
     if attributes.left is not None or attributes.right is not None:
@@ -115,23 +119,37 @@ class _Attributes:
 def _read_attributes(node: Node) -> _Attributes:
     causal = node.attr("is_causal", 0)
     if causal not in (0, 1):
-        raise node.error(f"attribute is_causal is {causal}.", "Use 0 or 1.")
+        raise node.error("attention.is_causal_unsupported", f"attribute is_causal is {causal}.", "Use 0 or 1.")
     left, right = _read_window_side(node, "left_window_size"), _read_window_side(node, "right_window_size")
     if causal:
         right = 0
     scale = node.attr("scale", None)
     if scale is not None and not scale >= 0:
-        raise node.error(f"attribute scale is {scale}; the operator takes its square root.", "Use a scale >= 0.")
+        raise node.error(
+            "attention.scale_negative",
+            f"attribute scale is {scale}; the operator takes its square root.",
+            "Use a scale >= 0.",
+        )
     softcap = node.attr("softcap", 0.0)
     if not softcap >= 0:
-        raise node.error(f"attribute softcap is {softcap}.", "Use a positive cap, or 0 for none.")
+        raise node.error(
+            "attention.softcap_negative", f"attribute softcap is {softcap}.", "Use a positive cap, or 0 for none."
+        )
     precision = node.attr("softmax_precision", None)
     if precision is not None and precision not in _SOFTMAX_PRECISIONS:
         legal = ", ".join(f"{number} ({name})" for number, name in _SOFTMAX_PRECISIONS.items())
-        raise node.error(f"attribute softmax_precision is {precision}, no floating-point type.", f"Use one of {legal}.")
+        raise node.error(
+            "attention.softmax_precision_unsupported",
+            f"attribute softmax_precision is {precision}, which is not a floating-point type.",
+            f"Use one of {legal}.",
+        )
     qk_mode = node.attr("qk_matmul_output_mode", 0)
     if qk_mode not in (0, 1, 2, 3):
-        raise node.error(f"attribute qk_matmul_output_mode is {qk_mode}.", "Use 0, 1, 2 or 3.")
+        raise node.error(
+            "attention.qk_matmul_output_mode_unsupported",
+            f"attribute qk_matmul_output_mode is {qk_mode}.",
+            "Use 0, 1, 2 or 3.",
+        )
     softmax = _SOFTMAX_PRECISIONS.get(precision)
     return _Attributes(left, right, scale, softcap, softmax, qk_mode)
 
@@ -139,9 +157,15 @@ def _read_attributes(node: Node) -> _Attributes:
 def _read_window_side(node: Node, name: str) -> int | None:
     size = node.attr(name, -1)
     if size != -1 and node.version < 25:
-        raise node.error(f"attribute {name} does not exist before opset 25.", "Import opset 25 or later.")
+        raise node.error(
+            "attention.window_needs_newer_opset",
+            f"attribute {name} does not exist before opset 25.",
+            "Import opset 25 or later.",
+        )
     if size < -1:
-        raise node.error(f"attribute {name} is {size}.", "Use a size >= 0, or -1 for no bound.")
+        raise node.error(
+            "attention.window_out_of_range", f"attribute {name} is {size}.", "Use a size >= 0, or -1 for no bound."
+        )
     return None if size == -1 or size > _UNBOUNDED else size
 
 
@@ -156,36 +180,73 @@ def _check_inputs(
 ) -> None:
     """Check ranks, types, and which inputs go together."""
     if not q.rank == k.rank == v.rank or q.rank not in (3, 4):
-        raise node.error(f"inputs Q, K and V have ranks {q.rank}, {k.rank} and {v.rank}.", "Make all 3-D or all 4-D.")
+        raise node.error(
+            "attention.rank_unsupported",
+            f"inputs Q, K and V have ranks {q.rank}, {k.rank} and {v.rank}.",
+            "Make all 3-D or all 4-D.",
+        )
     for name, value, like, other in (
         ("K", k, q, "Q"),
         ("past_key", past_key, q, "Q"),
         ("past_value", past_value, v, "V"),
     ):
         if value is not None and value.dtype != like.dtype:
-            raise node.error(f"input {name} is {value.dtype} and {other} is {like.dtype}.", "Give them one type.")
+            raise node.error(
+                "attention.dtype_mismatch",
+                f"input {name} is {value.dtype} and {other} is {like.dtype}.",
+                "Give them the same type.",
+            )
     for name, value in (("Q", q), ("V", v)):
         if value.dtype not in _FLOATS:
-            raise node.error(f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}.")
+            raise node.error(
+                "attention.dtype_unsupported", f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}."
+            )
     for name, value in (("past_key", past_key), ("past_value", past_value)):
         if value is not None and value.rank != 4:
-            raise node.error(f"input {name} has rank {value.rank}.", "It is 4-D, also for 3-D Q, K and V.")
+            raise node.error(
+                "attention.past_rank_unsupported",
+                f"input {name} has rank {value.rank}.",
+                "Make it 4-D, also for 3-D Q, K and V.",
+            )
     if node.version >= 25 and node.has_output(1) != node.has_output(2):
         present, missing = ("present_key", "present_value") if node.has_output(1) else ("present_value", "present_key")
-        raise node.error(f"output {present} is given without {missing}.", "From opset 25 on, name both or none.")
+        raise node.error(
+            "attention.present_incomplete",
+            f"output {present} is given without {missing}.",
+            "From opset 25 on, name both or none.",
+        )
     if (past_key is None) != (past_value is None):
         present, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
-        raise node.error(f"input {present} is given without {missing}.", "Give both or none.")
-    if nonpad is None:
-        return
+        raise node.error(
+            "attention.past_incomplete", f"input {present} is given without {missing}.", "Give both or none."
+        )
+    if nonpad is not None:
+        _check_nonpad(node, nonpad, past_key)
+
+
+def _check_nonpad(node: Node, nonpad: Value, past_key: Value | None) -> None:
+    """Check the type and rank of nonpad_kv_seqlen, and that no cache goes with it."""
     if node.version < 24:
-        raise node.error("input nonpad_kv_seqlen does not exist before opset 24.", "Import opset 24 or later.")
+        raise node.error(
+            "attention.nonpad_needs_newer_opset",
+            "input nonpad_kv_seqlen does not exist before opset 24.",
+            "Import opset 24 or later.",
+        )
     if past_key is not None:
-        raise node.error("inputs nonpad_kv_seqlen and past_key exclude each other.", "Remove one of them.")
+        raise node.error(
+            "attention.nonpad_with_past",
+            "inputs nonpad_kv_seqlen and past_key exclude each other.",
+            "Remove one of them.",
+        )
     if node.has_output(1) or node.has_output(2):
-        raise node.error("input nonpad_kv_seqlen excludes the outputs present_key and present_value.", "Remove them.")
+        text = "input nonpad_kv_seqlen excludes the outputs present_key and present_value."
+        raise node.error("attention.nonpad_with_present", text, "Remove them.")
     if nonpad.dtype != "int64" or nonpad.rank != 1:
-        raise node.error(f"input nonpad_kv_seqlen is {nonpad.dtype} of rank {nonpad.rank}.", "Make it int64 [batch].")
+        raise node.error(
+            "attention.nonpad_unsupported",
+            f"input nonpad_kv_seqlen is {nonpad.dtype} of rank {nonpad.rank}.",
+            "Use int64 of shape [batch].",
+        )
 
 
 @dataclass(frozen=True)
@@ -238,18 +299,30 @@ def _read_heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
         for name, heads in zip(names, stated):
             if heads is None or heads < 1:
                 problem = "is missing" if heads is None else f"is {heads}"
-                raise node.error(f"attribute {name} {problem}.", "Inputs of rank 3 need their number of heads.")
+                raise node.error(
+                    "attention.head_count_required",
+                    f"attribute {name} {problem}.",
+                    "Set it to the number of heads, which inputs of rank 3 need.",
+                )
         heads = (stated[0], stated[1])
     else:
         shared = unify_sizes(node, "number of heads", K=k.shape[1], V=v.shape[1])
         heads = number(node, "number of heads of Q", q.shape[1]), number(node, "number of heads of K", shared)
         for name, attribute, actual in zip(names, stated, heads):
             if attribute is not None and (node.version >= 25 or attribute != actual):
-                raise node.error(f"attribute {name} is {attribute}; 4-D inputs have {actual} heads.", "Remove it.")
+                raise node.error(
+                    "attention.head_count_mismatch",
+                    f"attribute {name} is {attribute}; 4-D inputs have {actual} heads.",
+                    "Remove it.",
+                )
             if attribute is not None:
                 node.warn(f"attribute {name} has no meaning for 4-D inputs and is ignored.")
     if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1]:
-        raise node.error(f"{heads[0]} query heads do not divide into {heads[1]} key/value heads.", "Use a multiple.")
+        raise node.error(
+            "attention.heads_not_divisible",
+            f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads.",
+            "Choose the number of query heads as a positive multiple of the number of key/value heads.",
+        )
     return heads
 
 
@@ -262,7 +335,9 @@ def _read_logical_shape(node: Node, name: str, value: Value, heads: int) -> Shap
     if width % heads:
         attribute = "q_num_heads" if name == "Q" else "kv_num_heads"
         raise node.error(
-            f"attribute {attribute} is {heads}, and the last dimension of {name} is {width}.", "Make it divide."
+            "attention.width_not_divisible",
+            f"attribute {attribute} is {heads}, and the last dimension of {name} is {width}.",
+            f"Choose {attribute} as a divisor of {width}.",
         )
     return batch, heads, length, width // heads
 
@@ -273,7 +348,11 @@ def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value,
     full is [B, Hq, S, T].
     """
     if not 1 <= mask.rank <= 4:
-        raise node.error(f"input attn_mask has rank {mask.rank}.", "Use rank 1 to 4, right-aligned to [B, H, S, T].")
+        raise node.error(
+            "attention.mask_rank_unsupported",
+            f"input attn_mask has rank {mask.rank}.",
+            "Use rank 1 to 4, right-aligned to [B, H, S, T].",
+        )
     if mask.dtype.startswith(("int", "uint")):
         node.warn(f"input attn_mask is {mask.dtype}: its numbers are added to the scores, they are no booleans.")
     if mask.dtype not in ("bool", dtype):
@@ -285,14 +364,18 @@ def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value,
     for axis, (size, target) in enumerate(zip(mask.shape, full)):
         if axis == 3 and node.version >= 24:  # a shorter mask hides the keys after its end
             if isinstance(size, int) and isinstance(target, int) and size > target:
-                raise node.error(f"input attn_mask is for {size} keys, and there are {target}.", "Cut it.")
+                raise node.error(
+                    "attention.mask_too_long",
+                    f"input attn_mask is for {size} keys, and there are {target}.",
+                    "Shorten the mask to the number of keys.",
+                )
             mask_shape.append(size)
         elif isinstance(size, int) and size == 1:
             mask_shape.append(1)
         elif isinstance(size, tirx.Var) and not node.symbols.equal(size, target):  # a computed one is full
             text = f"dimension {axis - 4} of attn_mask is {{}}, and must be 1 or {{}}."
             fits = symbolic.logical_or(symbolic.equal(size, 1), symbolic.equal(size, target))
-            mask = require(node, mask, fits, text, size, target)
+            mask = require(node, mask, fits, "attention.mask_shape_mismatch", text, size, target)
             mask_shape.append(size)
             broadcasts.append(axis)
         else:
@@ -302,6 +385,14 @@ def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value,
     if pad:
         text = "input attn_mask is for {} keys, and there are {}."
         node.importer.expect(symbolic.equal(mask_shape[3], full[3]))  # most masks cover all keys
-        mask = require(node, mask, symbolic.less_or_equal(mask_shape[3], full[3]), text, mask_shape[3], full[3])
+        mask = require(
+            node,
+            mask,
+            symbolic.less_or_equal(mask_shape[3], full[3]),
+            "attention.mask_too_long",
+            text,
+            mask_shape[3],
+            full[3],
+        )
     mask = assert_shape(node, mask, tuple(mask_shape))
     return mask, describe_mask(mask, pad, tuple(broadcasts))

@@ -30,7 +30,11 @@ _NARROW = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4}
 def cast(node: Node, data: Value) -> Value:
     to = node.attr("to")
     if to not in set(ir.DataType) - {ir.DataType.UNDEFINED}:
-        raise node.error(f"attribute to is {to}, which is no element type.", "Use a number of TensorProto.DataType.")
+        raise node.error(
+            "cast.to_unsupported",
+            f"attribute to is {to}, which is not an element type.",
+            "Use a number of TensorProto.DataType.",
+        )
     to = ir.DataType(to)
     return cast_to(node, data, "string" if to == ir.DataType.STRING else to.numpy().name)
 
@@ -48,7 +52,9 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         return _cast_strings(node, data, dtype)
     for name in (data.dtype, dtype):
         if name not in (*_NATIVE, *_NARROW, *FORMATS, SCALE):
-            raise node.error(f"cannot cast {data.dtype} to {dtype}: type {name} is no number.")
+            raise node.error(
+                "cast.dtype_unsupported", f"cannot cast {data.dtype} to {dtype}: type {name} is not a number."
+            )
     folded = _fold_cast(node, data, dtype)
     if folded is not None:
         return folded
@@ -61,7 +67,9 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
     # TVM converts a constant of one element to a Python number, which not every type can represent.
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
     if mode not in ("up", "down", "nearest"):
-        raise node.error(f"attribute round_mode is '{mode}'.", "Use up, down or nearest.")
+        raise node.error(
+            "cast.round_mode_unsupported", f"attribute round_mode is '{mode}'.", "Use up, down or nearest."
+        )
 
     def element(index: Any, x: Any) -> Any:
         number = x(*index)
@@ -88,8 +96,9 @@ def _cast_strings(node: Node, data: Value, dtype: str) -> Value:
     constant = data.constant
     if constant is None:
         raise node.error(
-            f"cannot cast {data.dtype} to {dtype}: the elements are known to the run only, and compiled code tells of "
-            "strings only whether they are equal.",
+            "node.string_at_run_time",
+            f"cannot cast {data.dtype} to {dtype}: the elements are computed at run time, where compiled code can "
+            "only compare strings for equality.",
             "Make the input a constant, or cast before or after the model.",
         )
     if dtype == "string":
@@ -116,9 +125,15 @@ def _parse_number(node: Node, text: str, dtype: str) -> float | int:
             return float(text)
         number = int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else int(float(text))
     except (ValueError, OverflowError):
-        raise node.error(f"cannot cast the string '{text}' to {dtype}: it is not a number.") from None
+        raise node.error(
+            "cast.string_not_number", f"cannot cast the string '{text}' to {dtype}: it is not a number."
+        ) from None
     if dtype == "bool" or not ranges.min <= number <= min(ranges.max, np.iinfo("int64").max):
-        raise node.error(f"cannot cast the string '{text}' to {dtype}.", "Cast it to float64, or int64, first.")
+        raise node.error(
+            "cast.string_out_of_range",
+            f"cannot cast the string '{text}' to {dtype}.",
+            "Cast it to float64, or int64, first.",
+        )
     return number
 
 
@@ -149,10 +164,14 @@ def bit_cast(node: Node, data: Value) -> Value:
     dtype = ir.DataType(node.attr("to")).numpy().name
     for name in (data.dtype, dtype):
         if name not in (*_NATIVE, *FORMATS):
-            raise node.error(f"the bits of {name} are not supported.", "Use numbers of 8 bits or more.")
+            raise node.error(
+                "bit_cast.dtype_unsupported", f"the bits of {name} are not supported.", "Use numbers of 8 bits or more."
+            )
     source_dtype, target_dtype = (storage_dtype(name) for name in (data.dtype, dtype))
     if DataType(source_dtype).bits != DataType(target_dtype).bits:
-        raise node.error(f"elements of {data.dtype} and {dtype} have different numbers of bits.")
+        raise node.error(
+            "bit_cast.width_mismatch", f"elements of {data.dtype} and {dtype} have different numbers of bits."
+        )
     if data.contents is not None and data.constant is not None:
         data = node.constant(data.constant.astype(numpy_dtype(data.dtype)).view(numpy_dtype(dtype)))
         return data

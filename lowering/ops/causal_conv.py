@@ -46,7 +46,11 @@ def read_causal_window(node: Node, x: Value, weight: Value, dilation: int = 1) -
         NodeError: An operand has another form.
     """
     if x.rank != 3:
-        raise node.error(f"input input has rank {x.rank}.", "Make it 3: batch, channels and length.")
+        raise node.error(
+            "causal_conv_with_state.rank_unsupported",
+            f"input input has rank {x.rank}.",
+            "Use rank 3: batch, channels and length.",
+        )
     kernel = read_kernel_shape(node, x, weight, "[channels, 1, k]")
     return SpatialWindow(tuple(kernel), (1,), (dilation,), (0, 0), "NOTSET")
 
@@ -54,7 +58,11 @@ def read_causal_window(node: Node, x: Value, weight: Value, dilation: int = 1) -
 def require_state_rank(node: Node, past: Value) -> Value:
     """Return past_state, which must have rank 3."""
     if past.rank != 3:
-        raise node.error(f"input past_state has rank {past.rank}.", "Make it 3: batch, channels and k - 1 places.")
+        raise node.error(
+            "causal_conv_with_state.past_rank_unsupported",
+            f"input past_state has rank {past.rank}.",
+            "Use rank 3: batch, channels and k - 1 positions.",
+        )
     return past
 
 
@@ -70,7 +78,11 @@ def convolve_causally(
     if past is None:
         past = node.emit(relax.op.zeros(node.shape_expr(state_shape), x.dtype))
     if past.dtype != x.dtype:
-        raise node.error(f"input past_state is {past.dtype}, and input is {x.dtype}.", "Give both one type.")
+        raise node.error(
+            "causal_conv_with_state.dtype_mismatch",
+            f"input past_state is {past.dtype}, and input is {x.dtype}.",
+            "Give both the same type.",
+        )
     past = assert_shape(node, past, state_shape)
     joined = emit_concat(node, [past, x], 1) if state_length else x
     weight = assert_shape(node, weight, (channels, 1, *window.kernel))
@@ -85,7 +97,11 @@ def apply_activation(node: Node, accumulator: Value, bias: Value | None, x: Valu
     """
     activation = node.attr("activation", "none")
     if activation not in _ACTIVATIONS:
-        raise node.error(f"attribute activation is '{activation}'.", f"Use one of {', '.join(_ACTIVATIONS)}.")
+        raise node.error(
+            "causal_conv_with_state.activation_unsupported",
+            f"attribute activation is '{activation}'.",
+            f"Use one of {', '.join(_ACTIVATIONS)}.",
+        )
     if bias is not None:
         vector = round_to(node, assert_bias_vector(node, bias, x.shape[2]), accumulator.dtype)
         accumulator = relax_call(node, relax.op.add, accumulator, vector)

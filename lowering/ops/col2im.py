@@ -28,30 +28,40 @@ def col2im(node: Node, x: Value, image_shape: Value, block_shape: Value) -> Valu
     """Emit [N, C, *image_shape] of x [N, C * elements of a block, blocks]."""
     require_numbers(node, x)
     if x.rank != 3:
-        raise node.error(f"input has rank {x.rank}.", "Make it [N, C * elements of a block, blocks].")
+        raise node.error(
+            "col2im.rank_unsupported",
+            f"input has rank {x.rank}.",
+            "Give it the shape [N, C * elements of a block, blocks].",
+        )
     image, block = (
         _read_vector(node, *argument) for argument in (("image_shape", image_shape), ("block_shape", block_shape))
     )
     n = len(image)
     if len(block) != n or not n:
-        raise node.error(f"image_shape has {n} axes, and block_shape {len(block)}.", "Give both the same, 1 or more.")
+        raise node.error(
+            "col2im.axis_count_mismatch",
+            f"image_shape has {n} axes, and block_shape has {len(block)}.",
+            "Give both the same number of axes, 1 or more.",
+        )
     for name, sizes in (("image_shape", image), ("block_shape", block)):
         x = assert_nonnegative(node, x, sizes, f"input {name}")
     window = replace(SpatialWindow.read(node, [1] * n), kernel=tuple(block))
     counts: list[Size] = []
     for axis, (size, k) in enumerate(zip(image, block)):
         padding, reach = window.pads[axis] + window.pads[n + axis], node.simplify(window.reach(axis))
-        x = require(node, x, symbolic.less(0, k), f"block_shape asks for {{}} places along axis {2 + axis}.", k)
+        x = require(
+            node, x, symbolic.less(0, k), "col2im.block_empty", f"block_shape is {{}} along axis {2 + axis}.", k
+        )
         fits = symbolic.less_or_equal(symbolic.subtract(reach, padding), size)
-        text = f"a block covers {{}} places along axis {2 + axis}, where the image has {{}} and {padding} of padding."
-        x = require(node, x, fits, text, reach, size)
+        text = f"a block covers {{}} elements along axis {2 + axis}, where the image has {{}} and {padding} of padding."
+        x = require(node, x, fits, "col2im.block_too_large", text, reach, size)
         counts.append(node.simplify(window.count(axis, size)))
     elements, blocks = (node.simplify(functools.reduce(symbolic.multiply, sizes)) for sizes in (block, counts))
     elements = symbolic.maximum(1, elements)  # sizes may be computed before the checks
     channels = node.simplify(symbolic.floor_divide(x.shape[1], elements))
     is_divisible = symbolic.equal(symbolic.multiply(channels, elements), x.shape[1])
-    text = "dimension 1 of the input is {}, which is no multiple of the {} elements of a block."
-    x = require(node, x, is_divisible, text, x.shape[1], elements)
+    text = "dimension 1 of the input is {}, which is not a multiple of the {} elements of a block."
+    x = require(node, x, is_divisible, "col2im.size_not_divisible", text, x.shape[1], elements)
     x = assert_shape(node, x, (*x.shape[:2], blocks))
 
     def element(index: tuple[Any, ...], x: Any, *sizes: Any) -> Any:
@@ -77,8 +87,16 @@ def col2im(node: Node, x: Value, image_shape: Value, block_shape: Value) -> Valu
 def _read_vector(node: Node, name: str, value: Value) -> list[Size]:
     """Return the sizes in the input; those bound at run time are not negative."""
     if value.rank != 1:
-        raise node.error(f"input {name} has rank {value.rank}.", "Make it [number of spatial axes].")
+        raise node.error(
+            "col2im.vector_required",
+            f"input {name} has rank {value.rank}.",
+            "Give it the shape [number of spatial axes].",
+        )
     if not isinstance(value.shape[0], int):
-        raise node.error(f"input {name} has a symbolic length.", "Give it a fixed one, the number of spatial axes.")
+        raise node.error(
+            "node.static_length_required",
+            f"input {name} has a symbolic length.",
+            "Give it a static length, the number of spatial axes.",
+        )
     static_sizes = read_sizes(value)
     return bind_sizes(node, value) if static_sizes is None else static_sizes

@@ -38,7 +38,11 @@ def normalize_axis(node: Node, axis: int, rank: int, what: str = "axis") -> int:
         NodeError: The axis does not exist.
     """
     if not -rank <= axis < max(rank, 1):
-        raise node.error(f"{what} {axis} does not exist in a tensor of rank {rank}.", f"Use {-rank} to {rank - 1}.")
+        raise node.error(
+            "node.axis_out_of_range",
+            f"{what} {axis} does not exist in a tensor of rank {rank}.",
+            f"Use {-rank} to {rank - 1}.",
+        )
     return axis % max(rank, 1)
 
 
@@ -52,5 +56,9 @@ def read_constant_ints(node: Node, value: Value | None, attribute: str | None, w
         values: Any = node.attr(attribute, None) if attribute else None
         return None if values is None else [int(v) for v in np.ravel(values)]
     if value.constant is None:
-        raise node.error(f"input {what} is computed at run time, so the rank of the result is unknown.")
+        raise node.error(
+            "node.constant_required",
+            f"input {what} is computed at run time, so the rank of the result is unknown.",
+            "Make it a constant.",
+        )
     return [int(v) for v in np.ravel(value.constant)]

@@ -52,7 +52,7 @@ def if_(node: Node, condition: Value) -> tuple[Value, ...]:
         for k, (a, b) in enumerate(zip(*(values for _, values in branches))):
             if not _are_same_type(a, b) or not _are_equal_sizes(a, b):
                 text = f"the branches give different types for output {k}: {describe_type(a)} and {describe_type(b)}."
-                raise UndecidedTypeError(node.error(text), move)
+                raise UndecidedTypeError(node.error("if.output_type_mismatch", text), move)
     return tuple(_emit_if(node, test, branches))
 
 
@@ -173,7 +173,8 @@ def _move(node: Node, condition: Value, rest: Sequence[ir.Node], outputs: Sequen
     for name, a, b in zip(frontier, *(values for _, values in branches)):
         if not _are_same_type(a, b):
             raise node.error(
-                f"the branches lead to different types of '{name.name}': {describe_type(a)} and {describe_type(b)}."
+                "if.value_type_mismatch",
+                f"the branches lead to different types of '{name.name}': {describe_type(a)} and {describe_type(b)}.",
             )
     importer.bind(frontier, _emit_if(node, test, branches))
     return following[count:]
@@ -261,8 +262,9 @@ def _find_contradicting(node: Node, importers: Sequence[Importer], output: ir.Va
     values = [importer.get_value(output.name or "") for importer in importers]
     kinds = " and ".join(describe_type(value) for value in values if value is not None)
     error = node.error(
+        "if.graph_output_type_mismatch",
         f"the branches give different types of '{output.name}', which is an output: {kinds}.",
-        "Give both one shape, or fix the condition, with dims= (--dim) where it is on symbolic sizes.",
+        "Give both the same shape, or make the condition constant, with dims= (--dim) if it depends on symbolic sizes.",
     )
     if output.name in node.importer.undecided:
         raise UndecidedTypeError(error, _nothing_follows)
@@ -284,10 +286,10 @@ def _assume(node: Node, condition: Value, branch: int) -> None:
         (symbol,) = bind_sizes(node, node.emit(number))
         is_taken = symbolic.equal(symbol, 1)
     text = (
-        f"the model is compiled for {_BRANCHES[branch]}, whose result alone fits what follows, and the condition asks "
-        f"for {_BRANCHES[1 - branch]}."
+        f"the model is compiled for {_BRANCHES[branch]}, since only its result fits the following nodes, and the "
+        f"condition selects {_BRANCHES[1 - branch]}."
     )
     results = node.subgraph(_BRANCHES[branch])
     is_taken = symbolic.logical_not(is_taken) if branch else is_taken
-    tensors = [require(node, value, is_taken, text) for value in flatten_values(results)]
+    tensors = [require(node, value, is_taken, "if.branch_not_compiled", text) for value in flatten_values(results)]
     node.importer.bind(node.output_values, unflatten_values(tensors, results))

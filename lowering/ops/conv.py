@@ -68,19 +68,28 @@ def read_kernel_shape(node: Node, x: Value, w: Value, form: str) -> list[int]:
     kernel = [k for k in w.shape[2:] if isinstance(k, int)]
     if x.rank < 3 or w.rank != x.rank or len(kernel) != x.rank - 2:
         raise node.error(
-            f"X {list(x.shape)} and W {list(w.shape)} are no data and weights of a convolution.",
-            f"X is [N, C, D1, ...] and W is {form} with numbers for k1, ...",
+            "conv.shape_unsupported",
+            f"X {list(x.shape)} and W {list(w.shape)} are not data and weights of a convolution.",
+            f"Give X the shape [N, C, D1, ...], and W the shape {form} with static k1, ...",
         )
     attribute = node.attr("kernel_shape", None) or kernel
     if attribute != kernel:
-        raise node.error(f"attribute kernel_shape is {attribute}, and W is {list(w.shape)}.", "Make them agree.")
+        raise node.error(
+            "conv.kernel_shape_mismatch",
+            f"attribute kernel_shape is {attribute}, and W is {list(w.shape)}.",
+            "Make them agree.",
+        )
     return kernel
 
 
 def assert_bias_vector(node: Node, bias: Value, outputs: Size) -> Value:
     """Return the bias, proved or asserted at run time to be [M]."""
     if bias.rank != 1:
-        raise node.error(f"{node.describe(bias, False)} has rank {bias.rank}.", "Make it [M].")
+        raise node.error(
+            "conv.bias_rank_unsupported",
+            f"{node.describe(bias, False)} has rank {bias.rank}.",
+            "Give it the shape [M].",
+        )
     return assert_shape(node, bias, (outputs,))
 
 

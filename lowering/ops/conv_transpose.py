@@ -72,6 +72,7 @@ class _Phases:
         if len(output_padding) != len(kernel) or any(not 0 <= b < max(s, d) for b, s, d in zip(
                 output_padding, window.strides, window.dilations)):  # fmt: skip
             raise node.error(
+                "conv_transpose.output_padding_unsupported",
                 f"attribute output_padding is {list(output_padding)}.",
                 "Give each axis a number below its stride or dilation.",
             )
@@ -79,8 +80,10 @@ class _Phases:
         weights = phases.count * math.prod(phases.kernel_taps)
         if weights > _MAX_WEIGHTS:
             raise node.error(
-                f"strides {list(window.strides)} and dilations {list(window.dilations)} make {weights} weights of each "
-                f"pair of channels; the most are {_MAX_WEIGHTS}."
+                "conv_transpose.too_many_weights",
+                f"strides {list(window.strides)} and dilations {list(window.dilations)} make {weights} weights for "
+                f"each pair of channels; the maximum is {_MAX_WEIGHTS}.",
+                "Use smaller strides or dilations.",
             )
         return phases
 
@@ -101,7 +104,10 @@ def _compute_extents(node: Node, x: Value, phases: _Phases) -> tuple[Value, list
     n, auto = len(phases.strides), node.attr("auto_pad", "NOTSET")
     output_shape = node.attr("output_shape", None)
     if output_shape is not None and len(output_shape) != n:
-        raise node.error(f"attribute output_shape is {list(output_shape)} for {n} spatial axes.")
+        raise node.error(
+            "conv_transpose.output_shape_unsupported",
+            f"attribute output_shape is {list(output_shape)} for {n} spatial axes.",
+        )
     pads = list(node.attr("pads", None) or [0] * 2 * n)
     sizes: list[Size] = []
     before: list[Size] = []
@@ -117,7 +123,7 @@ def _compute_extents(node: Node, x: Value, phases: _Phases) -> tuple[Value, list
             begin, end = (0, 0) if auto == "VALID" else (pads[axis], pads[n + axis])
             length = node.simplify(full - begin - end)
             text = f"pads leave {{}} elements along axis {2 + axis}."
-            x = require(node, x, symbolic.less_or_equal(0, length), text, length)
+            x = require(node, x, symbolic.less_or_equal(0, length), "conv_transpose.pads_too_large", text, length)
         sizes.append(node.simplify(length))
         before.append(begin)
     return x, sizes, before

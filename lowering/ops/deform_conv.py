@@ -43,13 +43,17 @@ def deform_conv(
         _read_groups(node),
     )
     if not is_float(x.dtype):
-        raise node.error(f"input X is {x.dtype}.", "Make it a float.")
+        raise node.error("deform_conv.dtype_unsupported", f"input X is {x.dtype}.", "Cast it to a float type.")
     window = SpatialWindow.read(node, kernel)
     w = assert_divisible(node, w, 0, group, "group")
     outputs, inner = (number(node, f"dimension {axis} of W", w.shape[axis]) for axis in (0, 1))
     channels = inner * group
     if channels % offset_group:
-        raise node.error(f"attribute offset_group is {offset_group}, for {channels} channels.", "Make it divide them.")
+        raise node.error(
+            "deform_conv.channels_not_divisible",
+            f"attribute offset_group is {offset_group}, for {channels} channels.",
+            f"Choose a divisor of {channels}.",
+        )
     x = assert_window_fits(
         node, channels_last(node, assert_shape(node, x, (x.shape[0], channels, *x.shape[2:]))), window
     )
@@ -68,14 +72,16 @@ def deform_conv(
 def _read_groups(node: Node) -> int:
     groups = int(node.attr("offset_group", 1))
     if groups < 1:
-        raise node.error(f"attribute offset_group is {groups}.", "Make it 1 or more.")
+        raise node.error("node.value_out_of_range", f"attribute offset_group is {groups}.", "Use 1 or more.")
     return groups
 
 
 def _assert_window_input(node: Node, value: Value, name: str, shape: Shape) -> Value:
     """Return an input with numbers for each window, proved or asserted to have that shape."""
     if value.rank != len(shape):
-        raise node.error(f"input {name} has rank {value.rank}.", f"Make it {len(shape)}, like X.")
+        raise node.error(
+            "deform_conv.rank_mismatch", f"input {name} has rank {value.rank}.", f"Use rank {len(shape)}, like X."
+        )
     return assert_shape(node, value, shape)
 
 

@@ -27,7 +27,11 @@ def require_square(node: Node, x: Value) -> Value:
     """
     require_numbers(node, x)
     if x.rank < 2 or not is_float(x.dtype):
-        raise node.error(f"X is {x.dtype} of rank {x.rank}.", "Make it floats [..., M, M].")
+        raise node.error(
+            "det.input_unsupported",
+            f"X is {x.dtype} of rank {x.rank}.",
+            "Give it a float type and the shape [..., M, M].",
+        )
     rows = next((size for size in x.shape[-2:] if isinstance(size, int)), x.shape[-1])
     return assert_shape(node, x, (*x.shape[:-2], rows, rows))
 

@@ -58,7 +58,9 @@ def _parse(node: Node, text: str, ranks: Sequence[int]) -> tuple[list[Labels], L
     left, arrow, right = text.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ranks):
-        raise node.error(f"equation '{text}' has {len(terms)} terms for {len(ranks)} inputs.")
+        raise node.error(
+            "einsum.term_count_mismatch", f"equation '{text}' has {len(terms)} terms for {len(ranks)} inputs."
+        )
     operands = [_read_labels(node, text, term, rank) for term, rank in zip(terms, ranks)]
     flat = [label for labels in operands for label in labels]
     dots = sorted({label for label in flat if isinstance(label, int)})
@@ -67,7 +69,9 @@ def _parse(node: Node, text: str, ranks: Sequence[int]) -> tuple[list[Labels], L
     rank = len(right.replace("...", "")) + (len(dots) if "..." in right else 0)
     result = _read_labels(node, text, right, rank)
     if not set(result) <= set(flat) or len(set(result)) != len(result):
-        raise node.error(f"equation '{text}' has a result label that is repeated, or in no input.")
+        raise node.error(
+            "einsum.result_label_unsupported", f"equation '{text}' has a result label that is repeated, or in no input."
+        )
     return operands, result
 
 
@@ -76,7 +80,9 @@ def _read_labels(node: Node, text: str, term: str, rank: int) -> Labels:
     letters = before + after
     hidden = rank - len(letters)
     if (letters and not letters.isalpha()) or hidden < 0 or (hidden and not dots):
-        raise node.error(f"term '{term}' of equation '{text}' does not fit a tensor of rank {rank}.")
+        raise node.error(
+            "einsum.term_rank_mismatch", f"term '{term}' of equation '{text}' does not fit a tensor of rank {rank}."
+        )
     return (*before, *range(-hidden, 0), *after)
 
 

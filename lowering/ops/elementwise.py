@@ -237,7 +237,9 @@ def clip(node: Node, x: Value, low: Value | None = None, high: Value | None = No
 def _require_scalar(node: Node, bound: Value) -> Value:
     """Return the bound, which may be a vector of one element, as older exporters write it."""
     if bound.rank > 1:
-        raise node.error(f"{node.describe(bound, False)} has rank {bound.rank}.", "Make it a scalar.")
+        raise node.error(
+            "clip.bound_not_scalar", f"{node.describe(bound, False)} has rank {bound.rank}.", "Make it a scalar."
+        )
     return assert_shape(node, bound, (1,) * bound.rank)
 
 
@@ -356,7 +358,9 @@ def bitshift(node: Node, x: Value, count: Value) -> Value:
     """
     direction = node.attr("direction")
     if direction not in ("LEFT", "RIGHT"):
-        raise node.error(f"attribute direction is {direction!r}.", "Use LEFT or RIGHT.")
+        raise node.error(
+            "bit_shift.direction_unsupported", f"attribute direction is {direction!r}.", "Use LEFT or RIGHT."
+        )
     return pointwise(node, _shift_left if direction == "LEFT" else _shift_right, x, count, name="bitshift")
 
 

@@ -72,12 +72,20 @@ def gather_elements(node: Node, data: Value, indices: Value) -> Value:
 def gather_nd(node: Node, data: Value, indices: Value) -> Value:
     batch = node.attr("batch_dims", 0)
     if not indices.rank or not 0 <= batch < indices.rank:
-        raise node.error(f"attribute batch_dims is {batch}, for indices of rank {indices.rank}.")
+        raise node.error(
+            "gather_nd.batch_dims_out_of_range", f"attribute batch_dims is {batch}, for indices of rank {indices.rank}."
+        )
     depth = indices.shape[-1]
     if not isinstance(depth, int):
-        raise node.error("the last dimension of input indices is symbolic, so the rank of the result is unknown.")
+        raise node.error(
+            "node.static_size_required",
+            "the last dimension of input indices is symbolic, so the rank of the result is unknown.",
+            "Give it a static size.",
+        )
     if batch + depth > data.rank:
-        raise node.error(f"indices of shape {list(indices.shape)} do not fit data of rank {data.rank}.")
+        raise node.error(
+            "gather_nd.shape_mismatch", f"indices of shape {list(indices.shape)} do not fit data of rank {data.rank}."
+        )
     indices = assert_shape(node, indices, (*data.shape[:batch], *indices.shape[batch:]))
     indices = assert_tuple_indices(node, data, indices, batch)
     shape = (*indices.shape[:-1], *data.shape[batch + depth :])
@@ -105,7 +113,13 @@ def _require_index(node: Node, data: Value, index: Size, axis: int) -> Value:
     size = data.shape[axis]
     is_in_bounds = symbolic.logical_and(symbolic.less_or_equal(0, size + index), symbolic.less(index, size))
     return require(
-        node, data, is_in_bounds, f"index {{}} is outside dimension {axis}, which has size {{}}.", index, size
+        node,
+        data,
+        is_in_bounds,
+        "node.index_out_of_range",
+        f"index {{}} is outside dimension {axis}, which has size {{}}.",
+        index,
+        size,
     )
 
 
@@ -115,11 +129,17 @@ def assert_element_indices(node: Node, data: Value, indices: Value, axis: int) -
     There is one index per element, at the element's own position in the other dimensions.
     """
     if indices.rank != data.rank:
-        raise node.error(f"input indices has rank {indices.rank}, and the data rank {data.rank}.", "Use one rank.")
+        raise node.error(
+            "node.rank_mismatch",
+            f"input indices has rank {indices.rank}, and the data has rank {data.rank}.",
+            "Give both the same rank.",
+        )
     for k, (size, max_size) in enumerate(zip(indices.shape, data.shape)):
         if k != axis and not node.symbols.equal(size, max_size):
-            text = f"dimension {k} of input indices is {{}}, and that of the data {{}}: it must not be larger."
-            indices = require(node, indices, symbolic.less_or_equal(size, max_size), text, size, max_size)
+            text = f"dimension {k} of input indices is {{}}, and that of the data is {{}}: it must not be larger."
+            indices = require(
+                node, indices, symbolic.less_or_equal(size, max_size), "node.indices_too_large", text, size, max_size
+            )
     return assert_in_bounds(
         node, indices, data.shape[axis], bound_name=f"dimension {axis} of {node.describe(data, False)}"
     )

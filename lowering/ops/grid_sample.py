@@ -38,20 +38,30 @@ def grid_sample(node: Node, x: Value, grid: Value) -> Value:
     mode, padding = node.attr("mode", "linear"), node.attr("padding_mode", "zeros")
     for name, attribute, legal in (("mode", mode, tuple(_MODES)), ("padding_mode", padding, _PADDINGS)):
         if attribute not in legal:
-            raise node.error(f"attribute {name} is '{attribute}'.", f"Use one of {', '.join(legal)}.")
+            raise node.error(
+                "grid_sample.attribute_unsupported",
+                f"attribute {name} is '{attribute}'.",
+                f"Use one of {', '.join(legal)}.",
+            )
     count = _MODES[mode]
     spatial = x.rank - 2
     if spatial < 1 or grid.rank != x.rank or grid.shape[-1] != spatial:
         raise node.error(
-            f"inputs X {list(x.shape)} and grid {list(grid.shape)} do not fit.",
-            "X is [N, C, D1, ...], and the grid [N, ..., number of D].",
+            "grid_sample.shape_unsupported",
+            f"inputs X {list(x.shape)} and grid {list(grid.shape)} do not fit together.",
+            "Give X the shape [N, C, D1, ...], and the grid the shape [N, ..., number of D].",
         )
     if not is_float(grid.dtype) or (count > 1 and not is_float(x.dtype)) or count**spatial > 64:
-        raise node.error(f"mode '{mode}' of X {x.dtype} with {spatial} spatial axes is not supported.")
+        raise node.error(
+            "grid_sample.mode_unsupported",
+            f"mode '{mode}' of X {x.dtype} with {spatial} spatial axes is not supported.",
+        )
     batch, sizes, grid_sizes = x.shape[0], x.shape[2:], grid.shape[1:-1]
     grid = assert_shape(node, grid, (batch, *grid_sizes, spatial))
     for size in sizes:
-        x = require(node, x, size > 0, "dimension {} of X is empty.", size)
+        x = require(
+            node, x, size > 0, "grid_sample.input_empty", "a spatial dimension of X is {}, and must be positive.", size
+        )
     acc = "float64" if grid.dtype == "float64" else "float32"
     grid_axes = GridAxes(padding, bool(node.attr("align_corners", 0)), count, acc)
     tables: list[Value] = []

@@ -61,7 +61,7 @@ def _emit_accumulator(node: Node, x: Value, w: Value, x_zero: Value | None, w_ze
     """Emit the accumulators [N, D1, ..., M], int32."""
     for name, value in (("X", x), ("W", w)):
         if value.dtype not in BYTES:
-            raise node.error(f"{name} has type {value.dtype}.", "Give it bytes: uint8 or int8.")
+            raise node.error("node.dtype_unsupported", f"{name} has type {value.dtype}.", "Use uint8 or int8.")
     x_zero = None if x_zero is None else broadcast_scale(node, x_zero)
     w_zero = None if w_zero is None else broadcast_scale(node, w_zero, w.shape[0])
     x, w, window, group = read_conv_operands(node, x, w)

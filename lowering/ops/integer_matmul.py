@@ -85,7 +85,7 @@ def integer_matmul(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero:
     """
     for name, value in (("A", a), ("B", b)):
         if value.dtype not in BYTES:
-            raise node.error(f"{name} has type {value.dtype}.", "Give it bytes: uint8 or int8.")
+            raise node.error("node.dtype_unsupported", f"{name} has type {value.dtype}.", "Use uint8 or int8.")
     if a.rank == 1 or b.rank == 1:  # a vector is a matrix of one row or column
         is_row, is_column = a.rank == 1, b.rank == 1
         a_zero = None if a_zero is None else broadcast_scale(node, a_zero, a.shape[-2] if a.rank > 1 else None)
@@ -151,7 +151,11 @@ def broadcast_scale(node: Node, value: Value, size: Size | None = None, has_colu
     if value.rank != 1:
         return value
     if size is None:
-        raise node.error(f"{node.describe(value, False)} is a vector of {value.shape[0]}.", "Give it one element.")
+        raise node.error(
+            "node.scale_not_scalar",
+            f"{node.describe(value, False)} is a vector of {value.shape[0]} elements.",
+            "Give it one element.",
+        )
     value = assert_shape(node, value, (size,))
     return reshape_to(node, value, (size, 1)) if has_column_axis else value
 

@@ -47,8 +47,9 @@ def linear_attention(
     q_heads, kv_heads = node.attr("q_num_heads"), node.attr("kv_num_heads")
     if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
         raise node.error(
+            "linear_attention.heads_not_divisible",
             f"attributes q_num_heads and kv_num_heads are {q_heads} and {kv_heads}.",
-            "Make q_num_heads a positive multiple of kv_num_heads.",
+            "Choose q_num_heads as a positive multiple of kv_num_heads.",
         )
     rows = LinearAttentionInputs(query, key, value, decay, beta)
     return emit_linear_attention(node, rows, past_state, (q_heads, kv_heads), shared_keys=False)
@@ -68,7 +69,9 @@ def emit_linear_attention(
         past = node.emit(relax.op.zeros(node.shape_expr(state_shape), inputs.query.dtype))
     if past.rank != 4 or past.dtype not in FLOATS:
         raise node.error(
-            f"input past_state is {past.dtype} of rank {past.rank}.", "Make it floats [batch, kv_num_heads, D, Dv]."
+            "linear_attention.past_state_unsupported",
+            f"input past_state is {past.dtype} of rank {past.rank}.",
+            "Give it a float type and the shape [batch, kv_num_heads, D, Dv].",
         )
     past = assert_shape(node, past, state_shape)
     record = replace(record, state_dtype=past.dtype)
@@ -92,23 +95,29 @@ def read_linear_attention(
     query, decay, beta = inputs.query, inputs.decay, inputs.beta
     rule = node.attr("update_rule", "gated_delta")
     if rule not in _RULES:
-        raise node.error(f"attribute update_rule is '{rule}'.", f"Use one of {', '.join(_RULES)}.")
+        raise node.error(
+            "linear_attention.update_rule_unsupported",
+            f"attribute update_rule is '{rule}'.",
+            f"Use one of {', '.join(_RULES)}.",
+        )
     for name, value, rules in (("decay", decay, _DECAY), ("beta", beta, _DELTA)):
         if (value is not None) != (rule in rules):
             state = "missing" if value is None else "given"
-            needed = "needs" if value is None else "has no use for"
-            raise node.error(f"input {name} is {state}, and update_rule '{rule}' {needed} it.")
+            needed = "needs" if value is None else "does not use"
+            raise node.error(
+                "linear_attention.rule_input_mismatch",
+                f"input {name} is {state}, and update_rule '{rule}' {needed} it.",
+                f"{'Add' if value is None else 'Remove'} the input.",
+            )
     rows = {name: x for name, x in vars(inputs).items() if x is not None}
-    for name, x in rows.items():
-        if x.rank != 3:
-            raise node.error(f"input {name} has rank {x.rank}.", "Make it [batch, length, heads * size].")
-        if x.dtype != query.dtype or x.dtype not in FLOATS:
-            raise node.error(f"input {name} is {x.dtype}, for a query of {query.dtype}.", "Give both one float type.")
+    _check_rows(node, rows, query.dtype)
     size = _read_head_count(node, "query", query, q_heads)
     k_heads = _read_head_count(node, "key", inputs.key, size)
     if k_heads != kv_heads and not (shared_keys and kv_heads % k_heads == 0):
         raise node.error(
-            f"input key has {k_heads} heads of {size} elements, as query has, for kv_num_heads = {kv_heads}."
+            "linear_attention.key_heads_mismatch",
+            f"input key has {k_heads} heads of {size} elements, the head size of query, and kv_num_heads is "
+            f"{kv_heads}.",
         )
     batch, length = query.shape[:2]
     record = LinearAttention(
@@ -128,12 +137,31 @@ def read_linear_attention(
     return record, [assert_shape(node, x, (batch, length, x.shape[2]), name) for name, x in rows.items()]
 
 
+def _check_rows(node: Node, rows: dict[str, Value], dtype: str) -> None:
+    """Check the ranks of the present inputs, and that they have the type of the query."""
+    for name, x in rows.items():
+        if x.rank != 3:
+            raise node.error(
+                "linear_attention.rank_unsupported",
+                f"input {name} has rank {x.rank}.",
+                "Give it the shape [batch, length, heads * size].",
+            )
+        if x.dtype != dtype or x.dtype not in FLOATS:
+            raise node.error(
+                "linear_attention.dtype_mismatch",
+                f"input {name} is {x.dtype}, for a query of {dtype}.",
+                "Give both the same float type.",
+            )
+
+
 def _read_head_count(node: Node, name: str, x: Value, divisor: int) -> int:
     """Return the last dimension, which must be static, divided by `divisor`."""
     width: Size = x.shape[2]
     if not isinstance(width, int) or width % divisor or not width:
         raise node.error(
-            f"the last dimension of input {name} is {width}.", f"Make it a number, a positive multiple of {divisor}."
+            "linear_attention.width_not_divisible",
+            f"the last dimension of input {name} is {width}.",
+            f"Use a static size, a positive multiple of {divisor}.",
         )
     return width // divisor
 
@@ -145,5 +173,7 @@ def _read_per_head(node: Node, x: Value | None, name: str, meanings: dict[int, i
     width = x.shape[2]
     if not isinstance(width, int) or width not in meanings:
         sizes = " or ".join(str(size) for size in meanings)
-        raise node.error(f"the last dimension of input {name} is {width}.", f"Make it {sizes}.")
+        raise node.error(
+            "linear_attention.width_unsupported", f"the last dimension of input {name} is {width}.", f"Use {sizes}."
+        )
     return meanings[width]

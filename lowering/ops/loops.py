@@ -85,7 +85,9 @@ def _emit_scan(
     """
     count = node.attr("num_scan_inputs")
     if not 1 <= count <= len(inputs):
-        raise node.error(f"attribute num_scan_inputs is {count}, for {len(inputs)} inputs.")
+        raise node.error(
+            "scan.input_count_out_of_range", f"attribute num_scan_inputs is {count}, for {len(inputs)} inputs."
+        )
     state, read = list(inputs[: len(inputs) - count]), list(inputs[len(inputs) - count :])
     axes = node.attr("scan_input_axes", None) or [0] * count
     backwards = backwards or [0] * count
@@ -143,14 +145,23 @@ def _move_steps_axis(node: Node, stacked: Value, axis: int, back: int) -> Value:
 def scan_8(node: Node, lengths: Value | None, *inputs: Value) -> tuple[Value, ...]:
     """Emit a Scan of each entry of a batch, which is the first axis of all inputs and outputs."""
     if lengths is not None:
-        raise node.error("input sequence_lens is given.", "Leave it out, or export the model for opset 9 or newer.")
+        raise node.error(
+            "scan.sequence_lens_unsupported",
+            "input sequence_lens is given.",
+            "Leave it out, or export the model for opset 9 or newer.",
+        )
     if not all(x.rank for x in inputs):
-        raise node.error("an input has no dimensions.", "Scan-8 goes over batches: the first one is the batch.")
+        raise node.error(
+            "scan.batch_missing",
+            "an input has no dimensions.",
+            "Give every input the batch as first dimension, over which Scan-8 runs.",
+        )
     batch = number(node, "the batch", unify_sizes(node, "the batch", *(x.shape[0] for x in inputs)))
     if not 1 <= batch * _count_nodes(node) <= _MAX_UNROLLED_NODES:
         raise node.error(
-            f"a batch of {batch} has its body, of {_count_nodes(node)} nodes, written out for each entry.",
-            f"Make that 1 to {_MAX_UNROLLED_NODES} nodes, or export the model for opset 9 or newer.",
+            "scan.body_too_large",
+            f"its body of {_count_nodes(node)} nodes is unrolled for each of {batch} entries of the batch.",
+            f"Keep the total between 1 and {_MAX_UNROLLED_NODES} nodes, or export the model for opset 9 or newer.",
         )
     inputs = tuple(assert_shape(node, x, (batch, *x.shape[1:])) for x in inputs)
     entries = [
@@ -191,7 +202,9 @@ def _stack_outputs(
         values = [results[k] for results in step_outputs]
         values = values[::-1] if backwards[k] else values
         if any(value.rank != values[0].rank or value.dtype != values[0].dtype for value in values):
-            raise node.error(f"what the steps give out as output {k} has different ranks or types.")
+            raise node.error(
+                "node.scan_output_mismatch", f"scan output {k} has different ranks or types in different steps."
+            )
         axis = normalize_axis(node, axes[k], values[0].rank + 1, "scan_output_axes")
         equal_shapes = [values[0], *(assert_shape(node, value, values[0].shape) for value in values[1:])]
         with_axis = [reshape_to(node, value, (*value.shape[:axis], 1, *value.shape[axis:])) for value in equal_shapes]

@@ -26,7 +26,11 @@ def emit_matmul(node: Node, a: Value, b: Value, acc_dtype: str | None = None) ->
     """
     require_numbers(node, a, b)
     if a.rank == 0 or b.rank == 0:
-        raise node.error(f"operands {list(a.shape)} and {list(b.shape)}: a scalar is no matrix.", "Use Mul.")
+        raise node.error(
+            "node.matmul_of_scalar",
+            f"operands {list(a.shape)} and {list(b.shape)}: a scalar is not a matrix.",
+            "Use Mul.",
+        )
     row, column = max(b.rank - 2, 0), a.rank - 1
     a_shape, b_shape = list(a.shape), list(b.shape)
     a_shape[column] = b_shape[row] = unify_sizes(node, "the inner dimension", a.shape[column], b.shape[row])
@@ -68,7 +72,11 @@ def gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
 def emit_gemm_accumulator(node: Node, a: Value, b: Value, c: Value | None) -> Value:
     """Emit alpha A' B' + beta C in the accumulator type."""
     if a.rank != 2 or b.rank != 2:
-        raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "Gemm takes matrices; MatMul takes any rank.")
+        raise node.error(
+            "gemm.rank_unsupported",
+            f"A and B have ranks {a.rank} and {b.rank}.",
+            "Use matrices, or MatMul for other ranks.",
+        )
     a = permute_axes(node, a, [1, 0]) if node.attr("transA", 0) else a
     b = permute_axes(node, b, [1, 0]) if node.attr("transB", 0) else b
     y = _scale(node, emit_matmul(node, a, b), "alpha")
@@ -83,5 +91,9 @@ def _scale(node: Node, value: Value, attribute: str) -> Value:
     if factor == 1.0:
         return value
     if not is_float(value.dtype) and factor != int(factor):
-        raise node.error(f"attribute {attribute} is {factor}, and elements are {value.dtype}.", "Use a whole number.")
+        raise node.error(
+            "gemm.factor_not_integer",
+            f"attribute {attribute} is {factor}, and elements are {value.dtype}.",
+            "Use a whole number.",
+        )
     return relax_call(node, relax.op.multiply, value, node.constant(np.array(factor).astype(value.dtype)))

@@ -30,7 +30,7 @@ _MAX_DIAGONAL = 2**48
 def transpose(node: Node, data: Value) -> Value:
     order = node.attr("perm", list(reversed(range(data.rank))))
     if sorted(order) != list(range(data.rank)):
-        raise node.error(f"attribute perm is {order} for data of rank {data.rank}.")
+        raise node.error("transpose.perm_unsupported", f"attribute perm is {order} for data of rank {data.rank}.")
     return emit_transpose(node, data, order)
 
 
@@ -61,7 +61,7 @@ def concatenate_values(node: Node, values: Sequence[Value], axis: int) -> Value:
         NodeError: Ranks differ, or static sizes of other axes.
     """
     if any(value.rank != values[0].rank for value in values):
-        raise node.error(f"inputs have different ranks: {[value.rank for value in values]}.")
+        raise node.error("node.rank_mismatch", f"inputs have different ranks: {[value.rank for value in values]}.")
     if can_fold_contents(*values):
         joined = np.concatenate([value.contents for value in values if value.contents is not None], axis=axis)
         if fits_contents(joined.shape):
@@ -102,7 +102,9 @@ def _align_shape(node: Node, value: Value, like: Shape, axis: int) -> Value:
     """Return the value, asserted to have the dimensions of `like` in all axes but one."""
     shape = (*like[:axis], value.shape[axis], *like[axis + 1 :])
     if any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(value.shape, shape)):
-        raise node.error(f"shapes {list(value.shape)} and {list(like)} differ outside of axis {axis}.")
+        raise node.error(
+            "node.shape_mismatch", f"shapes {list(value.shape)} and {list(like)} differ outside of axis {axis}."
+        )
     return assert_shape(node, value, shape)
 
 
@@ -113,16 +115,23 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
     sizes_of_outputs: list[Size] | None = node.attr("split", None)
     if lengths is not None:
         if lengths.rank != 1:
-            raise node.error(f"input split has rank {lengths.rank}.", "Make it a vector.")
+            raise node.error("node.vector_required", f"input split has rank {lengths.rank}.", "Make it a vector.")
         lengths = assert_shape(node, lengths, (count,))
         static_sizes = read_sizes(lengths)
         sizes_of_outputs = bind_sizes(node, lengths) if static_sizes is None else static_sizes
     elif sizes_of_outputs is None:
         sizes_of_outputs = _split_evenly(node, dim, count)
-        text = f"{count} parts are asked for of dimension {axis}, which is {{}}: the last would have less than nothing."
-        data = require(node, data, symbolic.less_or_equal(sizes_of_outputs[0] * (count - 1), dim), text, dim)
+        text = f"dimension {axis} is {{}} and cannot be split into {count} parts: the last one would be negative."
+        data = require(
+            node,
+            data,
+            symbolic.less_or_equal(sizes_of_outputs[0] * (count - 1), dim),
+            "split.too_many_parts",
+            text,
+            dim,
+        )
     if len(sizes_of_outputs) != count:
-        raise node.error(f"there are {count} outputs but {len(sizes_of_outputs)} lengths.")
+        raise node.error("split.count_mismatch", f"there are {count} outputs but {len(sizes_of_outputs)} lengths.")
     return tuple(split_axis(node, data, axis, sizes_of_outputs))
 
 
@@ -135,7 +144,9 @@ def split_axis(node: Node, data: Value, axis: int, lengths: Sequence[Size]) -> l
     dim = data.shape[axis]
     total = node.simplify(sum(lengths))
     if isinstance(total, int) and isinstance(dim, int) and total != dim:
-        raise node.error(f"the lengths {lengths} do not add up to dimension {axis}, which is {dim}.")
+        raise node.error(
+            "split.lengths_mismatch", f"the lengths {lengths} do not add up to dimension {axis}, which is {dim}."
+        )
     data = assert_nonnegative(node, data, lengths, "the split")
     data = assert_shape(node, data, (*data.shape[:axis], total, *data.shape[axis + 1 :]))
     results, start = [], 0
@@ -152,10 +163,18 @@ def _split_evenly(node: Node, dim: Size, count: int) -> list[Size]:
     """Return equal lengths; from version 18 on, with num_outputs, the last ones may be smaller."""
     if isinstance(dim, int):
         if dim % count and node.version < 18:
-            raise node.error(f"a dimension of {dim} has no {count} equal parts.", "Give the lengths.")
+            raise node.error(
+                "split.size_not_divisible",
+                f"a dimension of {dim} cannot be split into {count} equal parts.",
+                "Give the lengths.",
+            )
         size = -(-dim // count)
         if (count - 1) * size > dim:
-            raise node.error(f"a dimension of {dim} has no {count} parts of {size}, the last of which may be smaller.")
+            raise node.error(
+                "split.too_many_parts",
+                f"a dimension of {dim} cannot be split into {count} parts of {size}, of which only the last may be "
+                "smaller.",
+            )
         return [max(min(dim - k * size, size), 0) for k in range(count)]
     size = node.simplify(tirx.floordiv(dim + (count - 1), tirx.IntImm("int64", count)))
     if node.version < 18 or node.symbols.equal(size * count, dim):
@@ -167,9 +186,13 @@ def _split_evenly(node: Node, dim: Size, count: int) -> list[Size]:
 def expand(node: Node, data: Value, shape: Value) -> Value:
     target = read_sizes(shape)
     if shape.rank != 1:
-        raise node.error(f"input shape has rank {shape.rank}.", "Make it a vector.")
+        raise node.error("node.vector_required", f"input shape has rank {shape.rank}.", "Make it a vector.")
     if target is None and not isinstance(shape.shape[0], int):
-        raise node.error("input shape has a symbolic length, so the rank of the result is unknown.")
+        raise node.error(
+            "node.static_length_required",
+            "input shape has a symbolic length, so the rank of the result is unknown.",
+            "Give it a static length.",
+        )
     count = shape.shape[0]
     rank = max(data.rank, count)
     if target is not None:
@@ -182,7 +205,15 @@ def expand(node: Node, data: Value, shape: Value) -> Value:
         if w is not None and d is not None:
             text = f"dimension {axis - rank} of the data is {{}}, and does not broadcast to {{}}."
             is_unit = symbolic.logical_or(symbolic.equal(h, 1), symbolic.equal(w, 1))
-            data = require(node, data, symbolic.logical_or(symbolic.equal(h, w), is_unit), text, h, w)
+            data = require(
+                node,
+                data,
+                symbolic.logical_or(symbolic.equal(h, w), is_unit),
+                "expand.shapes_not_broadcastable",
+                text,
+                h,
+                w,
+            )
     open_axes = [k for k, d in enumerate(dims) if d is None]
     other_dims = tuple(d for d in dims if d is not None), data.dtype
     symbols = _bind_broadcast_sizes(node, shape, target is None, in_dims, target_dims, open_axes, other_dims)
@@ -212,7 +243,9 @@ def _merge_broadcast_size(node: Node, in_size: Size, target_size: Size | None) -
         and 1 not in (in_size, target_size)
         and in_size != target_size
     ):
-        raise node.error(f"size {in_size} of the data does not broadcast to {target_size}.")
+        raise node.error(
+            "expand.shapes_not_broadcastable", f"size {in_size} of the data does not broadcast to {target_size}."
+        )
     if node.symbols.equal(in_size, 1):
         return target_size
     if node.symbols.equal(target_size, 1) or node.symbols.equal(in_size, target_size):
@@ -244,7 +277,10 @@ def _bind_broadcast_sizes(
             h = in_dims[axis] * tirx.IntImm("int64", 1)
             w = target[0][axis - missing] if data_dependent else target_dims[axis]
             legal = tirx.Or(h == w, tirx.Or(h == 1, w == 1))
-            text = f"{node.where}: dimension {axis} of the data does not broadcast to {node.describe(shape, False)}."
+            text = (
+                f"[expand.shapes_not_broadcastable] {node.where}: dimension {axis} of the data does not broadcast to "
+            )
+            text += f"{node.describe(shape, False)}."
             with T.Assert(legal, text, "ValueError"):
                 pass
             result.append(tirx.Select(h == 1, w, h))
@@ -259,7 +295,11 @@ def _bind_broadcast_sizes(
 @op("Tile", since=6)
 def tile(node: Node, data: Value, repeats: Value) -> Value:
     if repeats.rank != 1 or (isinstance(repeats.shape[0], int) and repeats.shape[0] != data.rank):
-        raise node.error(f"input repeats is {list(repeats.shape)}, for data of rank {data.rank}.", "Give one for each.")
+        raise node.error(
+            "tile.repeats_unsupported",
+            f"input repeats has the shape {list(repeats.shape)}, for data of rank {data.rank}.",
+            "Give one number for each dimension.",
+        )
     repeats = assert_shape(node, repeats, (data.rank,))
     static_repeats = read_sizes(repeats)
     times = bind_sizes(node, repeats, (data.shape, data.dtype)) if static_repeats is None else static_repeats
@@ -309,7 +349,9 @@ def where(node: Node, condition: Value, a: Value, b: Value) -> Value:
 def trilu(node: Node, data: Value, k: Value | None = None) -> Value:
     upper = bool(node.attr("upper", 1))
     if data.rank < 2:
-        raise node.error(f"the input has rank {data.rank}.", "Make it a matrix, or a stack of them.")
+        raise node.error(
+            "trilu.rank_unsupported", f"the input has rank {data.rank}.", "Use a matrix, or a batch of matrices."
+        )
     offset = [0] if k is None else read_sizes(k)
     far = tirx.IntImm("int64", _MAX_DIAGONAL)
     zero = tirx.const(0, storage_dtype(data.dtype))
@@ -347,8 +389,14 @@ def one_hot(node: Node, indices: Value, depth: Value, values: Value) -> Value:
 def reverse_sequence(node: Node, data: Value, lengths: Value) -> Value:
     batch, time = node.attr("batch_axis", 1), node.attr("time_axis", 0)
     if {batch, time} != {0, 1} or data.rank < 2 or lengths.rank != 1:
-        problem = f"attributes batch_axis and time_axis are {batch} and {time}, the inputs have ranks {data.rank} and"
-        raise node.error(f"{problem} {lengths.rank}.", "The axes are 0 and 1 of data, and the lengths a vector.")
+        problem = (
+            f"attributes batch_axis and time_axis are {batch} and {time}, and the inputs have ranks {data.rank} and"
+        )
+        raise node.error(
+            "reverse_sequence.input_unsupported",
+            f"{problem} {lengths.rank}.",
+            "Use the axes 0 and 1 of data of rank 2 or more, and a vector of lengths.",
+        )
     lengths = assert_shape(node, lengths, (data.shape[batch],))
     length_name = f"the length of {node.describe(data, False)}"
     lengths = assert_in_bounds(
@@ -393,8 +441,9 @@ def _read_block_size(node: Node, data: Value) -> int:
     size = int(node.attr("blocksize"))
     if data.rank != 4 or not 1 <= size <= _MAX_BLOCK:
         raise node.error(
-            f"attribute blocksize is {size}, and the input of rank {data.rank}.",
-            f"Use rank 4, and 1 to {_MAX_BLOCK}.",
+            "node.blocksize_unsupported",
+            f"attribute blocksize is {size}, and the input has rank {data.rank}.",
+            f"Use rank 4, and a blocksize of 1 to {_MAX_BLOCK}.",
         )
     return size
 
@@ -402,6 +451,8 @@ def _read_block_size(node: Node, data: Value) -> int:
 def _divide(node: Node, size: Size, by: int) -> Size:
     if isinstance(size, int):
         if size % by:
-            raise node.error(f"size {size} is not divisible by {by}, as attribute blocksize asks.")
+            raise node.error(
+                "node.size_not_divisible", f"size {size} is not divisible by {by}, as attribute blocksize requires."
+            )
         return size // by
     return node.simplify(tirx.floordiv(size, tirx.IntImm("int64", by)))

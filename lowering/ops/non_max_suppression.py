@@ -34,7 +34,11 @@ def non_max_suppression(
     """
     for name, value in (("boxes", boxes), ("scores", scores)):
         if value.rank != 3 or value.dtype != "float32":
-            raise node.error(f"input {name} is {value.dtype} of rank {value.rank}.", "Make it float32 of rank 3.")
+            raise node.error(
+                "non_max_suppression.input_unsupported",
+                f"input {name} is {value.dtype} of rank {value.rank}.",
+                "Make it float32 of rank 3.",
+            )
     batch, classes, count = scores.shape
     boxes = assert_shape(node, boxes, (batch, count, 4))
     limits = [
@@ -88,7 +92,11 @@ def _read_limit(node: Node, value: Value | None, default: np.ndarray) -> Value:
     if value is None:
         return node.constant(default)
     if value.dtype != default.dtype.name:
-        raise node.error(f"{node.describe(value, False)} is {value.dtype}.", f"Make it {default.dtype.name}.")
+        raise node.error(
+            "non_max_suppression.dtype_unsupported",
+            f"{node.describe(value, False)} is {value.dtype}.",
+            f"Make it {default.dtype.name}.",
+        )
     return reshape_to(node, value, (1,))
 
 

@@ -197,7 +197,11 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
     """Emit x * gain + offset per channel, from the mean and variance inputs."""
     require_numbers(node, x, scale, bias, mean, variance)
     if node.attr("training_mode", 0):
-        raise node.error("attribute training_mode is 1.", "Export the model for inference (model.eval()).")
+        raise node.error(
+            "batch_normalization.training_unsupported",
+            "attribute training_mode is 1.",
+            "Export the model for inference (model.eval()).",
+        )
     x, scale, bias, mean, variance = assert_channel_vectors(node, x, scale, bias, mean, variance)
     epsilon, dtype = node.attr("epsilon", 1e-5), widen_dtype(x.dtype)
     (x,), order, back = unify_layouts(node, x)
@@ -230,9 +234,9 @@ def lrn(node: Node, x: Value) -> Value:
     require_numbers(node, x)
     size, alpha, beta, bias = (node.attr(*a) for a in (("size",), ("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0)))
     if not 1 <= size <= _MAX_CHANNELS:
-        raise node.error(f"attribute size is {size}.", f"Use 1 to {_MAX_CHANNELS}.")
+        raise node.error("lrn.size_out_of_range", f"attribute size is {size}.", f"Use 1 to {_MAX_CHANNELS}.")
     if not is_float(x.dtype):
-        raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
+        raise node.error("node.float_required", f"X is {x.dtype}.", "Cast it to a float type.")
     dtype, before = widen_dtype(x.dtype), (size - 1) // 2
     (x,), order, back = unify_layouts(node, x)
     channel = order.index(1)
@@ -267,7 +271,7 @@ def lp_normalization(node: Node, x: Value) -> Value:
     require_numbers(node, x)
     axis, p, dtype = normalize_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widen_dtype(x.dtype)
     if p not in (1, 2):
-        raise node.error(f"attribute p is {p}.", "Use 1 or 2.")
+        raise node.error("lp_normalization.p_unsupported", f"attribute p is {p}.", "Use 1 or 2.")
 
     def kernel(x: te.Tensor) -> te.Tensor:
         def power(*index: Element) -> Element:

@@ -47,7 +47,11 @@ def pad_11(node: Node, data: Value, pads: Value, value: Value | None = None, axe
     )
     count = len(chosen)
     if len(amounts) != 2 * count:
-        raise node.error(f"input pads has {len(amounts)} entries for {count} axes.", "Give two for each axis.")
+        raise node.error(
+            "pad.count_mismatch",
+            f"input pads has {len(amounts)} entries for {count} axes.",
+            "Give two numbers for each axis.",
+        )
     before, after = [0] * data.rank, [0] * data.rank
     for k, axis in enumerate(chosen):
         before[axis], after[axis] = amounts[k], amounts[count + k]
@@ -65,7 +69,11 @@ def _emit_pad(node: Node, data: Value, before: Sequence[Size], after: Sequence[S
             if not is_idle:
                 has_elements = symbolic.logical_or(symbolic.less(0, size), symbolic.equal(padded, 0))
                 data = require(
-                    node, data, has_elements, f"dimension {axis} is empty: mode {mode} has nothing to repeat."
+                    node,
+                    data,
+                    has_elements,
+                    "pad.input_empty",
+                    f"dimension {axis} is empty: mode {mode} has nothing to repeat.",
                 )
 
     (data,), order, back = unify_layouts(node, data)
@@ -85,10 +93,14 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
     axes = node.constant(np.arange(rank)) if axes is None else axes
     count = axes.shape[0]
     if not isinstance(count, int):
-        raise node.error("input axes has a symbolic length.", "Give it a fixed one.")
+        raise node.error("node.static_length_required", "input axes has a symbolic length.", "Give it a static length.")
     axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.describe(data, False)}")
     if pads.rank != 1 or (isinstance(pads.shape[0], int) and pads.shape[0] != 2 * count):
-        raise node.error(f"input pads is {list(pads.shape)}, for {count} axes.", "Give two for each axis.")
+        raise node.error(
+            "pad.count_mismatch",
+            f"input pads has the shape {list(pads.shape)}, for {count} axes.",
+            "Give two numbers for each axis.",
+        )
     pads = assert_shape(node, pads, (2 * count,))
     static_axes = None if axes.constant is None else {int(a) % rank for a in axes.constant}
     idle = [static_axes is not None and k not in static_axes for k in range(rank)]
@@ -105,7 +117,7 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
         padded = [T.bind(before[k] + data.shape[k] + total(k, count)) for k in range(rank)]
         if mode != "constant":
             for k in range(rank):
-                text = f"{node.where}: dimension {k} is empty: mode {mode} has nothing to repeat."
+                text = f"[pad.input_empty] {node.where}: dimension {k} is empty: mode {mode} has nothing to repeat."
                 with T.Assert(tirx.Or(data.shape[k] + zero > 0, padded[k] <= 0), text, "ValueError"):
                     pass
         return before + padded
@@ -143,7 +155,7 @@ def _map_inside(mode: str, position: Any, dim: Any) -> Any:
 def _read_mode(node: Node) -> str:
     mode = node.attr("mode", "constant")
     if mode not in _MODES:
-        raise node.error(f"attribute mode is '{mode}'.", f"Use one of {', '.join(_MODES)}.")
+        raise node.error("pad.mode_unsupported", f"attribute mode is '{mode}'.", f"Use one of {', '.join(_MODES)}.")
     return mode
 
 

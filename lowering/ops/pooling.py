@@ -22,7 +22,11 @@ def _read_window(node: Node, x: Value) -> tuple[Value, SpatialWindow]:
     require_numbers(node, x)
     kernel = node.attr("kernel_shape")
     if len(kernel) != x.rank - 2 or not kernel:
-        raise node.error(f"attribute kernel_shape is {list(kernel)} for X of rank {x.rank}.", "X is [N, C, D1, ...].")
+        raise node.error(
+            "node.kernel_shape_mismatch",
+            f"attribute kernel_shape is {list(kernel)} for X of rank {x.rank}.",
+            "Give X the shape [N, C, D1, ...], and the kernel a size for each of D1, ...",
+        )
     window = SpatialWindow.read(node, kernel)
     return assert_window_fits(node, channels_last(node, x), window), window
 
@@ -113,9 +117,9 @@ def _make_norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Call
     """Return the functions |x|^p of an element and p-th root of a sum, for attribute p."""
     p = node.attr("p", 2)
     if not 1 <= p <= _MAX_NORM:
-        raise node.error(f"attribute p is {p}.", f"Use 1 to {_MAX_NORM}.")
+        raise node.error("node.value_out_of_range", f"attribute p is {p}.", f"Use 1 to {_MAX_NORM}.")
     if not is_float(x.dtype):
-        raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
+        raise node.error("node.float_required", f"X is {x.dtype}.", "Cast it to a float type.")
 
     def power(x: Element) -> Element:
         if p % 2 == 0:

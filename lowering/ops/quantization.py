@@ -44,9 +44,17 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = Non
     to, precise = (_read_dtype(node.attr(name, 0)) for name in ("output_dtype", "precision"))
     dtype = to or ("uint8" if zero is None else zero.dtype)
     if zero is not None and zero.dtype != dtype:
-        raise node.error(f"output_dtype is {dtype}, and y_zero_point has type {zero.dtype}.", "Leave output_dtype out.")
+        raise node.error(
+            "quantize_linear.dtype_mismatch",
+            f"output_dtype is {dtype}, and y_zero_point has type {zero.dtype}.",
+            "Leave output_dtype out.",
+        )
     if dtype not in _RANGES and dtype not in FORMATS:
-        raise node.error(f"cannot quantize to {dtype}.", f"Use one of {', '.join((*_RANGES, *FORMATS))}.")
+        raise node.error(
+            "quantize_linear.dtype_unsupported",
+            f"cannot quantize to {dtype}.",
+            f"Use one of {', '.join((*_RANGES, *FORMATS))}.",
+        )
     precise = precise or _PRECISIONS.get(scale.dtype, scale.dtype)
     wide = "float64" if precise == "float64" else "float32"
     scale, zero, axis, size = _read_blocks(node, x, scale, zero, "y")
@@ -157,14 +165,22 @@ def _read_blocks(
     axis = normalize_axis(node, node.attr("axis", 1), x.rank) if scale.rank else 0
     if zero is not None and zero.rank != scale.rank:
         raise node.error(
-            f"{name}_zero_point has rank {zero.rank}, and {name}_scale rank {scale.rank}.", "Give them one shape."
+            "node.zero_point_rank_mismatch",
+            f"{name}_zero_point has rank {zero.rank}, and {name}_scale has rank {scale.rank}.",
+            "Give them the same shape.",
         )
     if size and scale.rank != x.rank:
         raise node.error(
-            f"{name}_scale has rank {scale.rank}, and blocks of x need {x.rank}.", "Give a scale for each block."
+            "node.block_scale_rank_mismatch",
+            f"{name}_scale has rank {scale.rank}, and blocks of x need rank {x.rank}.",
+            "Give a scale for each block.",
         )
     if not size and scale.rank > 1:
-        raise node.error(f"{name}_scale has rank {scale.rank}.", "Set block_size, or give a scalar or a vector.")
+        raise node.error(
+            "node.scale_rank_unsupported",
+            f"{name}_scale has rank {scale.rank}.",
+            "Set block_size, or give a scalar or a vector.",
+        )
     if scale.rank:
         blocks = list(x.shape) if size else [x.shape[axis]]
         if size:

@@ -66,7 +66,7 @@ def _read_seed(node: Node, streams: RandomStreams) -> Value:
     if seed is None:
         return streams.seed
     if not np.isfinite(seed):
-        raise node.error(f"attribute seed is {seed}.", "Give it a finite number.")
+        raise node.error("node.seed_not_finite", f"attribute seed is {seed}.", "Give it a finite number.")
     is_whole = abs(seed) < 2**63 and seed == int(seed)
     return node.constant(np.asarray(int(seed), np.int64) if is_whole else np.asarray(seed, np.float64).view(np.int64))
 

@@ -69,14 +69,20 @@ def multinomial(node: Node, logits: Value) -> Value:
     uniform share of the total.
     """
     if logits.rank != 2 or not is_float(logits.dtype):
-        raise node.error(f"the input is {logits.dtype} of rank {logits.rank}.", "Make it floats [batch, classes].")
+        raise node.error(
+            "multinomial.input_unsupported",
+            f"the input is {logits.dtype} of rank {logits.rank}.",
+            "Give it a float type and the shape [batch, classes].",
+        )
     samples, dtype = node.attr("sample_size", 1), ir.DataType(node.attr("dtype", ir.DataType.INT32)).numpy().name
     if samples < 0 or dtype not in ("int32", "int64"):
         raise node.error(
-            f"attribute sample_size is {samples}, and dtype {dtype}.", "Use at least 0, and int32 or int64."
+            "multinomial.attribute_unsupported",
+            f"attribute sample_size is {samples}, and dtype is {dtype}.",
+            "Use a sample_size of 0 or more, and int32 or int64.",
         )
     batch, classes = logits.shape
-    logits = require(node, logits, symbolic.less(0, classes), "the input has no classes.")
+    logits = require(node, logits, symbolic.less(0, classes), "multinomial.classes_empty", "the input has no classes.")
     shares = emit_uniform_numbers(node, (batch, samples), "float64")
 
     def search(running: Any, shares: Any, out: Any) -> None:
@@ -184,7 +190,7 @@ def _emit_draws(
 def _read_shape(node: Node) -> Shape:
     shape = tuple(node.attr("shape"))
     if any(size < 0 for size in shape):
-        raise node.error(f"attribute shape is {list(shape)}.", "Give it no negative size.")
+        raise node.error("node.negative_size", f"attribute shape is {list(shape)}.", "Use sizes of 0 or more.")
     return shape
 
 
@@ -193,5 +199,9 @@ def _read_dtype(node: Node, default: str, must_be_float: bool = True) -> str:
     attribute = node.attr("dtype", None)
     dtype = default if attribute is None else ir.DataType(attribute).numpy().name
     if must_be_float and (not is_float(dtype) or widen_dtype(dtype) not in ("float32", "float64")):
-        raise node.error(f"its result would be {dtype}.", "Set attribute dtype to a float type of 16 bits or more.")
+        raise node.error(
+            "node.result_dtype_unsupported",
+            f"its result would have the type {dtype}.",
+            "Set attribute dtype to a float type of 16 bits or more.",
+        )
     return dtype

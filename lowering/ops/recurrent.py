@@ -122,7 +122,11 @@ def emit_recurrent(
     inputs = {name: value for name, value in optional_inputs.items() if value is not None}
     for name, value in inputs.items():
         if value.rank != 3 or value.dtype not in _FLOATS:
-            raise node.error(f"input {name} is {value.dtype} of rank {value.rank}.", "Make it floats of rank 3.")
+            raise node.error(
+                "rnn.input_unsupported",
+                f"input {name} is {value.dtype} of rank {value.rank}.",
+                "Give it a float type and rank 3.",
+            )
     dtype = x.dtype
     if batch_first:
         inputs = {name: permute_axes(node, v, [1, 0, 2]) if name not in ("W", "R") else v for name, v in inputs.items()}
@@ -135,9 +139,11 @@ def emit_recurrent(
     w = assert_shape(node, w, (directions, gates * units, width))
     r = assert_shape(node, r, (directions, gates * units, units))
     if not units or not width:
-        raise node.error("it has no units, or no inputs.")
+        raise node.error("rnn.input_empty", "the number of units, or the input size, is 0.")
     if node.attr("hidden_size", units) != units:
-        raise node.error(f"attribute hidden_size is {node.attr('hidden_size')}, for {units} units.")
+        raise node.error(
+            "rnn.hidden_size_mismatch", f"attribute hidden_size is {node.attr('hidden_size')}, for {units} units."
+        )
     states = {}
     for name in ("h", *(["c"] if kind == "LSTM" else [])):
         state = inputs.get(f"initial_{name}")
@@ -151,7 +157,9 @@ def emit_recurrent(
     if lengths is not None:
         lengths = assert_shape(node, _require_rank(node, "sequence_lens", lengths, 1), (batch,))
         if lengths.dtype != "int32":
-            raise node.error(f"input sequence_lens is {lengths.dtype}.", "Make it int32.")
+            raise node.error(
+                "rnn.sequence_lens_unsupported", f"input sequence_lens is {lengths.dtype}.", "Make it int32."
+            )
     is_before_reset = kind == "GRU" and bool(node.attr("linear_before_reset", 0))
     results: list[tuple[Value, ...]] = []
     for direction in range(directions):
@@ -188,13 +196,15 @@ def _count_directions(node: Node) -> int:
     legal = {"forward": 1, "reverse": 1, "bidirectional": 2}
     direction = node.attr("direction", "forward")
     if direction not in legal:
-        raise node.error(f"attribute direction is '{direction}'.", f"Use one of {', '.join(legal)}.")
+        raise node.error(
+            "rnn.direction_unsupported", f"attribute direction is '{direction}'.", f"Use one of {', '.join(legal)}."
+        )
     return legal[direction]
 
 
 def _require_rank(node: Node, name: str, value: Value, rank: int) -> Value:
     if value.rank != rank:
-        raise node.error(f"input {name} has rank {value.rank}.", f"Make it {rank}.")
+        raise node.error("node.rank_unsupported", f"input {name} has rank {value.rank}.", f"Use rank {rank}.")
     return value
 
 
@@ -209,7 +219,9 @@ def _read_activations(node: Node, kind: str, directions: int) -> list[tuple[Acti
     by_lower_case = {name.lower(): name for name in _NUMBERS}
     if len(names) != len(defaults) * directions or any(name.lower() not in by_lower_case for name in names):
         raise node.error(
-            f"attribute activations is {names}.", f"Give {len(defaults) * directions} of {', '.join(_NUMBERS)}."
+            "rnn.activations_unsupported",
+            f"attribute activations is {names}.",
+            f"Give {len(defaults) * directions} of {', '.join(_NUMBERS)}.",
         )
     attribute_numbers = [list(node.attr(f"activation_{name}", None) or []) for name in ("alpha", "beta")]
     activations = []

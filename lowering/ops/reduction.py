@@ -206,7 +206,11 @@ def _reduce_runtime_axes(node: Node, reduction: _Reduction, data: Value, axes: V
     """
     rank = data.rank
     if not isinstance(axes.shape[0], int):
-        raise node.error("the number of axes is symbolic.", "Give axes a static shape, or make it a constant.")
+        raise node.error(
+            "node.static_length_required",
+            "the number of axes is symbolic.",
+            "Give axes a static shape, or make it a constant.",
+        )
 
     def sizes(chosen: tirx.Buffer) -> list[Element]:
         reduces = [_contains(chosen, axes.shape[0], axis, rank) for axis in range(rank)]

@@ -39,7 +39,10 @@ def reshape_to(node: Node, data: Value, shape: Shape) -> Value:
         return fold_contents(node, data, data.contents.reshape(shape))
     in_volume, out_volume = prod(data.shape), prod(shape)
     if isinstance(in_volume, int) and isinstance(out_volume, int) and in_volume != out_volume:
-        raise node.error(f"{list(data.shape)} has {in_volume} elements and cannot be given the shape {list(shape)}.")
+        raise node.error(
+            "node.element_count_mismatch",
+            f"the shape {list(data.shape)} has {in_volume} elements and cannot be reshaped to {list(shape)}.",
+        )
     if not node.symbols.equal(in_volume, out_volume):
         data = _assert_same_count(node, data, shape)
         data = node.cast_shape(_reshape(node, data, (in_volume,)), (out_volume,))
@@ -58,8 +61,16 @@ def _assert_same_count(node: Node, data: Value, shape: Shape) -> Value:
     if sum(not isinstance(d, int) for d in shape) > 1:
         volume = math.prod(tirx.const(d, "float64") if isinstance(d, int) else d.astype("float64") for d in shape)
         legal = symbolic.logical_and(legal, volume < tirx.const(float(_MAX_ELEMENTS), "float64"))
-    text = f"{node.describe(data, False)} has {{}} elements and cannot be given the shape"
-    return require(node, data, legal, f"{text} [{', '.join('{}' for _ in shape)}].", in_volume, *shape)
+    text = f"{node.describe(data, False)} has {{}} elements and cannot be reshaped to"
+    return require(
+        node,
+        data,
+        legal,
+        "node.element_count_mismatch",
+        f"{text} [{', '.join('{}' for _ in shape)}].",
+        in_volume,
+        *shape,
+    )
 
 
 def _reshape(node: Node, data: Value, shape: Shape) -> Value:
@@ -78,7 +89,11 @@ def reshape(node: Node, data: Value, shape: Value) -> Value:
     if target is not None:
         return reshape_to(node, data, _infer_dims(node, data.shape, target, allow_zero))
     if not isinstance(shape.shape[0], int):
-        raise node.error("input shape has a symbolic length, so the rank of the result is unknown.")
+        raise node.error(
+            "node.static_length_required",
+            "input shape has a symbolic length, so the rank of the result is unknown.",
+            "Give it a static length.",
+        )
 
     def dims(entries: Any) -> list[Any]:
         return _infer_runtime_dims(node.where, data.shape, [entries[k] for k in range(shape.shape[0])], allow_zero)
@@ -94,12 +109,15 @@ def _infer_dims(node: Node, data: Shape, target: list[Size], allow_zero: bool) -
     for axis, size in enumerate(target):
         if isinstance(size, int) and size == 0 and not allow_zero:
             if axis >= len(data):
-                raise node.error(f"0 at position {axis} of input shape stands for a dimension that the data lacks.")
+                raise node.error(
+                    "reshape.dimension_missing",
+                    f"0 at position {axis} of input shape copies a dimension that data of rank {len(data)} lacks.",
+                )
             size = data[axis]
         dims.append(size)
     inferred = [axis for axis, size in enumerate(dims) if isinstance(size, int) and size == -1]
     if len(inferred) > 1:
-        raise node.error("input shape holds -1 more than once.")
+        raise node.error("reshape.inferred_twice", "input shape holds -1 more than once.")
     if inferred:
         axis = inferred[0]
         dims[axis] = _divide_volumes(node, data, [d for k, d in enumerate(dims) if k != axis])
@@ -107,7 +125,7 @@ def _infer_dims(node: Node, data: Shape, target: list[Size], allow_zero: bool) -
             # Sizes computed in two ways do not cancel; the number of elements is asserted.
             dims[axis] = node.declared_size(0, axis) or dims[axis]
     if any(isinstance(d, int) and d < 0 for d in dims):
-        raise node.error(f"input shape is {dims}, which has a negative dimension.")
+        raise node.error("node.negative_size", f"input shape is {dims}, which has a negative dimension.")
     return tuple(dims)
 
 
@@ -129,7 +147,10 @@ def _divide_volumes(node: Node, data: Shape, dims: list[Size]) -> Size:
     numerator, denominator = node.simplify(prod(numerator_factors)), node.simplify(prod(divisor))
     if isinstance(numerator, int) and isinstance(denominator, int):
         if denominator == 0 or numerator % denominator:
-            raise node.error(f"input shape does not divide the data of shape {list(data)} evenly, so -1 has no value.")
+            raise node.error(
+                "reshape.size_not_divisible",
+                f"input shape does not divide the data of shape {list(data)} evenly, so -1 cannot be inferred.",
+            )
         return numerator // denominator
     if isinstance(denominator, int):
         return node.simplify(tirx.floordiv(numerator, _int64(max(denominator, 1))))
@@ -160,7 +181,9 @@ def _infer_runtime_dims(where: str, data: Shape, target: list[Any], allow_zero: 
     if not allow_zero:
         target = [tirx.Select(w == 0, data[k] * unit, w) if k < len(data) else w for k, w in enumerate(target)]
     inferred = _count_true(w == -1 for w in target)
-    with T.Assert(inferred <= 1, f"{where}: input shape holds -1 more than once.", "ValueError"):
+    with T.Assert(
+        inferred <= 1, f"[reshape.inferred_twice] {where}: input shape holds -1 more than once.", "ValueError"
+    ):
         pass
     specified = prod(tirx.Select(w == -1, unit, w) for w in target) * unit
     return [tirx.if_then_else(w == -1, tirx.floordiv(total, tirx.max(specified, unit)), w) for w in target]
@@ -170,7 +193,7 @@ def _infer_runtime_dims(where: str, data: Shape, target: list[Any], allow_zero: 
 def flatten(node: Node, data: Value) -> Value:
     axis = node.attr("axis", 1)
     if not -data.rank <= axis <= data.rank:
-        raise node.error(f"attribute axis is {axis} for data of rank {data.rank}.")
+        raise node.error("node.axis_out_of_range", f"attribute axis is {axis} for data of rank {data.rank}.")
     axis += data.rank if axis < 0 else 0
     return reshape_to(node, data, (prod(data.shape[:axis]), prod(data.shape[axis:])))
 
@@ -185,7 +208,7 @@ def squeeze(node: Node, data: Value, axes: Value | None = None) -> Value:
     chosen = {normalize_axis(node, a, data.rank, "axes entry") for a in axis_numbers}
     for axis in chosen:
         if isinstance(data.shape[axis], int) and data.shape[axis] != 1:
-            raise node.error(f"dimension {axis} is {data.shape[axis]} and cannot be squeezed.")
+            raise node.error("squeeze.size_not_one", f"dimension {axis} is {data.shape[axis]} and cannot be squeezed.")
     return reshape_to(node, data, tuple(d for k, d in enumerate(data.shape) if k not in chosen))
 
 
@@ -204,17 +227,20 @@ def _find_unit_dims(node: Node, data: Value) -> tuple[Value, list[int]]:
         removed = symbolic_ones
     else:
         raise node.error(
-            f"without axes it removes all dimensions of size 1, and its output is declared with {rank} dimensions, "
-            f"which dimensions {symbolic_ones} of any size do not tell.",
+            "squeeze.axes_ambiguous",
+            f"without axes all dimensions of size 1 are removed, and its output is declared with {rank} dimensions, "
+            f"which does not determine which of the symbolic dimensions {symbolic_ones} are 1.",
             "Give the axes, or compile with --dim NAME=1 for those that are 1.",
         )
     for axis in symbolic_ones:
         is_one = symbolic.equal(data.shape[axis], 1)
         condition = is_one if removed else symbolic.logical_not(is_one)
         remedy = "" if removed else ", or compile with --dim NAME=1"
-        text = f"without axes it removes all dimensions of size 1. Dimension {axis} is {{}}, and it was compiled for "
-        text += f"{'1' if removed else 'others'}: give the axes{remedy}."
-        data = require(node, data, condition, text, data.shape[axis])
+        text = (
+            f"without axes all dimensions of size 1 are removed. Dimension {axis} is {{}}, and the model is compiled "
+        )
+        text += f"for {'1' if removed else 'other sizes'}. Give the axes{remedy}."
+        data = require(node, data, condition, "squeeze.axes_changed", text, data.shape[axis])
     return data, ones + removed
 
 
@@ -242,11 +268,11 @@ def unsqueeze(node: Node, data: Value, axes: Value | None = None) -> Value:
         return _unsqueeze_at_run_time(node, data, axes)
     axis_numbers = read_constant_ints(node, axes, "axes", "axes")
     if axis_numbers is None:
-        raise node.error("axes are missing.", "Give them; the operator requires them.")
+        raise node.error("unsqueeze.axes_missing", "axes are missing.", "Give them; the operator requires them.")
     rank = data.rank + len(axis_numbers)
     chosen = {normalize_axis(node, a, rank, "axes entry") for a in axis_numbers}
     if len(chosen) != len(axis_numbers):
-        raise node.error(f"axes {axis_numbers} name a dimension twice.")
+        raise node.error("unsqueeze.axes_repeated", f"axes {axis_numbers} name a dimension twice.")
     rest = iter(data.shape)
     return reshape_to(node, data, tuple(1 if k in chosen else next(rest) for k in range(rank)))
 
@@ -275,7 +301,11 @@ def _unsqueeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
 
 def _read_axis_count(node: Node, axes: Value) -> int:
     if axes.rank != 1 or not isinstance(axes.shape[0], int):
-        raise node.error("input axes has a symbolic length, so the rank of the result is unknown.")
+        raise node.error(
+            "node.static_length_required",
+            "input axes has a symbolic length, so the rank of the result is unknown.",
+            "Give it a static length.",
+        )
     return axes.shape[0]
 
 

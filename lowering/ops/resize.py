@@ -82,25 +82,35 @@ def resize(
         extrapolation=node.attr("extrapolation_value", 0.0),
     )
     if settings.antialias and settings.mode == "nearest":
-        raise node.error("attribute antialias is 1 in mode 'nearest'.", "Use 'linear' or 'cubic'.")
+        raise node.error(
+            "resize.antialias_unsupported", "attribute antialias is 1 in mode 'nearest'.", "Use 'linear' or 'cubic'."
+        )
     axes = [normalize_axis(node, axis, x.rank) for axis in node.attr("axes", None) or range(x.rank)]
     scales, sizes = (None if v is None or v.shape == (0,) else v for v in (scales, sizes))
     if (scales is None) == (sizes is None):
-        raise node.error("it needs one of the inputs scales and sizes.", "Give one of them, and leave the other empty.")
+        raise node.error(
+            "resize.size_ambiguous",
+            "exactly one of the inputs scales and sizes is required.",
+            "Give one of them, and leave the other empty.",
+        )
     return _emit_resize(node, x, settings, axes, scales, sizes, roi)
 
 
 def _read_choice(node: Node, name: str, default: str, legal: Sequence[str]) -> str:
     choice = node.attr(name, default)
     if choice not in legal:
-        raise node.error(f"attribute {name} is '{choice}'.", f"Use one of {', '.join(legal)}.")
+        raise node.error(
+            "resize.attribute_unsupported", f"attribute {name} is '{choice}'.", f"Use one of {', '.join(legal)}."
+        )
     return str(choice)
 
 
 def _read_mode(node: Node, coordinates: str) -> str:
     if coordinates not in _COORDINATES:
         raise node.error(
-            f"attribute coordinate_transformation_mode is '{coordinates}'.", f"Use one of {', '.join(_COORDINATES)}."
+            "resize.attribute_unsupported",
+            f"attribute coordinate_transformation_mode is '{coordinates}'.",
+            f"Use one of {', '.join(_COORDINATES)}.",
         )
     mode = _read_choice(node, "mode", "nearest", ("nearest", "linear", "bilinear", "trilinear", "cubic"))
     return "linear" if mode.endswith("linear") else mode
@@ -116,15 +126,21 @@ def _emit_resize(
     roi: Value | None = None,
 ) -> Value:
     if len(set(axes)) != len(axes):
-        raise node.error(f"attribute axes names an axis twice: {list(axes)}.")
+        raise node.error("resize.axes_repeated", f"attribute axes names an axis twice: {list(axes)}.")
     count = len(axes)
     for name, value, length in (("scales", scales, count), ("sizes", sizes, count)):
         if value is not None and value.shape != (length,):
-            raise node.error(f"input {name} is {list(value.shape)}, for {length} axes.", f"Make it [{length}].")
+            raise node.error(
+                "resize.shape_mismatch",
+                f"input {name} has the shape {list(value.shape)}, for {length} axes.",
+                f"Give it the shape [{length}].",
+            )
     if settings.mode == "nearest" or is_float(x.dtype) or x.dtype in ("uint8", "int8", "int32"):
         changes = _apply_scales(node, x, axes, scales) if scales is not None else _apply_sizes(node, x, axes, sizes)
     else:
-        raise node.error(f"mode '{settings.mode}' of {x.dtype} is not supported.", "Cast X to float32.")
+        raise node.error(
+            "resize.dtype_unsupported", f"mode '{settings.mode}' of {x.dtype} is not supported.", "Cast X to float32."
+        )
     if settings.coordinates == "tf_crop_and_resize":
         changes = _apply_roi(node, changes, roi)
     dtype = x.dtype
@@ -135,7 +151,12 @@ def _emit_resize(
             continue
         legal = symbolic.logical_or(symbolic.less(0, change.in_size), symbolic.equal(change.out_size, 0))
         x = require(
-            node, x, legal, f"dimension {change.axis} of X is empty, and {{}} places are asked for.", change.out_size
+            node,
+            x,
+            legal,
+            "resize.input_empty",
+            f"dimension {change.axis} of X is empty, and the output has {{}} elements along it.",
+            change.out_size,
         )
         x = (_emit_nearest if settings.mode == "nearest" else _emit_interpolated)(node, x, settings, change, dtype)
     return x if x.dtype == dtype else node.emit(relax.op.astype(node.tensor(x), dtype))
@@ -146,14 +167,14 @@ def _emit_resize(
 
 def _apply_scales(node: Node, x: Value, axes: Sequence[int], scales: Value) -> list[ResizedAxis]:
     if scales.dtype != "float32":
-        raise node.error(f"input scales is {scales.dtype}.", "Make it float32.")
+        raise node.error("resize.scales_dtype_unsupported", f"input scales is {scales.dtype}.", "Make it float32.")
     in_sizes = [x.shape[axis] for axis in axes]
     if scales.constant is None:
         return _apply_runtime_scales(node, x, axes, scales)
     resized_axes = []
     for axis, size, scale in zip(axes, in_sizes, scales.constant.tolist()):
         if not 0 < scale < 2**20:
-            raise node.error(f"input scales holds {scale}.", "Use positive numbers.")
+            raise node.error("resize.scale_out_of_range", f"input scales holds {scale}.", "Use positive numbers.")
         ratio = Fraction(scale)
         if isinstance(size, int):
             out_size: Size = math.floor(size * ratio)
@@ -190,19 +211,23 @@ def _apply_runtime_scales(node: Node, x: Value, axes: Sequence[int], scales: Val
 def _apply_sizes(node: Node, x: Value, axes: Sequence[int], sizes: Value | None) -> list[ResizedAxis]:
     assert sizes is not None
     if sizes.dtype != "int64":
-        raise node.error(f"input sizes is {sizes.dtype}.", "Make it int64.")
+        raise node.error("resize.sizes_dtype_unsupported", f"input sizes is {sizes.dtype}.", "Make it int64.")
     out_sizes = read_sizes(sizes)
     if out_sizes is None:
         other_dims = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
         out_sizes = bind_sizes(node, sizes, (other_dims, x.dtype))
     if any(isinstance(size, int) and size < 0 for size in out_sizes):
-        raise node.error(f"input sizes holds {min(size for size in out_sizes if isinstance(size, int))}.")
+        raise node.error(
+            "node.negative_size",
+            f"input sizes holds {min(size for size in out_sizes if isinstance(size, int))}.",
+            "Use sizes of 0 or more.",
+        )
     policy = _read_choice(node, "keep_aspect_ratio_policy", "stretch", _POLICIES)
     if policy == "stretch":
         return [ResizedAxis(axis, x.shape[axis], out_size, None) for axis, out_size in zip(axes, out_sizes)]
     in_sizes = [x.shape[axis] for axis in axes]
     if 0 in in_sizes or 0 in out_sizes:
-        raise node.error(f"keep_aspect_ratio_policy '{policy}' needs sizes that are positive.")
+        raise node.error("resize.aspect_ratio_undefined", f"keep_aspect_ratio_policy '{policy}' needs positive sizes.")
     if not all(isinstance(size, int) for size in (*in_sizes, *out_sizes)):
         return _apply_runtime_ratios(node, x, axes, out_sizes, policy)
     scale = (min if policy == "not_larger" else max)(out_size / size for size, out_size in zip(in_sizes, out_sizes))
@@ -243,7 +268,9 @@ def _apply_runtime_ratios(
 def _apply_roi(node: Node, changes: list[ResizedAxis], roi: Value | None) -> list[ResizedAxis]:
     count = len(changes)
     if roi is None or roi.shape != (2 * count,):
-        raise node.error("tf_crop_and_resize needs the input roi.", f"Make it [{2 * count}].")
+        raise node.error(
+            "resize.roi_missing", "tf_crop_and_resize needs the input roi.", f"Give it the shape [{2 * count}]."
+        )
     roi_values = node.emit(relax.op.astype(node.tensor(roi), "float64"))
 
     def emit_ends(k: int) -> Value:

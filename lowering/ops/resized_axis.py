@@ -168,7 +168,11 @@ def count_neighbors(node: Node, settings: ResizeSettings, change: ResizedAxis) -
         return 2 + 2 * before, -before
     first = math.floor(-reach / min(scale, 1.0)) + 1
     if 2 - 2 * first > _MAX_NEIGHBORS:
-        raise node.error(f"a scale of {scale} weighs {2 - 2 * first} elements.", "Use a larger one.")
+        raise node.error(
+            "resize.scale_too_small",
+            f"a scale of {scale} combines {2 - 2 * first} elements; the maximum is {_MAX_NEIGHBORS}.",
+            "Use a larger scale.",
+        )
     return 2 - 2 * first, first
 
 

@@ -47,15 +47,24 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
         ("coordinate_transformation_mode", coordinates, ("half_pixel", "output_half_pixel")),
     ):
         if attribute not in legal:
-            raise node.error(f"attribute {name} is '{attribute}'.", f"Use one of {', '.join(legal)}.")
+            raise node.error(
+                "roi_align.attribute_unsupported",
+                f"attribute {name} is '{attribute}'.",
+                f"Use one of {', '.join(legal)}.",
+            )
     out_sizes = [node.attr(f"output_{side}", 1) for side in ("height", "width")]
     if not all(1 <= n <= _MAX_SIDE for n in out_sizes) or not 0 <= ratio <= _MAX_SAMPLES:
-        raise node.error(f"a result of {out_sizes} with sampling_ratio {ratio} is not supported.")
+        raise node.error(
+            "roi_align.size_out_of_range",
+            f"a result of {out_sizes} with sampling_ratio {ratio} is not supported.",
+            f"Use sizes of 1 to {_MAX_SIDE}, and a sampling_ratio of 0 to {_MAX_SAMPLES}.",
+        )
     if (x.rank, rois.rank, batches.rank) != (4, 2, 1) or not is_float(x.dtype) or rois.dtype != x.dtype:
         raise node.error(
+            "roi_align.input_unsupported",
             f"X is {x.dtype} of rank {x.rank}, rois {rois.dtype} of rank {rois.rank}, batch_indices of rank "
             f"{batches.rank}.",
-            "X is [N, C, H, W], rois [R, 4] of its type, and batch_indices [R].",
+            "Give X the shape [N, C, H, W] and a float type, rois [R, 4] and the type of X, and batch_indices [R].",
         )
     count, acc, half = rois.shape[0], widen_dtype(x.dtype), coordinates == "half_pixel"
     rois = assert_shape(node, rois, (count, 4))
@@ -65,7 +74,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
     batches = node.emit(relax.op.astype(node.tensor(batches), "int64"))
     for axis in (2, 3):
         is_legal = symbolic.logical_or(symbolic.less(0, x.shape[axis]), symbolic.equal(count, 0))
-        x = require(node, x, is_legal, f"dimension {axis} of X is empty.")
+        x = require(node, x, is_legal, "roi_align.input_empty", f"dimension {axis} of X is empty.")
     last, rois = round_to(node, channels_last(node, x), acc), round_to(node, rois, acc)
     height, width, channels = last.shape[1:]
 
@@ -78,8 +87,8 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                 _compute_side(rois[r, 1 - k], rois[r, 3 - k], out_sizes[k], scale, half, ratio, number) for k in (0, 1)
             ]
             text = (
-                f"{node.where}: input 'rois' has a region of which more than {_MAX_SAMPLES} places would be sampled at "
-                "once."
+                f"[roi_align.too_many_samples] {node.where}: a region of input 'rois' needs more than {_MAX_SAMPLES} "
+                "samples along a side of an output element."
             )
             for _, _, samples in sides:
                 with T.Assert(samples <= number(_MAX_SAMPLES), text, "ValueError"):

@@ -53,13 +53,16 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
     require_numbers(node, x, cos, sin)
     if x.rank not in (3, 4):
         raise node.error(
-            f"X has rank {x.rank}.", "X is [batch, heads, sequence, head size] or [batch, sequence, hidden]."
+            "rotary_embedding.rank_unsupported",
+            f"X has rank {x.rank}.",
+            "Give it the shape [batch, heads, sequence, head size] or [batch, sequence, hidden].",
         )
     rank = 3 if positions is None else 2
     if cos.rank != rank or sin.rank != rank:
         raise node.error(
+            "rotary_embedding.cache_rank_unsupported",
             f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
-            "They are [positions, angles] with position_ids, else [batch, sequence, angles].",
+            "Give them the shape [positions, angles] with position_ids, else [batch, sequence, angles].",
         )
     return rotate_heads(node, _read_head(node, x), x, cos, sin, positions, from_the_back=True)
 
@@ -127,19 +130,24 @@ def _read_head(node: Node, x: Value) -> RotatedHead:
     heads = node.attr("num_heads", 0)
     if not isinstance(size, int):
         raise node.error(
-            "the last dimension of X is symbolic.", "Give it a number: heads and angles are counted by it."
+            "rotary_embedding.static_size_required",
+            "the last dimension of X is symbolic.",
+            "Give it a static size, which determines the numbers of heads and angles.",
         )
     if x.rank == 3:
         if heads < 1 or size % heads:
             raise node.error(
+                "rotary_embedding.width_not_divisible",
                 f"attribute num_heads is {heads} for X [batch, sequence, {size}].",
-                "Give a divisor of the last dimension.",
+                "Choose num_heads as a divisor of the last dimension.",
             )
         size //= heads
     rotated = node.attr("rotary_embedding_dim", 0) or size
     if rotated % 2 or not 0 < rotated <= size:
         raise node.error(
-            f"{rotated} of {size} dimensions of a head cannot be rotated.", "Rotate an even number of them."
+            "rotary_embedding.rotated_size_unsupported",
+            f"{rotated} of {size} dimensions of a head cannot be rotated.",
+            "Choose rotary_embedding_dim as an even number from 2 to the head size.",
         )
     return RotatedHead(size, rotated, bool(node.attr("interleaved", 0)))
 

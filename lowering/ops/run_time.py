@@ -34,8 +34,9 @@ def compute_sizes(
     for tensor in tensors:
         if any(isinstance(n, int) and n > MAX_DIMENSIONS for n in tensor.shape):
             raise node.error(
-                f"it is given {list(tensor.shape)} sizes or axes.",
-                f"Tensors have at most {MAX_DIMENSIONS} dimensions.",
+                "node.too_many_dimensions",
+                f"a vector of sizes or axes has the shape {list(tensor.shape)}.",
+                f"Use at most {MAX_DIMENSIONS} dimensions.",
             )
 
     def statements(*buffers: Any) -> None:

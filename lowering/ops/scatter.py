@@ -49,13 +49,22 @@ def scatter_elements(node: Node, data: Value, indices: Value, updates: Value) ->
 @op("ScatterND", since=11)
 def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value:
     if not indices.rank:
-        raise node.error("input indices is a scalar.", "Its last dimension holds one index for each dimension of data.")
+        raise node.error(
+            "scatter_nd.indices_scalar",
+            "input indices is a scalar.",
+            "Give it a last dimension with one index for each dimension of data.",
+        )
     depth, outer = indices.shape[-1], indices.rank - 1
     if not isinstance(depth, int):
         problem = f"the last dimension of input indices is the symbolic size {depth}."
-        raise node.error(problem, "Give the model a number: it tells the rank of the updates.")
+        raise node.error(
+            "node.static_size_required", problem, "Give it a static size, which determines the rank of the updates."
+        )
     if depth > data.rank:
-        raise node.error(f"the last dimension of input indices is {depth}, for data of rank {data.rank}.")
+        raise node.error(
+            "scatter_nd.shape_mismatch",
+            f"the last dimension of input indices is {depth}, for data of rank {data.rank}.",
+        )
     combine = _read_reduction(node, data)
     indices = assert_tuple_indices(node, data, indices)
     updates = _assert_updates_shape(node, updates, (*indices.shape[:-1], *data.shape[depth:]))
@@ -72,13 +81,17 @@ def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value
 
 def _assert_updates_shape(node: Node, updates: Value, shape: Shape) -> Value:
     if updates.rank != len(shape):
-        raise node.error(f"input updates has rank {updates.rank}.", f"Data and indices make it {len(shape)}.")
+        raise node.error(
+            "node.rank_mismatch",
+            f"input updates has rank {updates.rank}.",
+            f"Use rank {len(shape)}, which data and indices determine.",
+        )
     return assert_shape(node, updates, shape)
 
 
 def _emit_scatter(node: Node, name: str, statements: Any, data: Value, indices: Value, updates: Value) -> Value:
     if data.dtype == "complex128":
-        raise node.error("complex128 is not supported.", "Use complex64.")
+        raise node.error("node.complex128_unsupported", "complex128 is not supported.", "Use complex64.")
     (result,) = emit_loops(node, name, statements, [data, indices, updates], [(data.shape, data.dtype)])
     return result
 
@@ -86,9 +99,14 @@ def _emit_scatter(node: Node, name: str, statements: Any, data: Value, indices: 
 def _read_reduction(node: Node, data: Value) -> Any:
     name = node.attr("reduction", "none")
     if name not in _REDUCTIONS:
-        raise node.error(f"attribute reduction is '{name}'.", f"Use one of {', '.join(_REDUCTIONS)}.")
+        raise node.error(
+            "node.reduction_unsupported", f"attribute reduction is '{name}'.", f"Use one of {', '.join(_REDUCTIONS)}."
+        )
     if name != "none" and (storage_dtype(data.dtype) != data.dtype):
-        raise node.error(f"elements of type {data.dtype} cannot be combined with reduction '{name}'.")
+        raise node.error(
+            "node.reduction_dtype_unsupported",
+            f"elements of type {data.dtype} cannot be combined with reduction '{name}'.",
+        )
     if data.dtype == "bool" and name != "none":
         return {"add": tirx.Or, "mul": tirx.And, "max": tirx.Or, "min": tirx.And}[name]
     return _REDUCTIONS[name]

@@ -33,7 +33,11 @@ def _is_nan(x: Any) -> Any:
 def _to_rows(node: Node, data: Value, axis: int) -> Value:
     """Return the data as [outer, n, inner], n being the axis."""
     if storage_dtype(data.dtype) != data.dtype:
-        raise node.error(f"elements of type {data.dtype} have no order.", "Cast them to an ordinary number type.")
+        raise node.error(
+            "node.dtype_not_ordered",
+            f"elements of type {data.dtype} have no order.",
+            "Cast them to an ordinary number type.",
+        )
     shape = (prod(data.shape[:axis]), data.shape[axis], prod(data.shape[axis + 1 :]))
     return reshape_to(node, data, tuple(node.simplify(d) for d in shape))
 
@@ -64,7 +68,9 @@ def _emit_top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
     rows = _to_rows(node, data, axis)
     outer, n, inner = rows.shape
     fits = symbolic.logical_and(symbolic.less_or_equal(0, k), symbolic.less_or_equal(k, n))
-    rows = require(node, rows, fits, f"k is {{}}, and dimension {axis} has {{}} elements.", k, n)
+    rows = require(
+        node, rows, fits, "top_k.k_out_of_range", f"k is {{}}, and dimension {axis} has {{}} elements.", k, n
+    )
 
     def statements(x: Any, values: Any, indices: Any, order: Any, *scratch_buffers: Any) -> None:
         *merged, cursor = scratch_buffers
@@ -151,7 +157,11 @@ def _emit_arg(node: Node, data: Value, extreme: Reducer) -> Value:
     axis, last = normalize_axis(node, node.attr("axis", 0), data.rank), bool(node.attr("select_last_index", 0))
     rows = _to_rows(node, data, axis)
     rows = require(
-        node, rows, symbolic.less(0, rows.shape[1]), f"dimension {axis} is empty: nothing in it is the best."
+        node,
+        rows,
+        symbolic.less(0, rows.shape[1]),
+        "node.dimension_empty",
+        f"dimension {axis} is empty, and has no largest or smallest element.",
     )
 
     def kernel(x: te.Tensor) -> te.Tensor:
@@ -184,7 +194,11 @@ def _emit_arg(node: Node, data: Value, extreme: Reducer) -> Value:
 @op("NonZero", since=9)
 def non_zero(node: Node, data: Value) -> Value:
     if storage_dtype(data.dtype) != data.dtype:
-        raise node.error(f"elements of type {data.dtype} cannot be compared with zero.", "Cast them first.")
+        raise node.error(
+            "non_zero.dtype_unsupported",
+            f"elements of type {data.dtype} cannot be compared with zero.",
+            "Cast them first.",
+        )
 
     def is_nonzero(element: Any) -> Any:
         if data.dtype == "bool":
@@ -220,10 +234,12 @@ def compress(node: Node, data: Value, condition: Value) -> Value:
         data, axis = reshape_to(node, data, (prod(data.shape),)), 0
     axis = normalize_axis(node, axis, data.rank)
     if condition.rank != 1:
-        raise node.error(f"input condition has rank {condition.rank}.", "Make it a vector.")
+        raise node.error("node.vector_required", f"input condition has rank {condition.rank}.", "Make it a vector.")
     count, size = condition.shape[0], data.shape[axis]
     text = f"input condition has {{}} elements, for dimension {axis}, which has {{}}."
-    condition = require(node, condition, symbolic.less_or_equal(count, size), text, count, size)
+    condition = require(
+        node, condition, symbolic.less_or_equal(count, size), "compress.condition_too_long", text, count, size
+    )
     indices = non_zero(node, condition)
     shape = (*data.shape[:axis], indices.shape[1], *data.shape[axis + 1 :])
 
@@ -256,7 +272,9 @@ def _emit_running(
     """
     if storage_dtype(data.dtype) != data.dtype or data.dtype == "bool":
         raise node.error(
-            f"elements of type {data.dtype} cannot be added or multiplied.", "Cast them to an ordinary number type."
+            "node.dtype_not_arithmetic",
+            f"elements of type {data.dtype} cannot be added or multiplied.",
+            "Cast them to an ordinary number type.",
         )
     record = RunningSum(bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0)))
     is_static, rest, attributes = axis.constant is not None, [], {}

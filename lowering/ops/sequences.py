@@ -25,7 +25,9 @@ from .run_time import bind_sizes
 def _make_sequence(node: Node, dtype: str, items: Sequence[Value]) -> SequenceValue:
     """Return a sequence of these items, whose number is limited."""
     if len(items) > MAX_SEQUENCE_ELEMENTS:
-        raise node.error(f"its sequence has {len(items)} tensors; at most {MAX_SEQUENCE_ELEMENTS} are compiled.")
+        raise node.error(
+            "node.sequence_too_long", f"its sequence has {len(items)} tensors; the maximum is {MAX_SEQUENCE_ELEMENTS}."
+        )
     return SequenceValue(dtype, (), items=tuple(items))
 
 
@@ -33,7 +35,9 @@ def _make_sequence(node: Node, dtype: str, items: Sequence[Value]) -> SequenceVa
 def sequence_empty(node: Node) -> Value:
     dtype = node.attr("dtype", onnx.TensorProto.FLOAT)
     if dtype not in onnx.TensorProto.DataType.values()[1:]:
-        raise node.error(f"attribute dtype is {dtype}, which is not an element type.")
+        raise node.error(
+            "sequence_empty.dtype_unsupported", f"attribute dtype is {dtype}, which is not an element type."
+        )
     if dtype == onnx.TensorProto.STRING:
         return _make_sequence(node, "string", ())
     return _make_sequence(node, onnx.helper.tensor_dtype_to_np_dtype(dtype).name, ())
@@ -49,7 +53,9 @@ def sequence_insert(node: Node, sequence: SequenceValue, item: Value, position: 
     items = list(sequence.items)
     if item.dtype != sequence.dtype:
         raise node.error(
-            f"input tensor is {item.dtype}, and the sequence is of {sequence.dtype}.", "Cast the tensor before."
+            "sequence_insert.dtype_mismatch",
+            f"input tensor is {item.dtype}, and the sequence is of {sequence.dtype}.",
+            "Cast the tensor before the node.",
         )
     index = len(items) if position is None else _read_position(node, position, len(items) + 1, -len(items))
     return _make_sequence(node, sequence.dtype, [*items[:index], item, *items[index:]])
@@ -70,8 +76,10 @@ def sequence_at(node: Node, sequence: SequenceValue, position: Value) -> Value:
         return items[_read_position(node, position, len(items), -len(items))]
     if any(item.rank != items[0].rank for item in items):
         raise node.error(
-            f"the run says which tensor it is, and they have {', '.join(str(item.rank) for item in items)} dimensions.",
-            "Make input position a constant, or give the tensors one shape.",
+            "sequence_at.rank_mismatch",
+            "the position is computed at run time, and the tensors have the ranks "
+            f"{', '.join(str(item.rank) for item in items)}.",
+            "Make input position a constant, or give the tensors the same shape.",
         )
     equal_shapes = [
         items[0],
@@ -85,13 +93,16 @@ def _read_position(node: Node, position: Value, end: int, lowest: int) -> int:
     """Return a static position, counted from the front, from `lowest` up to `end`."""
     if position.constant is None or position.constant.size != 1:
         raise node.error(
-            "input position is computed at run time, and the order of the sequence has to be known before.",
+            "node.constant_required",
+            "input position is computed at run time, but the order of the sequence must be static.",
             "Make it a constant.",
         )
     index = int(position.constant.reshape(-1)[0])
     if not lowest <= index < end:
         allowed = f"allows {lowest} to {end - 1}" if end else "is empty"
-        raise node.error(f"input position is {index}, and the sequence of {-lowest} tensors {allowed}.")
+        raise node.error(
+            "node.index_out_of_range", f"input position is {index}, and the sequence of {-lowest} tensors {allowed}."
+        )
     return index if index >= 0 else index - lowest
 
 
@@ -113,24 +124,30 @@ def _read_lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> l
     """Return the length of each slice of a dimension."""
     if lengths is not None and lengths.rank == 1:
         if not isinstance(lengths.shape[0], int):
-            raise node.error("input split has a symbolic length.", "Give it a fixed one.")
+            raise node.error(
+                "node.static_length_required", "input split has a symbolic length.", "Give it a static length."
+            )
         static_lengths = read_sizes(lengths)
         return bind_sizes(node, lengths) if static_lengths is None else static_lengths
     if lengths is not None and (lengths.rank or lengths.constant is None):
         raise node.error(
-            f"input split of rank {lengths.rank} is computed at run time.", "Make it a constant scalar, or a vector."
+            "split_to_sequence.split_unsupported",
+            f"input split of rank {lengths.rank} is computed at run time.",
+            "Make it a constant scalar, or a vector.",
         )
     length = 1 if lengths is None or lengths.constant is None else int(lengths.constant)
     if length < 1:
-        raise node.error(f"input split is {length}.", "Make it 1 or more.")
+        raise node.error("node.value_out_of_range", f"input split is {length}.", "Use 1 or more.")
     if not isinstance(size, int):
         raise node.error(
+            "split_to_sequence.static_size_required",
             f"the number of parts depends on dimension {axis}, which is the symbolic size {size}.",
             "Give it a number, with dims= (--dim), or the lengths of all parts as input split.",
         )
     if size > length * MAX_SEQUENCE_ELEMENTS:
         raise node.error(
-            f"its sequence has {-(-size // length)} tensors; at most {MAX_SEQUENCE_ELEMENTS} are compiled."
+            "node.sequence_too_long",
+            f"its sequence has {-(-size // length)} tensors; the maximum is {MAX_SEQUENCE_ELEMENTS}.",
         )
     return [min(length, size - begin) for begin in range(0, size, length)]
 
@@ -139,9 +156,11 @@ def _read_lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> l
 def concat_from_sequence(node: Node, sequence: SequenceValue) -> Value:
     items, is_new = sequence.items, bool(node.attr("new_axis", 0))
     if not items:
-        raise node.error("its sequence is empty, so the shape of the result is unknown.")
+        raise node.error(
+            "concat_from_sequence.sequence_empty", "its sequence is empty, so the shape of the result is unknown."
+        )
     if any(item.rank != items[0].rank for item in items):
-        raise node.error(f"the tensors have different ranks: {[item.rank for item in items]}.")
+        raise node.error("node.rank_mismatch", f"the tensors have different ranks: {[item.rank for item in items]}.")
     axis = normalize_axis(node, node.attr("axis"), items[0].rank + is_new)
     if is_new:
         items = tuple(reshape_to(node, item, (*item.shape[:axis], 1, *item.shape[axis:])) for item in items)

@@ -43,7 +43,7 @@ def constant(node: Node) -> Value:
             name.removeprefix("value_").removesuffix("s")
         ]
         return node.constant(np.array(value, kind))
-    raise node.error("has no value, or one of type sparse_tensor.", "Use a dense tensor.")
+    raise node.error("constant.value_unsupported", "has no value, or one of type sparse_tensor.", "Use a dense tensor.")
 
 
 @op("Shape", since=1)
@@ -65,7 +65,9 @@ def constant_of_shape(node: Node, shape: Value) -> Value:
     if shape.rank != 1 or not isinstance(shape.shape[0], int):
         unknown = ", so the rank of the result is unknown" if shape.rank == 1 else ""
         raise node.error(
-            f"input shape has dimensions {list(shape.shape)}{unknown}.", "Make it a vector of fixed length."
+            "constant_of_shape.shape_unsupported",
+            f"input shape has dimensions {list(shape.shape)}{unknown}.",
+            "Make it a vector of static length.",
         )
     dims = tuple(bind_sizes(node, shape, ((), value.dtype.name)) if static_dims is None else static_dims)
     scalar = node.constant(value.reshape(()))
@@ -85,11 +87,15 @@ def emit_full(node: Node, scalar: Value, shape: Shape) -> Value:
 def eye_like(node: Node, data: Value) -> Value:
     k = max(-_MAX_OFFSET, min(node.attr("k", 0), _MAX_OFFSET))
     if data.rank != 2:
-        raise node.error(f"the input has rank {data.rank}.", "Make it a matrix.")
+        raise node.error("eye_like.rank_unsupported", f"the input has rank {data.rank}.", "Make it a matrix.")
     onnx_type = node.attr("dtype", None)
     dtype = data.dtype if onnx_type is None else ir.DataType(onnx_type).numpy().name
     if storage_dtype(dtype) != dtype:
-        raise node.error(f"attribute dtype asks for {dtype}, which cannot be computed with.", "Use a wider type.")
+        raise node.error(
+            "eye_like.dtype_unsupported",
+            f"attribute dtype is {dtype}, which does not support arithmetic.",
+            "Use a wider type.",
+        )
 
     def element(index: Any, *_: Any) -> Any:
         return tirx.Select(index[1] == index[0] + k, tirx.const(1, dtype), tirx.const(0, dtype))
@@ -109,22 +115,24 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
             and "float" in value.dtype
             and not np.isfinite(static_value.astype(np.float64)).all()
         ):
-            raise node.error(f"{node.describe(value, False)} is no finite number.")
+            raise node.error("range.input_not_finite", f"{node.describe(value, False)} is not a finite number.")
     if delta.constant is not None and not delta.constant.any():
-        raise node.error("input delta is 0.", "Use another step.")
+        raise node.error("range.delta_zero", "input delta is 0.", "Use another step.")
     scalars = [reshape_to(node, v, ()) for v in (start, limit, delta)]
     wide = "float64" if "float" in start.dtype else "int64"
 
     def length(first: Any, last: Any, step: Any) -> list[Any]:
         a, b, d = (x[()].astype(wide) for x in (first, last, step))
-        with T.Assert(d != tirx.const(0, wide), f"{node.where}: input delta is 0.", "ValueError"):
+        with T.Assert(d != tirx.const(0, wide), f"[range.delta_zero] {node.where}: input delta is 0.", "ValueError"):
             pass
         # Float64 does not wrap, and legal lengths are counted exactly. Nothing is bound to variables: for bfloat16 x,
         # TVM generates wrong code for them.
         real = [x.astype("float64") for x in (a, b, d)]
         if wide == "float64":
             finite = tirx.all(*(tirx.abs(x) < tirx.const(float("inf"), wide) for x in real))
-            with T.Assert(finite, f"{node.where}: an input is no finite number.", "ValueError"):
+            with T.Assert(
+                finite, f"[range.input_not_finite] {node.where}: an input is not a finite number.", "ValueError"
+            ):
                 pass
         estimate = tirx.ceil((real[1] - real[0]) / real[2])
         zero_length, limit_of_length = tirx.const(0.0, "float64"), tirx.const(float(2 * _MAX_OFFSET), "float64")
@@ -150,7 +158,7 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
 
 def _emit_range_of_sizes(node: Node, start: Size, limit: Size, delta: int, dtype: str) -> Value:
     if delta == 0:
-        raise node.error("input delta is 0.")
+        raise node.error("range.delta_zero", "input delta is 0.")
     span = node.simplify(limit - start if delta > 0 else start - limit)
     count = node.simplify(ceil_divide(clamp_nonnegative(node, span), abs(delta)))
     if fits_contents((count,)) and (count <= _MAX_RECIPE_POSITIONS or not node.importer.recipes):

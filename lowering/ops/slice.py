@@ -36,13 +36,15 @@ def slice_10(
 ) -> Value:
     first, last = read_sizes(starts), read_sizes(ends)
     if starts.rank != 1:
-        raise node.error(f"input starts has rank {starts.rank}.", "Make it a vector.")
+        raise node.error("node.vector_required", f"input starts has rank {starts.rank}.", "Make it a vector.")
     count = starts.shape[0]
     if not isinstance(count, int):
-        raise node.error("input starts has a symbolic length.", "Give it a fixed one.")
+        raise node.error(
+            "node.static_length_required", "input starts has a symbolic length.", "Give it a static length."
+        )
     for name, vector in (("ends", ends), ("axes", axes), ("steps", steps)):
         if vector is not None and vector.rank != 1:
-            raise node.error(f"input {name} has rank {vector.rank}.", "Make it a vector.")
+            raise node.error("node.vector_required", f"input {name} has rank {vector.rank}.", "Make it a vector.")
     ends = assert_shape(node, ends, (count,))
     axes, steps = (None if v is None else assert_shape(node, v, (count,)) for v in (axes, steps))
     stride = [1] * count if steps is None else read_sizes(steps)
@@ -62,7 +64,7 @@ def slice_axes(
     begins, strides, dims = [0] * data.rank, [1] * data.rank, list(data.shape)
     for axis, start, end, step in zip(axes, starts, ends, steps):
         if step == 0:
-            raise node.error("a step of 0 is not allowed.")
+            raise node.error("slice.step_zero", "a step of 0 is not allowed.")
         begins[axis], dims[axis] = _compute_bounds(node, data.shape[axis], start, end, step)
         strides[axis] = step
     return emit_slice(node, data, begins, strides, tuple(dims))
@@ -140,7 +142,7 @@ def _slice_at_run_time(node: Node, data: Value, starts: Value, ends: Value, axes
         begins, strides, lengths = [], [], []
         far = tirx.IntImm("int64", _MAX_BOUND)
         for j in range(count):
-            with T.Assert(stride[j] != 0, f"{node.where}: input steps holds 0.", "ValueError"):
+            with T.Assert(stride[j] != 0, f"[slice.step_zero] {node.where}: input steps holds 0.", "ValueError"):
                 pass
         # Clipped beyond any dimension: adding to a step does not wrap.
         steps = [T.bind(tirx.max(tirx.min(stride[j], far), -far)) for j in range(count)]

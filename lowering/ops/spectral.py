@@ -44,14 +44,23 @@ def _emit_dft(node: Node, x: Value, length: Value | None, axis: int) -> Value:
     axis = normalize_axis(node, axis, x.rank)
     components = _read_components(node, "input", x)
     if axis == x.rank - 1:
-        raise node.error(f"axis {axis} is that of real and imaginary parts.", "Use another one.")
+        raise node.error(
+            "dft.axis_unsupported", f"axis {axis} is the axis of real and imaginary parts.", "Use another axis."
+        )
     kind = _Transform.read(node, components)
     length_in = x.shape[axis]
     count = _read_length(node, "dft_length", length, kind.default_length(length_in))
     if not isinstance(length_in, int) or not isinstance(count, int):
         outer, inner = prod(x.shape[:axis]), prod(x.shape[axis + 1 : -1])
         out_count = _bind_output_count(node, kind, count)
-        x = require(node, x, symbolic.less_or_equal(0, count), "its transform has {} places.", count)
+        x = require(
+            node,
+            x,
+            symbolic.less_or_equal(0, count),
+            "dft.length_negative",
+            "the length of its transform is {}, and must not be negative.",
+            count,
+        )
         shape = (*x.shape[:axis], out_count, *x.shape[axis + 1 : -1])
         return _transform_runtime_sizes(node, x, kind, (outer, length_in, inner), (count, out_count), shape)
     order = [*(a for a in range(x.rank) if a not in (axis, x.rank - 1)), axis, x.rank - 1]
@@ -140,7 +149,11 @@ def stft(
     if signal.rank == 2:
         signal = reshape_to(node, signal, (*signal.shape, 1))
     if signal.rank != 3:
-        raise node.error(f"input signal has rank {signal.rank}.", "Make it [batch, length, 1 or 2].")
+        raise node.error(
+            "stft.rank_unsupported",
+            f"input signal has rank {signal.rank}.",
+            "Give it the shape [batch, length, 1 or 2].",
+        )
     default = None if window is None else _require_vector(node, window).shape[0]
     if default is None and frame_length is None:
         default = signal.shape[1]
@@ -149,9 +162,16 @@ def stft(
     )
     count = _read_length(node, "frame_length", frame_length, default)
     batch, length, _ = signal.shape
-    signal = require(node, signal, symbolic.less(0, count), "frame_length is {}, and must be positive.", count)
-    fits, text = symbolic.less_or_equal(count, length), "a signal of {} places has no frame of {}."
-    signal = require(node, signal, fits, text, length, count)
+    signal = require(
+        node,
+        signal,
+        symbolic.less(0, count),
+        "stft.frame_length_out_of_range",
+        "frame_length is {}, and must be positive.",
+        count,
+    )
+    fits, text = symbolic.less_or_equal(count, length), "a signal of {} elements is shorter than a frame of {}."
+    signal = require(node, signal, fits, "stft.signal_too_short", text, length, count)
     step, frames = _read_frames(node, frame_step, length, count)
     weights = []
     if window is not None:
@@ -180,7 +200,7 @@ def _read_frames(node: Node, frame_step: Value, length: Size, count: Size) -> tu
     static_step = read_sizes(reshape_to(node, frame_step, (1,)))
     if static_step is not None and isinstance(static_step[0], int):
         if static_step[0] < 1:
-            raise node.error(f"frame_step is {static_step[0]}.", "Make it positive.")
+            raise node.error("stft.frame_step_out_of_range", f"frame_step is {static_step[0]}.", "Use a positive step.")
         between = symbolic.floor_divide(symbolic.subtract(length, count), static_step[0])
         return static_step[0], node.simplify(symbolic.add(between, 1))
 
@@ -199,14 +219,18 @@ def _read_frames(node: Node, frame_step: Value, length: Size, count: Size) -> tu
 
 def _require_vector(node: Node, window: Value) -> Value:
     if window.rank != 1:
-        raise node.error(f"input window has rank {window.rank}.", "Make it 1.")
+        raise node.error("node.vector_required", f"input window has rank {window.rank}.", "Make it a vector.")
     return window
 
 
 def _read_components(node: Node, name: str, x: Value) -> int:
     if x.rank < 2 or x.shape[-1] not in (1, 2):
         shape = list(x.shape)
-        raise node.error(f"input {name} is {shape}.", "Its last axis has 1 part, the real one, or 2.")
+        raise node.error(
+            "node.components_unsupported",
+            f"input {name} has the shape {shape}.",
+            "Use a last axis of 1 (real) or 2 (real and imaginary) elements.",
+        )
     return int(x.shape[-1])
 
 
@@ -217,7 +241,7 @@ def _read_length(node: Node, name: str, value: Value | None, default: Size | Non
         assert value is not None
         lengths = bind_sizes(node, reshape_to(node, value, (1,)), source=value)
     if isinstance(lengths[0], int) and not 0 <= lengths[0] <= _MAX_LENGTH:
-        raise node.error(f"{name} is {lengths[0]}.", f"Use 0 to {_MAX_LENGTH}.")
+        raise node.error("node.value_out_of_range", f"{name} is {lengths[0]}.", f"Use 0 to {_MAX_LENGTH}.")
     return lengths[0]
 
 
@@ -238,7 +262,11 @@ class _Transform:
     def read(node: Node, components: int) -> _Transform:
         kind = _Transform(components, bool(node.attr("inverse", 0)), bool(node.attr("onesided", 0)))
         if kind.is_real and components == 1:
-            raise node.error("a one-sided inverse needs real and imaginary parts.", "Give a complex input.")
+            raise node.error(
+                "dft.complex_input_required",
+                "a one-sided inverse needs real and imaginary parts.",
+                "Give a complex input.",
+            )
         return kind
 
     @property

@@ -31,7 +31,9 @@ def string_concat(node: Node, x: Value, y: Value) -> Value:
     try:
         texts, ends = np.broadcast_arrays(texts, ends)
     except ValueError:
-        raise node.error(f"inputs X {list(x.shape)} and Y {list(y.shape)} do not broadcast.") from None
+        raise node.error(
+            "node.shapes_not_broadcastable", f"inputs X {list(x.shape)} and Y {list(y.shape)} do not broadcast."
+        ) from None
     return node.constant(_map_strings(str.__add__, texts, ends))
 
 
@@ -53,7 +55,10 @@ def regex_full_match(node: Node, x: Value) -> Value:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise node.error(f"attribute pattern is '{pattern}', which is not a regular expression: {error}.") from None
+        raise node.error(
+            "regex_full_match.pattern_invalid",
+            f"attribute pattern is '{pattern}', which is not a regular expression: {error}.",
+        ) from None
     texts = _read_strings(node, "X", x)
     return node.constant(np.array([compiled.fullmatch(text) is not None for text in texts.flat]).reshape(texts.shape))
 
@@ -63,9 +68,17 @@ def string_normalizer(node: Node, x: Value) -> Value:
     """Return the strings [C] or [1, C] without stop words, in another case; if none remain, one empty string."""
     action, stopwords = node.attr("case_change_action", "NONE"), node.attr("stopwords", [])
     if action not in _CASES:
-        raise node.error(f"attribute case_change_action is '{action}'.", f"Use one of {', '.join(_CASES)}.")
+        raise node.error(
+            "string_normalizer.case_unsupported",
+            f"attribute case_change_action is '{action}'.",
+            f"Use one of {', '.join(_CASES)}.",
+        )
     if x.rank not in (1, 2) or (x.rank == 2 and x.shape[0] != 1):
-        raise node.error(f"input X is {list(x.shape)}.", "Make it [C] or [1, C].")
+        raise node.error(
+            "string_normalizer.shape_unsupported",
+            f"input X has the shape {list(x.shape)}.",
+            "Give it the shape [C] or [1, C].",
+        )
     by_letters = bool(stopwords) and not node.attr("is_case_sensitive", 0)
     if x.constant is None and action == "NONE" and not by_letters:
         return _remove_stopwords(node, x, stopwords)
@@ -119,6 +132,7 @@ def _read_strings(node: Node, name: str, value: Value) -> np.ndarray:
 
 def _make_runtime_error(node: Node, name: str) -> NodeError:
     return node.error(
-        f"input {name} is known to the run only, and compiled code tells of strings only whether they are equal.",
+        "node.string_at_run_time",
+        f"input {name} is computed at run time, where compiled code can only compare strings for equality.",
         "Make it a constant, or compute it before the model.",
     )

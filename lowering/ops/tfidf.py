@@ -43,9 +43,13 @@ def tfidf_vectorizer(node: Node, x: Value) -> Value:
     """Emit [max(ngram_indexes) + 1] of X [C], or [N, max(ngram_indexes) + 1] of X [N, C]."""
     mode = node.attr("mode")
     if mode not in _MODES:
-        raise node.error(f"attribute mode is '{mode}'.", f"Use one of {', '.join(_MODES)}.")
+        raise node.error(
+            "tf_idf_vectorizer.mode_unsupported", f"attribute mode is '{mode}'.", f"Use one of {', '.join(_MODES)}."
+        )
     if x.rank not in (1, 2):
-        raise node.error(f"input X has rank {x.rank}.", "Make it [C] or [N, C].")
+        raise node.error(
+            "tf_idf_vectorizer.rank_unsupported", f"input X has rank {x.rank}.", "Give it the shape [C] or [N, C]."
+        )
     pool = _read_pool(node, x.dtype)
     weights = _read_weights(node, len(pool.firsts) - 1)
     dtype = "string" if x.dtype == "string" else "int64"
@@ -58,9 +62,16 @@ def tfidf_vectorizer(node: Node, x: Value) -> Value:
 def _read_pool(node: Node, dtype: str) -> _NgramPool:
     numbers, texts = node.attr("pool_int64s", None), node.attr("pool_strings", None)
     if (numbers is None) == (texts is None):
-        raise node.error("it needs one of the attributes pool_int64s and pool_strings.", "Give one of them.")
+        raise node.error(
+            "tf_idf_vectorizer.pool_ambiguous",
+            "exactly one of the attributes pool_int64s and pool_strings is required.",
+            "Give one of them.",
+        )
     if (texts is None) == (dtype == "string"):
-        raise node.error(f"input X is {dtype}, and the pool holds {'integers' if texts is None else 'strings'}.")
+        raise node.error(
+            "tf_idf_vectorizer.pool_dtype_mismatch",
+            f"input X is {dtype}, and the pool holds {'integers' if texts is None else 'strings'}.",
+        )
     items = numbers if texts is None else node.encode_strings(np.array(texts, object)).tolist()
     output_indices = _read_ngrams(node, items)
     ordered = sorted(output_indices, key=lambda ngram: output_indices[ngram])
@@ -83,22 +94,29 @@ def _read_ngrams(node: Node, items: list[int]) -> dict[tuple[int, ...], int]:
     for length, (start, end) in enumerate(zip(counts, ends), start=1):
         if not 0 <= start <= end <= len(items) or (end - start) % length:
             raise node.error(
+                "tf_idf_vectorizer.ngram_counts_unsupported",
                 f"attribute ngram_counts is {counts}, for a pool of {len(items)} items.",
-                "Make it where the n-grams of each length begin in the pool.",
+                "Set it to the positions in the pool at which the n-grams of each length begin.",
             )
         ngrams += [tuple(items[start_item : start_item + length]) for start_item in range(start, end, length)]
     if len(ngrams) != len(indexes) or min(indexes, default=-1) < 0:
         raise node.error(
-            f"attribute ngram_indexes has {len(indexes)} elements from {min(indexes, default=0)} on, for {len(ngrams)} "
-            "n-grams.",
-            "Give each n-gram a place of the result.",
+            "tf_idf_vectorizer.ngram_indexes_mismatch",
+            f"attribute ngram_indexes has {len(indexes)} elements, the smallest {min(indexes, default=0)}, for "
+            f"{len(ngrams)} n-grams.",
+            "Give each n-gram an index of 0 or more in the result.",
         )
     if max(indexes, default=0) >= _MAX_OUTPUTS:
         raise node.error(
-            f"attribute ngram_indexes asks for {max(indexes) + 1} places of the result.", f"Use {_MAX_OUTPUTS} at most."
+            "tf_idf_vectorizer.ngram_indexes_too_large",
+            f"attribute ngram_indexes needs a result of {max(indexes) + 1} elements.",
+            f"Use at most {_MAX_OUTPUTS} elements.",
         )
     if not 1 <= shortest <= longest:
-        raise node.error(f"attributes min_gram_length and max_gram_length are {shortest} and {longest}.")
+        raise node.error(
+            "tf_idf_vectorizer.gram_length_unsupported",
+            f"attributes min_gram_length and max_gram_length are {shortest} and {longest}.",
+        )
     return {ngram: output_index for ngram, output_index in zip(ngrams, indexes) if shortest <= len(ngram) <= longest}
 
 
@@ -109,10 +127,18 @@ def _read_weights(node: Node, count: int) -> np.ndarray:
     if weights is None:
         return output_weights
     if len(weights) != len(indexes):
-        raise node.error(f"it has {len(weights)} weights, for {len(indexes)} n-grams.", "Give one for each.")
+        raise node.error(
+            "tf_idf_vectorizer.weight_count_mismatch",
+            f"attribute weights has {len(weights)} elements, for {len(indexes)} n-grams.",
+            "Give one weight for each n-gram.",
+        )
     output_weights[indexes] = weights
     if not np.array_equal(output_weights[indexes], np.asarray(weights, np.float32), equal_nan=True):
-        raise node.error("attribute weights has different ones for n-grams of one place.", "Make them equal.")
+        raise node.error(
+            "tf_idf_vectorizer.weights_inconsistent",
+            "attribute weights has different elements for n-grams of the same index.",
+            "Make them equal.",
+        )
     return output_weights
 
 
@@ -120,7 +146,7 @@ def _emit_counts(node: Node, rows: Value, pool: _NgramPool, weights: np.ndarray,
     """Emit the counts [N, outputs], weighted by the mode, of rows [N, C]."""
     skips, columns = node.attr("max_skip_count"), rows.shape[1]
     if skips < 0:
-        raise node.error(f"attribute max_skip_count is {skips}.", "Make it 0 or more.")
+        raise node.error("node.value_out_of_range", f"attribute max_skip_count is {skips}.", "Use 0 or more.")
     one, zero = (tirx.const(number, "float32") for number in (1.0, 0.0))
 
     def statements(x: Any, firsts: Any, starts: Any, lengths: Any, items: Any, weights: Any, y: Any) -> None:

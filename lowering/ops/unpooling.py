@@ -79,30 +79,36 @@ def max_unpool(node: Node, x: Value, indices: Value, output_shape: Value | None 
     kernel = node.attr("kernel_shape")
     if len(kernel) != x.rank - 2 or not kernel or storage_dtype(x.dtype) != x.dtype or indices.dtype != "int64":
         raise node.error(
-            f"X is {x.dtype} of rank {x.rank}, I {indices.dtype}, and attribute kernel_shape {list(kernel)}.",
-            "X is [N, C, D1, ...] of numbers, and I int64.",
+            "max_unpool.input_unsupported",
+            f"X is {x.dtype} of rank {x.rank}, I is {indices.dtype}, and attribute kernel_shape is {list(kernel)}.",
+            "Give X the shape [N, C, D1, ...] and a number type, I the type int64, and the kernel a size for each of "
+            "D1, ...",
         )
     window, n = SpatialWindow.read(node, kernel), len(kernel)
     if indices.rank != x.rank:
-        raise node.error(f"input I has rank {indices.rank}.", f"Make it {x.rank}, as X has it.")
+        raise node.error("max_unpool.rank_mismatch", f"input I has rank {indices.rank}.", f"Use rank {x.rank}, like X.")
     indices = assert_shape(node, indices, x.shape)
     pooled: list[Size] = [*x.shape[:2]]
     for axis, size in enumerate(x.shape[2:]):
         padding = window.pads[axis] + window.pads[n + axis]
         length = node.simplify((size - 1) * window.strides[axis] - padding + kernel[axis])
         text = f"windows and pads leave {{}} elements along axis {2 + axis}."
-        x = require(node, x, symbolic.less_or_equal(0, length), text, length)
+        x = require(node, x, symbolic.less_or_equal(0, length), "max_unpool.pads_too_large", text, length)
         pooled.append(length)
     shape = pooled
     if output_shape is not None:
         if output_shape.shape != (x.rank,):
-            raise node.error(f"input output_shape is {list(output_shape.shape)}.", f"Make it [{x.rank}].")
+            raise node.error(
+                "max_unpool.output_shape_unsupported",
+                f"input output_shape has the shape {list(output_shape.shape)}.",
+                f"Give it the shape [{x.rank}].",
+            )
         static_shape = read_sizes(output_shape)
         shape = bind_sizes(node, output_shape, ((), x.dtype)) if static_shape is None else static_shape
         for axis, (out_size, pooled_size) in enumerate(zip(shape, pooled)):
             fits = symbolic.equal(out_size, pooled_size) if axis < 2 else symbolic.less_or_equal(pooled_size, out_size)
-            text = f"input output_shape asks for {{}} elements along axis {axis}, and {{}} were pooled."
-            x = require(node, x, fits, text, out_size, pooled_size)
+            text = f"input output_shape is {{}} along axis {axis}, where {{}} elements were pooled."
+            x = require(node, x, fits, "max_unpool.output_shape_mismatch", text, out_size, pooled_size)
     indices = assert_in_bounds(
         node, indices, node.simplify(prod(pooled)), bound_name="what was pooled", from_the_back=False
     )

@@ -47,9 +47,9 @@ def emit_vm_loop(node: Node, count: Value, go: Value, state: Sequence[Value], st
     """
     if any(isinstance(value, SequenceValue) for value in state):
         raise node.error(
-            "it carries a sequence, and the number of steps is known by the run only, or the steps are too many to be "
-            "written out.",
-            "Fix the number of steps, with dims= (--dim) where it is a symbolic size.",
+            "node.sequence_carried",
+            "it carries a sequence, and the number of steps is computed at run time, or is too large to unroll.",
+            "Make the number of steps a constant, with dims= (--dim) if it is a symbolic size.",
         )
     body = _lower_body(node, state, step)
     run, builder = _define_run(node, body), node.importer.builder
@@ -149,8 +149,9 @@ def _assert_carried(node: Node, k: int, value: Value, like: Value) -> Value:
     if value.dtype != like.dtype or value.rank != like.rank:
         kinds = [f"{v.dtype} of rank {v.rank}" for v in (like, value)]
         raise node.error(
-            f"carried value {k} is {kinds[0]}, and {kinds[1]} behind a step.",
-            "Where the number of steps is known by the run only, carried values keep their types and shapes.",
+            "node.carried_type_mismatch",
+            f"carried value {k} is {kinds[0]}, and {kinds[1]} after a step.",
+            "Keep the types and ranks of carried values the same in all steps, or make the number of steps a constant.",
         )
     return assert_shape(node, value, like.shape, f"carried value {k} behind a step")
 

@@ -48,16 +48,24 @@ class SpatialWindow:
             ("strides", [1] * n), ("dilations", [1] * n), ("pads", [0] * 2 * n))}  # fmt: skip
         for name, numbers in lists.items():
             if len(numbers) != (2 * n if name == "pads" else n):
-                raise node.error(f"attribute {name} is {list(numbers)} for {n} spatial axes.")
+                raise node.error(
+                    "node.attribute_length_mismatch", f"attribute {name} is {list(numbers)} for {n} spatial axes."
+                )
         for name, numbers in {"kernel_shape": tuple(kernel), **lists}.items():
             low = 0 if name == "pads" else 1
             if not all(low <= number <= _MAX_ATTRIBUTE for number in numbers):
                 raise node.error(
-                    f"attribute {name} is {list(numbers)}.", f"Use numbers from {low} to {_MAX_ATTRIBUTE}."
+                    "node.value_out_of_range",
+                    f"attribute {name} is {list(numbers)}.",
+                    f"Use numbers from {low} to {_MAX_ATTRIBUTE}.",
                 )
         auto_pad = node.attr("auto_pad", "NOTSET")
         if auto_pad not in _AUTO_PADS:
-            raise node.error(f"attribute auto_pad is {auto_pad!r}.", f"Use one of {', '.join(_AUTO_PADS)}.")
+            raise node.error(
+                "node.auto_pad_unsupported",
+                f"attribute auto_pad is {auto_pad!r}.",
+                f"Use one of {', '.join(_AUTO_PADS)}.",
+            )
         pads = lists["pads"] if auto_pad == "NOTSET" else (0,) * 2 * n
         return SpatialWindow(
             tuple(kernel), lists["strides"], lists["dilations"], pads, auto_pad, bool(node.attr("ceil_mode", 0))
@@ -108,9 +116,9 @@ def assert_window_fits(node: Node, x: Value, window: SpatialWindow) -> Value:
     n = len(window.kernel)
     for axis, size in enumerate(x.shape[1:-1]):
         padding, reach = window.pads[axis] + window.pads[n + axis], window.reach(axis)
-        text = f"the window covers {reach} places along axis {2 + axis}, where {node.describe(x, False)} has {{}}"
+        text = f"the window covers {reach} elements along axis {2 + axis}, where {node.describe(x, False)} has {{}}"
         text += f" and {padding} of padding." if padding else "."
-        x = require(node, x, symbolic.less_or_equal(reach - padding, size), text, size)
+        x = require(node, x, symbolic.less_or_equal(reach - padding, size), "node.window_too_large", text, size)
     return x
 
 

@@ -135,7 +135,7 @@ def _refusal(error: Exception, wanted: Verdict, case: Case, step: str) -> dict[s
     if complaint:
         return {"kind": "unclear", "detail": f"at {step}: {complaint}: {message[:400]}"}
     if wanted.legal:
-        return {"kind": "limitation" if wanted.may_refuse(message) else "refused", "detail": f"at {step}: {message}"}
+        return {"kind": "limitation" if wanted.may_refuse(error) else "refused", "detail": f"at {step}: {message}"}
     return {"kind": f"refused at {step}", "detail": message}
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
+from lowering.errors import LoweringError
+
 from .attack import Arrays, Case, Illegal, Unspecified, contradiction
 
 # Relative; for sums that cancel relative to the largest element.
@@ -33,14 +35,25 @@ _LONGEST = 700
 _QUOTED = re.compile(r"(?<!\w)'[^'\n]*'|\"[^\"\n]*\"")
 
 
-# What the standard allows and the project refuses, by the words of its error.
-_LIMITATIONS = re.compile(
-    r"loops over a body graph are not supported"
-    r"|so the rank of the result is unknown|the number of axes is symbolic|has a symbolic length"
-    r"|is the symbolic size \w+\. Give the model a number|is symbolic\. Give it a number"
-    r"|dimension of X is d\w+\. Give it an"
-    r"|of size 1, but dimension \d+ is symbolic|with numbers for k1|computed at run time|, where no size is 0"
+# Legal models that the compiler rejects, by the code of the error.
+_LIMITATIONS = frozenset(
+    [
+        "concat_from_sequence.sequence_empty",
+        "constant_of_shape.shape_unsupported",
+        "conv.shape_unsupported",
+        "node.constant_required",
+        "node.result_too_large",
+        "node.static_length_required",
+        "node.static_size_required",
+        "node.string_at_run_time",
+        "rotary_embedding.static_size_required",
+        "sequence_at.rank_mismatch",
+        "split_to_sequence.split_unsupported",
+        "squeeze.axes_ambiguous",
+    ]
 )
+# The same, by the text of the error, for codes that other causes share.
+_LIMITATION_TEXTS = re.compile(r"dimension of X is d\w+\. |computed at run time")
 
 
 @dataclass(frozen=True)
@@ -53,8 +66,9 @@ class Verdict:
     reason: str = ""
     stretched: bool = False
 
-    def may_refuse(self, message: str) -> bool:
-        return not self.legal or self.stretched or bool(_LIMITATIONS.search(message))
+    def may_refuse(self, error: LoweringError) -> bool:
+        is_limitation = error.code in _LIMITATIONS or bool(_LIMITATION_TEXTS.search(error.text))
+        return not self.legal or self.stretched or is_limitation
 
 
 class NoOracleError(Exception):

@@ -46,11 +46,11 @@ def test_blocks_that_overlap(dtype: str, given: bool) -> None:
 @pytest.mark.parametrize(
     "feeds, message",
     [
-        ({"x": (1, 7, 6), "image": [3, 5]}, "no multiple"),
+        ({"x": (1, 7, 6), "image": [3, 5]}, "not a multiple"),
         ({"x": (1, 6, 5), "image": [3, 5]}, "dimension 'l'|Col2Im"),
-        ({"x": (1, 6, 6), "image": [1, 5]}, "a block covers 2 places along axis 2"),
+        ({"x": (1, 6, 6), "image": [1, 5]}, "a block covers 2 elements along axis 2"),
         ({"x": (1, 6, 6), "image": [-3, 5]}, "negative"),
-        ({"x": (1, 6, 6), "image": [3, 5], "block": [0, 3]}, "asks for 0 places along axis 2"),
+        ({"x": (1, 6, 6), "image": [3, 5], "block": [0, 3]}, "block_shape is 0 along axis 2"),
     ],
 )
 def test_what_does_not_fit(feeds: dict[str, Any], message: str) -> None:
@@ -67,7 +67,7 @@ def test_refusals() -> None:
         ([x, ("int64", ["k"]), ints], "image_shape has a symbolic length"),
         ([("float32", [1, 6]), ints, ints], "rank 2"),
         ([x, ints, ("int64", [2, 2])], "block_shape has rank 2"),
-        ([x, ints, ("int64", [3])], "block_shape 3"),
+        ([x, ints, ("int64", [3])], "block_shape has 3"),
     ):
         with pytest.raises(lowering.NodeError, match=message):
             imported("Col2Im", inputs)

@@ -35,10 +35,10 @@ def test_the_declared_rank_holds(opset: int, dims: str, declared: str, shape: tu
         (
             "n, m, 3",
             (1, 1, 4, 3),
-            "Dimension 0 is 1, and it was compiled for others: give the axes, or compile with",
+            "Dimension 0 is 1, and the model is compiled for other sizes. Give the axes, or compile with",
         ),
         ("n, m, 3", (2, 1, 1, 3), "Dimension 2 is 1"),
-        ("3", (1, 1, 2, 3), "Dimension 2 is 2, and it was compiled for 1: give the axes"),
+        ("3", (1, 1, 2, 3), "Dimension 2 is 2, and the model is compiled for 1. Give the axes"),
         ("3", (0, 1, 1, 3), "Dimension 0 is 0"),
     ],
 )

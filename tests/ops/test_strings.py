@@ -165,10 +165,10 @@ def test_ngrams(form: str) -> None:
         ({"pool_strings": ["a"]}, "one of the attributes pool_int64s and pool_strings"),
         ({"ngram_counts": [0, 99]}, "ngram_counts is"),
         ({"ngram_indexes": [1]}, "ngram_indexes has 1 elements"),
-        ({"ngram_indexes": [0, 1, 2, 3, 4, 5, 2**40]}, "asks for 1099511627777 places of the result"),
+        ({"ngram_indexes": [0, 1, 2, 3, 4, 5, 2**40]}, "needs a result of 1099511627777 elements"),
         ({"max_skip_count": -1}, "max_skip_count is -1"),
         ({"min_gram_length": 3}, "min_gram_length and max_gram_length are 3 and 2"),
-        ({"weights": [1.0]}, "it has 1 weights, for 7 n-grams"),
+        ({"weights": [1.0]}, "attribute weights has 1 elements, for 7 n-grams"),
     ],
 )
 def test_pools_that_do_not_fit(change: dict[str, Any], words: str) -> None:

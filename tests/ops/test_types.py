@@ -24,8 +24,11 @@ WRONG = {
         "(float[2,3] x, int64[3] s) => (float[a,b] y) { y = Add(x, s) }",
         "input B is int64 and A is float32",
     ),
-    "MatMul": ("(float[2,3] x, double[3,2] s) => (float[a,b] y) { y = MatMul(x, s) }", "both must have one type"),
-    "Concat": ("(float[2] x, double[2] s) => (float[a] y) { y = Concat<axis = 0>(x, s) }", "both must have one type"),
+    "MatMul": ("(float[2,3] x, double[3,2] s) => (float[a,b] y) { y = MatMul(x, s) }", "both must have the same type"),
+    "Concat": (
+        "(float[2] x, double[2] s) => (float[a] y) { y = Concat<axis = 0>(x, s) }",
+        "both must have the same type",
+    ),
     "Clip": ("(float[2] x, double s) => (float[a] y) { y = Clip(x, s) }", "input min is float64 and input is float32"),
 }
 
