@@ -336,7 +336,7 @@ COMMANDS = {
     f"verify good.onnx --artifact good {X3} {Z4}": "its size along axis 0 is 4, not 3",
     f"verify good.onnx --artifact good {X3} --dim N=2": "its size along axis 0 is 2, not 3",
     "verify good.onnx --artifact gone": "gone",
-    "verify good.onnx --artifact other": "'other' is no artifact",
+    "verify good.onnx --artifact other": "'other' is not an artifact",
     "verify good.onnx --artifact good --precision fast": "leave out the options of compile",
     "verify good.onnx --artifact good --reduce never": "leave these out",
     "verify good.onnx --verify-key key.pub": "give --artifact as well",

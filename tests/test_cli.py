@@ -131,8 +131,8 @@ def test_who_stops_reading_is_told_nothing(model: Path) -> None:
         (["compile", "MODEL", "-o", "out", "--dim", "S"], "write NAME=SIZE or NAME=LOW..HIGH"),
         (["compile", "MODEL", "-o", "out", "--dim", "Z=1..8"], "There are: B, S, T."),
         (["compile", "MODEL", "-o", "out", "--threads", "1025"], "threads must be a whole number from 1 to 1024"),
-        (["compile", "MODEL", "-o", ".."], "which is no part of an artifact, and would be replaced."),
-        (["compile", "MODEL", "-o", "out", "--sign", "MODEL"], "is no private key of Ed25519."),
+        (["compile", "MODEL", "-o", ".."], "which is not part of an artifact, and would be replaced."),
+        (["compile", "MODEL", "-o", "out", "--sign", "MODEL"], "is not a private key of Ed25519."),
         (["run", "nowhere", "--threads", "2000"], "threads must be a whole number from 1 to 1024, not 2000."),
         (["run", "nowhere"], "nowhere"),
         (["compile", ".", "-o", "out"], ". is a folder, and no .onnx file"),
@@ -201,7 +201,7 @@ def test_signing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(command) == 1
         assert "is not signed: it has no manifest.sig" in capsys.readouterr().err
     assert main(["compile", str(model), "-o", str(tmp_path / "no"), "--sign", str(tmp_path / "key.pub")]) == 1
-    assert "is no private key of Ed25519" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    assert "is not a private key of Ed25519" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_sizes_outside_the_range_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def test_a_fixed_size_keeps_its_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*bench, "--dim", "tokens=3", "--dim", "batch=2"]) == 0
     assert main([*inspect, "--html", str(tmp_path / "page.html"), "--dim", "batch=2"]) == 0
     assert main(inspect) == 0 and "Legal sizes: batch: 2\n" in capsys.readouterr().out
-    text = r"dimension 'batch' was fixed to 2 when the model was compiled, and is not 1: .* --dim batch=1\."
+    text = r"dimension 'batch' was compiled with the static size 2, and 1 was given: .* --dim batch=1\."
     with pytest.raises(lowering.InputError, match=text):
         lowering.bench(compiled, {"tokens": 3, "batch": 1})
     with pytest.raises(lowering.InputError, match=text):

@@ -189,9 +189,9 @@ def test_what_is_no_token_of_several_inputs_is_refused() -> None:
             decoder.prefill(tokens)
     served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY))
     for fixed, said in (
-        (None, "must have factor, and not none"), ({"scale": 1.0}, "and not scale"), ([1.0], "and not list"),
+        (None, "must contain factor, not none"), ({"scale": 1.0}, "factor, not scale"), ([1.0], "factor, not list"),
         ({"factor": [1.0, 2.0]}, r"'factor' as float64\[2\], and the model takes factor: float32\[\]"),
-        ({"factor": "much"}, "'factor' as str"), ({"factor": 1e300}, "which float32 does not hold"),
+        ({"factor": "much"}, "'factor' as str"), ({"factor": 1e300}, "which float32 cannot represent"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):
             lowering.Batcher(served, blocks=8, fixed=fixed)

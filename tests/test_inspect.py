@@ -68,4 +68,4 @@ def test_without_the_compiler_and_code_that_runs_here(artifact: Path, tmp_path: 
 
 def test_what_is_no_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "is no artifact: it has no manifest.json" in capsys.readouterr().err
+    assert "is not an artifact: it has no manifest.json" in capsys.readouterr().err

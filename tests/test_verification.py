@@ -151,12 +151,12 @@ def test_an_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "another size": (["--dim", "B=2"], "dimension 'B' was fixed to 1 when the model was compiled, and is not 2"),
+    "another size": (["--dim", "B=2"], "dimension 'B' was compiled with the static size 1, and 2 was given"),
     "a size out of range": (["--dim", "T=9"], "the model takes 5 to 8"),
     "an option of compile": (["--weights", "int8"], "leave out the options of compile"),
     "a pattern of compile": (["--donate", "x"], "leave out the options of compile"),
     "a part": (["--reduce", "new"], "leave these out"),
-    "no artifact": (["--artifact", "empty"], "'empty' is no artifact: it has no manifest.json"),
+    "no artifact": (["--artifact", "empty"], "'empty' is not an artifact: it has no manifest.json"),
     "nothing": (["--artifact", "gone"], "gone"),
     "for another machine": (
         ["--artifact", "foreign"],
@@ -241,7 +241,7 @@ def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = lowering.compile(DECODER, static_cache=9, dims={"batch": 3, "total": (1, 9)})
     result = lowering.verify(DECODER, artifact=fixed, sizes={"batch": 3})
     assert result.first_difference is None and result.inputs["input_ids"].shape == (3, 9)
-    for name, wanted in (("batch", "was fixed to 3 when the model was compiled"), ("total", "do not choose")):
+    for name, wanted in (("batch", "was compiled with the static size 3"), ("total", "do not choose")):
         with pytest.raises(lowering.InputError, match=wanted):
             lowering.verify(DECODER, artifact=fixed, sizes={name: 2})
 

@@ -52,7 +52,7 @@ def load(
     """
     threads, device = check_threads(threads), check_integer(device, "device", 0, 2**31 - 1)
     if check not in ("auto", "full"):
-        raise InputError(f"check must be 'auto' or 'full', not {check!r}.")
+        raise InputError("argument.value_unknown", f"check must be 'auto' or 'full', not {check!r}.")
     files = ArtifactFiles(Path(folder))
     manifest = read_manifest(files, verify_key)
     check_versions(manifest)

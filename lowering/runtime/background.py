@@ -135,13 +135,13 @@ class BackgroundThread:
         """Return a future and queue the request created for it. Raises InputError if closed."""
         with self._lock:
             if self._is_closed:
-                raise InputError(f"this {self._name} is closed.")
+                raise InputError("run.closed", f"this {self._name} is closed. Create a new one.")
             if self._worker is None:
                 self._worker = Worker(self._name, self._tasks)
                 weakref.finalize(self, self._worker.end).atexit = False
             answer = WorkerFuture(self._worker)
             if not self._worker.put(request(answer)):
-                raise InputError("the process is about to end.")
+                raise InputError("run.process_ending", "the process is ending. Submit requests earlier.")
         return answer
 
     def close(self) -> None:

@@ -62,7 +62,9 @@ class Batching:
         self.batch = _find_batch_dimension(model.manifest)
         max_rows = check_integer(most, "most", 1, 2**31)
         if not 0 <= wait < float("inf"):
-            raise InputError(f"wait must be a number of seconds from 0 on, not {wait!r}.")
+            raise InputError(
+                "argument.number_invalid", f"wait must be a number of seconds of at least 0, not {wait!r}."
+            )
         max_rows = min(max_rows, model.manifest.ranges.get(self.batch, (1, max_rows))[1])
         self._names = [spec.name for spec in model.inputs]
         self._background = BackgroundThread(
@@ -83,7 +85,10 @@ class Batching:
         """
         for name, array in inputs.items():
             if not isinstance(array, np.ndarray):
-                raise InputError(f"input '{name}' is a {type(array).__name__}: batching takes NumPy's arrays.")
+                raise InputError(
+                    "batching.array_type_unsupported",
+                    f"input '{name}' is a {type(array).__name__}: pass a NumPy array.",
+                )
         arrays, key = dict(inputs), self._read_key(inputs)
         return self._background.submit(lambda answer: _BatchRequest(arrays, *key, answer))
 
@@ -160,14 +165,24 @@ def _find_batch_dimension(manifest: Manifest) -> str:
     lists = (*manifest.input_lists, *manifest.output_lists)
     if lists:
         raise InputError(
-            f"'{lists[0].name}' is a list of arrays or None, and calls are joined along one axis of arrays."
+            "batching.list_unsupported",
+            f"'{lists[0].name}' is a list of arrays or None, and batching concatenates arrays only. "
+            "Call `run` instead.",
         )
     tensors = (*manifest.inputs, *manifest.outputs)
     leading_dims = {tensor.dims[0] if tensor.dims else None for tensor in tensors}
     batch = leading_dims.pop() if len(leading_dims) == 1 else None
     if not isinstance(batch, str) or any(batch in map(str, tensor.dims[1:]) for tensor in tensors):
         specs_text = "; ".join(map(str, tensors))
-        raise InputError(f"no symbolic dimension comes first, and only there, in every input and output: {specs_text}.")
+        raise InputError(
+            "batching.dimension_missing",
+            f"no symbolic dimension is the first one, and only that, of every input and output: {specs_text}. "
+            "Call `run` instead.",
+        )
     if manifest.donated:
-        raise InputError(f"inputs are donated ({', '.join(manifest.donated)}), and a call of several has none of them.")
+        raise InputError(
+            "batching.inputs_donated",
+            f"inputs are donated ({', '.join(manifest.donated)}), and a merged call copies its inputs. "
+            "Compile the model without donate.",
+        )
     return batch

@@ -59,7 +59,7 @@ static int reject_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t a
     }
     Message message = {.length = 0};
     say_text(&message, text_of(&args[3]));
-    say(&message, " holds %" PRId64, element(tensor, at));
+    say(&message, " contains %" PRId64, element(tensor, at));
     if (tensor->ndim > 0) say(&message, " at ");
     if (tensor->ndim > 0) say_sizes(&message, position, tensor->ndim);
     say(&message, ", and ");
@@ -111,7 +111,7 @@ CHECK(check_sizes) {
     double bytes = (double)args[2].v_int64;
     for (size_t k = 0; k < sizes->size; ++k) {
         if (sizes->data[k] < 0 || sizes->data[k] > LARGEST) {
-            say(&message, " asks for the sizes ");
+            say(&message, " requires the sizes ");
             say_sizes(&message, sizes->data, (int64_t)sizes->size);
             say(&message, sizes->data[k] < 0 ? ", one of which is negative." : ", one of which is larger than 2^40.");
             return fail(sizes->data[k] < 0 ? "run.negative_size" : "run.size_too_large", &message);
@@ -121,7 +121,7 @@ CHECK(check_sizes) {
     for (size_t k = 0; k < others->size; ++k) bytes *= (double)others->data[k];
     const double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (bytes > memory) {
-        say(&message, " asks for the sizes ");
+        say(&message, " requires the sizes ");
         say_sizes(&message, sizes->data, (int64_t)sizes->size);
         say(&message, ": a result of %.3g bytes, and this machine has %.3g bytes of memory.", bytes, memory);
         return fail("run.out_of_memory", &message);
@@ -130,7 +130,8 @@ CHECK(check_sizes) {
 }
 
 /* lowering_check(value, numbers, code, text) -> value
- * Raise an error with the code and the text if numbers[0] is 0. Each {} in the text is replaced by one of the further numbers. */
+ * Raise an error with the code and the text if numbers[0] is 0. Each {} in the text is replaced by one of the further
+ * numbers. */
 CHECK(check) {
     (void)self, (void)count;
     const TVMFFIShapeCell* numbers = shape_of(&args[1]);

@@ -50,7 +50,9 @@ def check_integer(value: Any, name: str, minimum: int, maximum: int) -> int:
     except TypeError:
         number = None
     if number is None or not minimum <= number <= maximum:
-        raise InputError(f"{name} must be a whole number from {minimum} to {maximum}, not {value!r}.")
+        raise InputError(
+            "argument.integer_invalid", f"{name} must be a whole number from {minimum} to {maximum}, not {value!r}."
+        )
     return number
 
 
@@ -59,7 +61,10 @@ def check_dimensions(requested: Iterable[str], symbolic: Iterable[str]) -> None:
     names = sorted(symbolic)
     for name in requested:
         if name not in names:
-            raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.")
+            raise InputError(
+                "dims.name_unknown",
+                f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.",
+            )
 
 
 def check_fixed_dimensions(sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -67,8 +72,9 @@ def check_fixed_dimensions(sizes: Mapping[str, int], ranges: Mapping[str, tuple[
     for name, (low, high) in ranges.items():
         if low == high and (size := sizes.get(name, low)) != low:
             raise InputError(
-                f"dimension '{name}' was fixed to {low} when the model was compiled, and is not {size}: leave it out, "
-                f"or compile the model again with --dim {shlex.quote(f'{name}={size}')}."
+                "dims.static_size_mismatch",
+                f"dimension '{name}' was compiled with the static size {low}, and {size} was given: leave it out, "
+                f"or compile the model again with --dim {shlex.quote(f'{name}={size}')}.",
             )
 
 
@@ -84,31 +90,44 @@ def read_manifest(files: ArtifactFiles, key: VerifyingKey | None = None) -> Mani
     """
     path = files.folder / FILE
     if FILE not in files:
-        raise ArtifactError(f"'{files.folder}' is no artifact: it has no {FILE}.")
+        raise ArtifactError(
+            "artifact.manifest_missing",
+            f"'{files.folder}' is not an artifact: it has no {FILE}. Pass a folder that `onnx-lowering compile` wrote.",
+        )
     text = files.read(FILE)
     if key is not None:
         if SIGNATURE not in files:
-            raise ArtifactError(f"'{files.folder}' is not signed: it has no {SIGNATURE}.")
+            raise ArtifactError(
+                "artifact.signature_missing",
+                f"'{files.folder}' is not signed: it has no {SIGNATURE}. Sign it, or load it without a key.",
+            )
         verify(text, files.read(SIGNATURE, count=_SIGNATURE_BYTES + 1), key, files.folder)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"'{path}' cannot be read: {error}.") from error
+        raise ArtifactError("artifact.file_damaged", f"'{path}' cannot be read: {error}.") from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
         raise ArtifactError(
+            "artifact.format_mismatch",
             f"'{files.folder}' has artifact format {str(version)[:20]}{_compare_format(version)}, and this version of "
-            f"onnx-lowering reads format {FORMAT}: {_explain_upgrade(version)}compile the model again."
+            f"onnx-lowering reads format {FORMAT}: {_explain_upgrade(version)}compile the model again.",
         )
     try:
         manifest = Manifest.from_dict(data)
     except ValueError as error:
-        raise ArtifactError(f"'{path}' is damaged: {error}. Compile the model again.") from error
+        raise ArtifactError(
+            "artifact.file_damaged", f"'{path}' is damaged: {error}. Compile the model again."
+        ) from error
     if manifest.hashes.get(FILE) != manifest.digest():
-        raise ArtifactError(f"'{path}' has been changed since it was written: compile the model again.")
+        raise ArtifactError(
+            "artifact.file_changed", f"'{path}' has been changed since it was written: compile the model again."
+        )
     contradiction = next(find_contradictions(manifest), None)
     if contradiction is not None:
-        raise ArtifactError(f"'{path}' is damaged: it says that {contradiction}. Compile the model again.")
+        raise ArtifactError(
+            "artifact.file_damaged", f"'{path}' is damaged: it says that {contradiction}. Compile the model again."
+        )
     return manifest
 
 
@@ -132,7 +151,9 @@ def check_files(files: ArtifactFiles, manifest: Manifest) -> dict[str, bytes]:
     for name in manifest.hashes:
         if name not in files:
             path = files.folder / name
-            raise ArtifactError(f"'{path}' is missing: copy the whole folder, or compile the model again.")
+            raise ArtifactError(
+                "artifact.file_missing", f"'{path}' is missing: copy the whole folder, or compile the model again."
+            )
     contents = {name: files.read(name) for name in manifest.hashes if name not in (FILE, WEIGHTS)}
     for name, content in contents.items():
         if digest(content) != manifest.hashes[name]:
@@ -142,8 +163,9 @@ def check_files(files: ArtifactFiles, manifest: Manifest) -> dict[str, bytes]:
         size, needed = files.size(WEIGHTS), max((w.offset + w.nbytes for w in weights), default=0)
         if size < needed:
             raise ArtifactError(
+                "artifact.file_truncated",
                 f"'{files.folder / WEIGHTS}' has {size} bytes of {needed}: copy the whole folder, or compile the model "
-                "again."
+                "again.",
             )
     return contents
 
@@ -167,13 +189,14 @@ def check_weights(
     blocks = sorted({*range(0, count, step), *range(count)[-1:]})
     for block, digest_of_block in zip(blocks, compute_block_digests(size, read, blocks)):
         if digest_of_block != manifest.weights_blocks[block]:
-            raise _create_changed_error(files, WEIGHTS, f"something from byte {block * BLOCK} on differs")
+            raise _create_changed_error(files, WEIGHTS, f"bytes from {block * BLOCK} on differ")
 
 
 def _create_changed_error(files: ArtifactFiles, name: str, what: str = "") -> ArtifactError:
     return ArtifactError(
+        "artifact.file_changed",
         f"'{files.folder / name}' is not the file that {FILE} was written with{what and f' ({what})'}: "
-        "copy the whole folder, or compile the model again."
+        "copy the whole folder, or compile the model again.",
     )
 
 
@@ -200,8 +223,9 @@ def check_version(manifest: Manifest, package: str, installed: str) -> None:
     required = manifest.versions.get(package)
     if required is not None and required.split(".")[:2] != installed.split(".")[:2]:
         raise ArtifactError(
+            "artifact.version_mismatch",
             f"the artifact was built with {package} {required} and {installed} is installed: "
-            f"install {package}=={required}, or compile the model again."
+            f"install {package}=={required}, or compile the model again.",
         )
 
 
@@ -216,10 +240,17 @@ def check_machine(code: bytes, features: Sequence[str], target: str, what: str, 
         built_for = next(
             (name for name, number in _ELF_MACHINES.items() if number == elf_machine), f"machine {elf_machine}"
         )
-        raise ArtifactError(f"{what} was built for {built_for} ({target}) and this machine is {here}.")
+        raise ArtifactError(
+            "artifact.architecture_mismatch",
+            f"{what} was built for {built_for} ({target}) and this machine is {here}. Use it on such a "
+            "machine, or build it for this one.",
+        )
     missing = [f for f in features if f not in cpu_flags()]
     if missing:
-        raise ArtifactError(f"{what} was built for a CPU with {', '.join(missing)}, which this one lacks: {remedy}")
+        raise ArtifactError(
+            "artifact.cpu_features_missing",
+            f"{what} was built for a CPU with {', '.join(missing)}, which this one lacks: {remedy}",
+        )
 
 
 def check_slot_capacity(slots: SlotCaches, length: Any, rows: int) -> None:
@@ -227,11 +258,13 @@ def check_slot_capacity(slots: SlotCaches, length: Any, rows: int) -> None:
     used = int(length)
     if used < 0 or used + rows > slots.capacity:
         raise InputError(
+            "static_cache.capacity_exceeded",
             f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {rows} more do "
-            "not fit. Compile with a larger static_cache."
+            "not fit. Compile with a larger static_cache.",
         )
     if slots.rows is not None and rows > slots.rows:
         raise InputError(
-            f"a call adds at most {slots.rows} tokens, since some caches hold the newest ones alone, and this one adds "
-            f"{rows}. Make several calls, as a decoder does."
+            "static_cache.rows_exceeded",
+            f"a call adds at most {slots.rows} tokens, since some caches store only the newest ones, and this one adds "
+            f"{rows}. Make several calls, as a decoder does.",
         )

@@ -20,7 +20,9 @@ def copy_artifact(files: ArtifactFiles, manifest: Manifest, target: Path, signat
     if signature is None:
         signature = files.read(SIGNATURE) if SIGNATURE in files else b""
     if read_manifest(files) != manifest:
-        raise ArtifactError(f"'{files.folder}' has been written to since it was loaded: load it again.")
+        raise ArtifactError(
+            "artifact.changed_since_load", f"'{files.folder}' has been written to since it was loaded: load it again."
+        )
     contents = check_files(files, manifest) | {FILE: text, **({SIGNATURE: signature} if signature else {})}
     if WEIGHTS in manifest.hashes:
         check_weights(files, manifest, files.size(WEIGHTS), lambda at, count: files.read(WEIGHTS, at, count), True)

@@ -32,13 +32,19 @@ class Decoder:
     def __init__(self, model: Model, ids: str, mask: str, positions: str, fixed: Mapping[str, Any]) -> None:
         manifest = model.manifest
         if manifest.decoder is None:
-            raise InputError("the model keeps no caches: compile it with static_cache=<number of tokens>.")
+            raise InputError(
+                "decoder.caches_missing",
+                "the model has no static caches: compile it with static_cache=<number of tokens>.",
+            )
         self._model, self._spec = model, manifest.decoder
         self._specs = {t.name: t for t in model.inputs}
         self._ids = ids or self._spec.ids
         if self._ids not in self._specs:
-            what = f"'{self._ids}' is not an input" if self._ids else "no input is known to hold token ids"
-            raise InputError(f"{what}: name the input of token ids as `ids`. The inputs are {', '.join(self._specs)}.")
+            what = f"'{self._ids}' is not an input" if self._ids else "no input was identified as token ids"
+            raise InputError(
+                "decoder.ids_unknown",
+                f"{what}: name the input of token ids as `ids`. The inputs are {', '.join(self._specs)}.",
+            )
         names = (mask or self._spec.mask, positions or self._spec.positions)
         token_inputs = [name for name in self._spec.per_token if name not in (self._ids, *names)]
         self._tokens = TokenInputs(tuple(self._specs[name] for name in (self._ids, *token_inputs)))
@@ -104,10 +110,11 @@ class Decoder:
         """
         order, batch = to_numpy_array(rows, "the array of rows"), 0 if self._batch is None else self._batch
         if not self.length:
-            raise InputError("the decoder has read nothing that could be reordered: call prefill first.")
+            raise InputError("decoder.empty", "the decoder has no tokens to reorder: call prefill first.")
         if order.shape != (batch,) or order.dtype.kind not in "iu" or ((order < 0) | (order >= batch)).any():
             raise InputError(
-                f"rows must be {batch} integers from 0 to {batch - 1}, not {order.dtype} {order.tolist()}."
+                "decoder.rows_invalid",
+                f"rows must be {batch} integers from 0 to {batch - 1}, not {order.dtype} {order.tolist()}.",
             )
         length = None if self._model.manifest.slots is None else self.length
         for cache in self._memory.values():
@@ -180,7 +187,9 @@ class Decoder:
             self._progress, self._states = progress, states
             self._memory |= saved_rings
             if isinstance(error, InputError) and start:
-                raise InputError(f"{error} Positions of tokens in this text count from token {start} on.") from error
+                raise InputError(
+                    error.code, f"{error} Positions of tokens in this text count from token {start} on."
+                ) from error
             raise
         return answers
 
@@ -211,7 +220,11 @@ class Decoder:
         mask_array = np.ones(shape) if mask is None else to_numpy_array(mask, "the mask")
         counts = np.atleast_2d(mask_array).astype(np.int64)
         if counts.shape != shape:
-            raise InputError(f"the mask has shape {list(counts.shape)}, and the token ids have {list(shape)}.")
+            raise InputError(
+                "decoder.mask_shape_mismatch",
+                f"the mask has shape {list(counts.shape)}, and the token ids have {list(shape)}. "
+                "Give both the same shape.",
+            )
         return counts
 
     def _get_caches(self, batch: int) -> dict[str, Any]:
@@ -233,7 +246,10 @@ class Decoder:
         spec: TensorSpec = self._specs[name]
         sizes = [batch, *(size for size in spec.dims[1:] if isinstance(size, int))]
         if len(sizes) < len(spec.dims):
-            raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
+            raise InputError(
+                "decoder.cache_size_symbolic",
+                f"cache {spec} has a symbolic size besides its batch: call `run` instead.",
+            )
         gpu = self._model.gpu
         return np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy) if gpu is None else gpu.zeros(spec, sizes)
 

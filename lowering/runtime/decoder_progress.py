@@ -38,13 +38,15 @@ class SharedProgress:
         assert self.seen is not None
         if self.length > capacity:
             raise InputError(
+                "static_cache.capacity_exceeded",
                 f"the caches have {capacity} slots: {self.length - self.new} tokens are in them and {self.new} more do "
-                "not fit. Compile with a larger static_cache."
+                "not fit. Compile with a larger static_cache.",
             )
         if (np.diff(self.seen, axis=1, prepend=0) > 0).sum(axis=1).max(initial=0) > 1:
             raise InputError(
-                "the mask has padding between tokens, and some caches hold the newest slots alone: pad sequences on "
-                "the left, in the first call."
+                "decoder.padding_between_tokens",
+                "the mask has padding between tokens, and some caches store only the newest slots: pad sequences "
+                "on the left, in the first call.",
             )
 
     @property
@@ -96,12 +98,15 @@ class SequenceProgress:
         lengths = np.zeros(len(counts), np.int64) if self.lengths is None else self.lengths
         _check_batch(lengths, counts)
         if (np.diff(counts, axis=1) < 0).any():
-            raise InputError("the mask has padding behind tokens: pad sequences on the left.")
+            raise InputError(
+                "decoder.padding_on_right", "the mask has padding after tokens: pad sequences on the left."
+            )
         used, new = int(lengths.max(initial=0)), counts.shape[1]
         if used + new > capacity:
             raise InputError(
+                "decoder.capacity_exceeded",
                 f"the caches have {capacity} slots: {used} tokens are in them and {new} more do not fit. Export the "
-                "model with larger caches."
+                "model with larger caches.",
             )
         return SequenceProgress(lengths + counts.sum(axis=1), counts)
 
@@ -143,7 +148,9 @@ class SequenceProgress:
             return rows
         if rows.shape[:2] != self.counts.shape:
             raise InputError(
-                f"the model answers {list(rows.shape)}, not a row for each token: give prefill sequences of one length."
+                "decoder.output_rows_missing",
+                f"the model's output {list(rows.shape)} does not have a row for each token: "
+                "call prefill with sequences of equal length.",
             )
         return np.stack([np.roll(row, direction * count, axis=0) for row, count in zip(rows, padding)])
 
@@ -153,4 +160,7 @@ Progress: TypeAlias = SharedProgress | SequenceProgress
 
 def _check_batch(rows: np.ndarray, counts: np.ndarray) -> None:
     if len(rows) != len(counts):
-        raise InputError(f"the decoder holds {len(rows)} sequences and was given {len(counts)}. Call reset().")
+        raise InputError(
+            "decoder.batch_size_mismatch",
+            f"the decoder has {len(rows)} sequences, and {len(counts)} were given. Call reset() first.",
+        )

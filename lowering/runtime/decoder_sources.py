@@ -45,7 +45,10 @@ class DecoderSources:
         counts = {name: next(iter(arrays[name].shape), 1) for name in self._by_row}  # scalars are rejected by the model
         if len(set(counts.values())) > 1:
             texts = ", ".join(f"'{name}' {count}" for name, count in counts.items())
-            raise InputError(f"arrays of the sources have rows for different numbers of them: {texts}. Give one each.")
+            raise InputError(
+                "decoder.source_count_mismatch",
+                f"arrays of the sources have different numbers of rows: {texts}. Give each a row for each source.",
+            )
         self._count = next(iter(counts.values()), 0)
         self._rows = np.arange(self._count)
 
@@ -57,8 +60,9 @@ class DecoderSources:
         if self._by_row and len(self._rows) != batch:
             if not self._count or batch % self._count:
                 raise InputError(
+                    "decoder.source_rows_not_divisible",
                     f"'{self._by_row[0]}' has {self._count} rows for {batch} sequences. Give a row for each sequence, "
-                    "or for each group of as many sequences."
+                    "or for each group of equally many sequences.",
                 )
             self._select_rows(np.arange(self._count).repeat(batch // self._count))
         return self._arrays
@@ -103,7 +107,9 @@ def check_fixed_inputs(manifest: Manifest, filled: Collection[str], fixed: Colle
     unknown = [name for name in fixed if name not in required and name not in setup_outputs]
     if unknown:
         accepted = ", ".join([*required, *setup_outputs]) or "nothing: the decoder fills all inputs itself"
-        raise InputError(f"'{unknown[0]}' is not an input to pass in `fixed`, which takes {accepted}.")
+        raise InputError(
+            "decoder.fixed_name_unknown", f"'{unknown[0]}' is not an input to pass in `fixed`, which takes {accepted}."
+        )
     inputs = {spec.name for spec in manifest.inputs}
     missing = [
         name
@@ -111,7 +117,9 @@ def check_fixed_inputs(manifest: Manifest, filled: Collection[str], fixed: Colle
         if name not in fixed and (name in inputs or not _covers_setup_outputs(manifest, fixed))
     ]
     if missing:
-        raise InputError(f"a decoder cannot know input '{missing[0]}': pass its array in `fixed`.")
+        raise InputError(
+            "decoder.fixed_missing", f"the decoder does not compute input '{missing[0]}': pass its array in `fixed`."
+        )
 
 
 def _covers_setup_outputs(manifest: Manifest, names: Collection[str]) -> bool:
@@ -132,8 +140,9 @@ def _check_lengths(model: Model, arrays: Mapping[str, Any]) -> None:
     lengths = to_numpy_array(lengths, f"'{SOURCE_LENGTHS}'")
     if lengths.dtype.kind not in "iu" or ((lengths < 0) | (lengths > keys)).any():
         raise InputError(
+            "decoder.source_lengths_invalid",
             f"'{SOURCE_LENGTHS}' must be integers from 0 to {keys}, as many keys as sources have, not {lengths.dtype} "
-            f"{lengths.tolist()}."
+            f"{lengths.tolist()}.",
         )
 
 

@@ -33,7 +33,9 @@ class TokenInputs:
         shapes = {name: list(array.shape[:2]) for name, array in arrays.items()}
         if any(shape != shapes[self.specs[0].name] for shape in shapes.values()):
             texts = ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())
-            raise InputError(f"inputs of tokens must have the same [batch, tokens], not {texts}.")
+            raise InputError(
+                "decoder.token_shape_mismatch", f"inputs of tokens must have the same [batch, tokens], not {texts}."
+            )
         return arrays
 
     def read_step(self, tokens: Any) -> dict[str, np.ndarray]:
@@ -48,11 +50,18 @@ class TokenInputs:
         names = [spec.name for spec in self.specs]
         if not isinstance(tokens, Mapping):
             if len(names) > 1:
-                raise InputError(f"each token has a value of {', '.join(names)}: pass a mapping of names to arrays.")
+                raise InputError(
+                    "decoder.token_mapping_required",
+                    f"each token has a value of {', '.join(names)}: pass a mapping of names to arrays.",
+                )
             tokens = {names[0]: tokens}
         if tokens.keys() != set(names):
             mapping_names = ", ".join(map(str, tokens)) or "nothing"
-            raise InputError(f"each token has a value of {', '.join(names)}, and the mapping has {mapping_names}.")
+            raise InputError(
+                "decoder.token_names_mismatch",
+                f"each token has a value of {', '.join(names)}, and the mapping has {mapping_names}. "
+                "Give a value of each.",
+            )
         return [(spec, tokens[spec.name]) for spec in self.specs]
 
 
@@ -63,8 +72,13 @@ def _read_token_array(array: Any, spec: TensorSpec) -> np.ndarray:
     )
     if len(spec.dims) == 3:
         if tokens.ndim != 3:
-            raise InputError(f"'{spec.name}' must be [batch, tokens, width], not {list(tokens.shape)}.")
+            raise InputError(
+                "decoder.token_array_invalid",
+                f"'{spec.name}' must be [batch, tokens, width], not {list(tokens.shape)}.",
+            )
     elif tokens.ndim != 2 or (element.kind in "iu" and tokens.dtype.kind not in "iu"):
         requirement = "token ids must be integers" if element.kind in "iu" else f"'{spec.name}' must be numbers"
-        raise InputError(f"{requirement} [batch, tokens], not {tokens.dtype} {list(tokens.shape)}.")
+        raise InputError(
+            "decoder.token_array_invalid", f"{requirement} [batch, tokens], not {tokens.dtype} {list(tokens.shape)}."
+        )
     return tokens.astype(element)

@@ -54,7 +54,10 @@ class Gpu:
             if not is_here or (tensor.data_ptr() % _ALIGNMENT and tensor.numel()):
                 if in_place or (is_here and port.is_written):
                     problem = "is not aligned to 16 bytes" if is_here else f"is not in the memory of GPU {self.number}"
-                    raise InputError(f"{port.where} {problem}, but it is used in place. Pass an array that is.")
+                    raise InputError(
+                        "gpu.array_not_usable_in_place",
+                        f"{port.where} {problem}, but it is used in place. Pass an array that is.",
+                    )
                 tensor = copy_tensor(tensor, self.device)
             moved.append(tensor)
         return moved

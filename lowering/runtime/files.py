@@ -46,7 +46,11 @@ class ArtifactFiles:
         count = self.size(name) - position if count is None else count
         if count > _MAX_READ_BYTES:
             size = f"{self.size(name) / 2**30:.1f} GiB"
-            raise ArtifactError(f"'{self.folder / name}' has {size}, and no artifact has such a file: it is damaged.")
+            raise ArtifactError(
+                "artifact.file_too_large",
+                f"'{self.folder / name}' has {size}, more than a file of an artifact: it is damaged. "
+                "Compile the model again.",
+            )
         buffer = bytearray(count)
         return bytes(buffer[: self.read_into(name, memoryview(buffer), position)])
 
@@ -63,7 +67,9 @@ class ArtifactFiles:
                     break
                 done += read
         except OSError as error:
-            raise ArtifactError(f"'{self.folder / name}' cannot be read: {error.strerror}.") from error
+            raise ArtifactError(
+                "artifact.file_unreadable", f"'{self.folder / name}' cannot be read: {error.strerror}."
+            ) from error
         return done
 
     def copy(self, name: str, target: Path) -> None:
@@ -92,16 +98,17 @@ def _open_all(folder: Path) -> dict[str, int]:
             moved_folder = find_moved_folder(folder)
             if moved_folder and time.monotonic() > end:
                 raise ArtifactError(
+                    "artifact.folder_moved",
                     f"'{folder}' has been moved aside by a writer that was ended: "
-                    f"write it again, or rename '{moved_folder}' back."
+                    f"write it again, or rename '{moved_folder}' back.",
                 ) from error
             if not moved_folder and not folder.is_dir():
-                raise ArtifactError(_explain_missing_artifact(folder)) from error
+                raise ArtifactError("artifact.folder_missing", _explain_missing_artifact(folder)) from error
             time.sleep(0.001)
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ArtifactError(f"'{folder}' cannot be read: {reason}.") from error
+            raise ArtifactError("artifact.folder_unreadable", f"'{folder}' cannot be read: {reason}.") from error
         if descriptors is not None:
             return descriptors
 

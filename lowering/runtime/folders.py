@@ -43,8 +43,9 @@ def check_replaceable(folder: Path) -> None:
     foreign_entries = [name for name in entries if folder.is_file() or not is_artifact_file(name)]
     if foreign_entries:
         raise ArtifactError(
-            f"'{folder}' holds '{foreign_entries[0]}', which is no part of an artifact, and would be replaced. "
-            "Name a new folder, or one that holds nothing but an artifact."
+            "artifact.folder_not_replaceable",
+            f"'{folder}' contains '{foreign_entries[0]}', which is not part of an artifact, and would be replaced. "
+            "Name a new folder, or one that contains only an artifact.",
         )
 
 
@@ -87,7 +88,9 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             room = f" (its file system has {_read_free_space(target.parent) / 2**20:.0f} MiB left)"
         raise ArtifactError(
-            f"'{folder}' cannot be written{room}: {error.strerror or error}{where}. What was there before is unchanged."
+            "artifact.folder_not_writable",
+            f"'{folder}' cannot be written{room}: {error.strerror or error}{where}. "
+            "What was there before is unchanged.",
         ) from error
 
 

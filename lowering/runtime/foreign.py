@@ -21,8 +21,9 @@ class ForeignModel(Model):
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         raise ArtifactError(
+            "artifact.machine_unsupported",
             f"the model was compiled for '{self.manifest.target}' and cannot run here: {self._reason} "
-            "Save it, and load it on a machine that can."
+            "Save it, and load it on a machine that can.",
         )
 
     run = submit = bind = decoder = instrumented = function = _refuse

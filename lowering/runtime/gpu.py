@@ -31,17 +31,20 @@ def load_device_runtime(folder: Path | None = None) -> None:
     folders = [] if folder is None else [folder.absolute()]
     runtime = find_first_file([*folders, *list_runtime_folders()], _RUNTIME)
     if runtime is None:
-        raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
+        raise ArtifactError("gpu.runtime_missing", f"no installed apache-tvm has {_RUNTIME}. Install apache-tvm.")
     try:
         ctypes.CDLL(DRIVER, ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise ArtifactError(f"this machine has no NVIDIA driver ({DRIVER}).") from error
+        raise ArtifactError(
+            "gpu.driver_missing", f"this machine has no NVIDIA driver ({DRIVER}). Install it."
+        ) from error
     try:
         ctypes.CDLL(str(find_first_file(folders, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(runtime))
     except OSError as error:
         raise ArtifactError(
-            f"the CUDA runtime cannot be loaded: {error}. Install it: {install_command('cuda')}."
+            "gpu.runtime_unloadable",
+            f"the CUDA runtime cannot be loaded: {error}. Install it: {install_command('cuda')}.",
         ) from error
 
 
@@ -61,7 +64,9 @@ def _read_attribute(device: int, kind: int) -> Any:
     except RuntimeError:  # raised by CUDA: no driver, or none that works
         value = None
     if value is None:
-        raise ArtifactError(f"this machine has no GPU number {device} that CUDA can use.")
+        raise ArtifactError(
+            "gpu.device_missing", f"this machine has no GPU number {device} that CUDA can use. Choose another device."
+        )
     return value
 
 
@@ -70,8 +75,9 @@ def choose_architecture(architectures: Sequence[str], local: str) -> str:
     runnable = [architecture for architecture in architectures if runs_on(architecture, local)]
     if not runnable:
         raise ArtifactError(
+            "artifact.gpu_architecture_mismatch",
             f"the artifact was built for GPUs of architecture {', '.join(architectures)} and the one here is {local}: "
-            "compile the model for it."
+            "compile the model for it.",
         )
     return max(runnable, key=_rank_architecture)
 

@@ -45,16 +45,26 @@ def check_graph(manifest: Manifest, gpu: Gpu | None, inputs: Mapping[str, Any], 
     Raises InputError for other models.
     """
     if gpu is None:
-        raise InputError("graphs are for models on GPUs, and this one runs on the CPU: bind without graph=True.")
+        raise InputError(
+            "cuda_graph.gpu_required",
+            "graphs are for models on GPUs, and this one runs on the CPU: bind without graph=True.",
+        )
     if outputs:
-        raise InputError("a graph has arrays of its own for outputs, the same in every call: bind without outputs.")
+        raise InputError(
+            "cuda_graph.outputs_unsupported",
+            "a graph allocates its own arrays for outputs, the same in every call: bind without outputs.",
+        )
     if not inputs:
-        raise InputError("a model without inputs gives its outputs to the host, which a graph cannot.")
+        raise InputError(
+            "cuda_graph.inputs_missing",
+            "a model without inputs returns its outputs to the host, which a graph cannot: bind without graph=True.",
+        )
     if manifest.slots is not None:
         raise InputError(
+            "cuda_graph.static_cache_unsupported",
             f"a model compiled with static_cache cannot be a graph: the host reads '{manifest.slots.length}' in every "
             "call, as sizes depend on it. Export it with TensorScatter and with Attention's nonpad_kv_seqlen, which "
-            "GPUs read, and name its caches in donate."
+            "GPUs read, and name its caches in donate.",
         )
     return gpu
 

@@ -441,7 +441,7 @@ class Model {
   }
 
   void check(const TensorSpec& spec, const Tensor& tensor, std::map<std::string, int64_t>* sizes) const {
-    if (!tensor.defined()) reject(spec, "is no tensor");
+    if (!tensor.defined()) reject(spec, "is not a tensor");
     const std::string dtype = details::describe_mod(tensor.dtype());
     if (dtype != spec.dtype) reject(spec, "must be " + spec.dtype + ", not " + dtype);
     const DLDevice device = tensor.device();

@@ -100,20 +100,24 @@ class InputPort:
             return
         actual = array.dtype.name if array.dtype.isnative else array.dtype.str
         expected = "an array of str, of dtype object" if self.element.is_text else self.spec.dtype
-        raise InputError(f"{self.where} must be {expected}, not {actual}. Convert it with astype.")
+        raise InputError(
+            "input.dtype_mismatch", f"{self.where} must be {expected}, not {actual}. Convert it with astype."
+        )
 
     def _check_shape(self, shape: tuple[int, ...], sizes: Sizes) -> None:
         if len(shape) != len(self._dims):
             raise InputError(
+                "input.rank_mismatch",
                 f"{self.where} must have {len(self._dims)} dimensions, {self._shape_text()}, "
-                f"not {len(shape)}: its shape is {list(shape)}."
+                f"not {len(shape)}: its shape is {list(shape)}.",
             )
         for axis, (dim, size) in enumerate(zip(self._dims, shape)):
             if isinstance(dim, int):
                 if dim != size:
                     raise InputError(
+                        "input.size_mismatch",
                         f"{self.where} must have size {dim} along axis {axis}, not {size}: "
-                        f"it takes {self._shape_text()} and its shape is {list(shape)}."
+                        f"it takes {self._shape_text()} and its shape is {list(shape)}.",
                     )
                 continue
             earlier = sizes.get(dim)
@@ -122,12 +126,14 @@ class InputPort:
                 low, high = self._ranges.get(dim, (0, size))
                 if not low <= size <= high:
                     raise InputError(
-                        f"dimension '{dim}' is {size} in {self.where} (axis {axis}); the model takes {low} to {high}."
+                        "input.dimension_out_of_range",
+                        f"dimension '{dim}' is {size} in {self.where} (axis {axis}); the model takes {low} to {high}.",
                     )
             elif earlier[0] != size:
                 raise InputError(
+                    "input.dimension_mismatch",
                     f"dimension '{dim}' is {size} in {self.where} (axis {axis}) but {earlier[0]} in "
-                    f"{earlier[1]}; sizes of one name must be equal."
+                    f"{earlier[1]}; sizes of one name must be equal.",
                 )
 
     def _shape_text(self) -> str:
@@ -137,7 +143,7 @@ class InputPort:
 
     def _convert(self, array: np.ndarray, strings: StringTable) -> Tensor:
         if self.element.is_text:
-            self._reject_copy("holds strings, which the compiled code sees as numbers")
+            self._reject_copy("contains strings, which the compiled code reads as numbers")
             array = strings.encode(array, self.where)
         elif self.element.is_carried:
             array = self.element.carry(array)
@@ -146,25 +152,32 @@ class InputPort:
             self._reject_copy("is not aligned to its elements" if flags.c_contiguous else "is not C-contiguous")
             array = array.copy()
         elif not flags.writeable and self.is_written:
-            raise InputError(f"{self.where} is read-only, but {self._no_copy_reason}. Pass a writable array.")
+            raise InputError(
+                "input.read_only", f"{self.where} is read-only, but {self._no_copy_reason}. Pass a writable array."
+            )
         # NumPy exports read-only memory only by DLPack 1, which has a flag for it.
         exportable = array if array.flags.writeable else array.__dlpack__(max_version=(1, 0))
         return self._as_storage(tvm_ffi.from_dlpack(exportable), array.shape)
 
     def _reject_copy(self, problem: str) -> None:
         if self._no_copy_reason is not None:
-            raise InputError(f"{self.where} {problem}, but {self._no_copy_reason}.")
+            raise InputError("input.copy_required", f"{self.where} {problem}, but {self._no_copy_reason}.")
 
     def _accept_foreign(self, array: Any, sizes: Sizes | None, strings: StringTable) -> Tensor:
         """Return the tensor of another library's array, through DLPack."""
         tensor = self._import_checked(array, sizes)
         shape = tensor.shape
         if self.is_written and _is_read_only(array):
-            raise InputError(f"{self.where} is read-only, but {self._no_copy_reason}. Pass a writable array.")
+            raise InputError(
+                "input.read_only", f"{self.where} is read-only, but {self._no_copy_reason}. Pass a writable array."
+            )
         if not tensor.is_contiguous() or tensor.data_ptr() % self.element.itemsize:
             self._reject_copy("is not C-contiguous")
             if tensor.__dlpack_device__()[0] != CPU:
-                raise InputError(f"{self.where} is not C-contiguous. Make it so: only the CPU's arrays are copied.")
+                raise InputError(
+                    "input.not_contiguous",
+                    f"{self.where} is not C-contiguous. Make it so: only the CPU's arrays are copied.",
+                )
             return self._convert(_StridedView(tensor, self.element.numpy).to_array().copy(), strings)
         return self._as_storage(tensor, (*shape, 2) if self.element.is_pair else shape)
 
@@ -172,13 +185,17 @@ class InputPort:
         """Return the tensor of another library's array, after checking type and shape."""
         if not (hasattr(array, "__dlpack__") and hasattr(array, "dtype")):
             raise InputError(
-                f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__ and dtype."
+                "input.type_unsupported",
+                f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with "
+                "__dlpack__ and dtype.",
             )
         if self.element.is_text:
-            raise InputError(f"{self.where} must be a NumPy array of str, not a {type(array).__name__}.")
+            raise InputError(
+                "input.text_array_required", f"{self.where} must be a NumPy array of str, not a {type(array).__name__}."
+            )
         name = _dtype_name(array.dtype)
         if name != (self.spec.storage if self.element.name in BYTE_CARRIED_TYPES else self.spec.dtype):
-            raise InputError(f"{self.where} must be {self.spec.dtype}, not {name}.")
+            raise InputError("input.dtype_mismatch", f"{self.where} must be {self.spec.dtype}, not {name}.")
         tensor = self._import(self._resolve_views(array))
         if sizes is not None:
             self._check_shape(tensor.shape, sizes)
@@ -191,7 +208,8 @@ class InputPort:
             return array
         if type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise InputError(
-                f"{self.where} is a {type(array).__name__}, which computes what it holds. Pass an ordinary tensor."
+                "input.tensor_subclass_unsupported",
+                f"{self.where} is a {type(array).__name__}, which computes its elements. Pass an ordinary tensor.",
             )
         if array.is_neg() or array.is_conj():
             self._reject_copy("has its negative or conjugate bit set")
@@ -206,14 +224,17 @@ class InputPort:
                 tensor = tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
         except Exception as error:  # raised by code of another library
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise InputError(f"{self.where} cannot be read through DLPack: {reason}") from error
+            raise InputError("input.dlpack_failed", f"{self.where} cannot be read through DLPack: {reason}") from error
         if tensor.__dlpack_device__() not in self._devices:
             expected_memory = " or ".join(
                 "the CPU's memory" if kind == CPU else f"GPU {n}'s" for kind, n in sorted(self._devices)
             )
-            raise InputError(f"{self.where} is not in {expected_memory}. Copy it there first.")
+            raise InputError("input.device_mismatch", f"{self.where} is not in {expected_memory}. Copy it there first.")
         if not tensor.data_ptr() and tensor.numel():
-            raise InputError(f"{self.where} is a {type(array).__name__} that has no memory. Pass one with elements.")
+            raise InputError(
+                "input.memory_missing",
+                f"{self.where} is a {type(array).__name__} that has no memory. Pass an array with memory.",
+            )
         return tensor
 
     def _as_storage(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -242,8 +263,9 @@ def check_donated_memory(ports: Sequence[InputPort], tensors: Sequence[Tensor], 
         if other is not None and begin < reached_end:
             written, reader = (port, other) if port.is_written else (other, port)
             raise InputError(
+                "donate.memory_shared",
                 f"inputs '{written.name}' and '{reader.name}' share memory, but '{written.name}' is donated: its "
-                f"memory becomes output '{donated[written.name]}'. Pass separate arrays."
+                f"memory becomes output '{donated[written.name]}'. Pass separate arrays.",
             )
         if end > any_reach[0]:
             any_reach = (end, port)
@@ -273,13 +295,15 @@ def check_output_memory(targets: Mapping[str, Tensor], donated: Mapping[str, Ten
         problem = f"outputs '{first}' and '{second}' are bound to arrays that share memory"
         if not (is_target and is_other_target):
             problem = f"output '{first}' is bound to memory of the donated input that becomes '{second}'"
-        raise InputError(f"{problem}. Pass separate arrays.")
+        raise InputError("output.memory_shared", f"{problem}. Pass separate arrays.")
 
 
 def to_numpy_array(array: Any, where: str) -> np.ndarray:
     """Return `array` as a NumPy array; of a subclass, the base array. Raises InputError for masked arrays."""
     if isinstance(array, np.ma.MaskedArray):
-        raise InputError(f"{where} is a masked array, and its mask would be lost. Pass array.filled(value).")
+        raise InputError(
+            "input.masked_array", f"{where} is a masked array, and its mask would be lost. Pass array.filled(value)."
+        )
     return np.asarray(array)
 
 

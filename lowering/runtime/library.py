@@ -38,14 +38,17 @@ def load_runtime(folder: Path | None = None) -> None:
     path = find_first_file(folders, _RUNTIME)
     if path is None:
         raise ArtifactError(
-            f"the TVM runtime library {_RUNTIME} is in no installed apache-tvm. Install apache-tvm, or put the library "
-            "into the folder tvm/lib of a place on PYTHONPATH."
+            "run.runtime_missing",
+            f"no installed apache-tvm has the TVM runtime library {_RUNTIME}. Install apache-tvm, or put the library "
+            "into the subfolder tvm/lib of a folder on PYTHONPATH.",
         )
     try:
         # Code that TVM generates resolves the runtime's functions as global symbols.
         ctypes.CDLL(str(path.absolute()), ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise ArtifactError(f"the TVM runtime library '{path}' cannot be loaded: {error}.") from error
+        raise ArtifactError(
+            "run.runtime_unloadable", f"the TVM runtime library '{path}' cannot be loaded: {error}."
+        ) from error
 
 
 def _create_unique_path(descriptor: int) -> str:
@@ -81,7 +84,9 @@ class ModelLibrary:
             self._load = self._executable.get_function("vm_load_executable")
         except (RuntimeError, ValueError, AttributeError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ArtifactError(f"'{path}' cannot be loaded as a compiled model: {reason}") from error
+            raise ArtifactError(
+                "artifact.code_unloadable", f"'{path}' cannot be loaded as a compiled model: {reason}"
+            ) from error
 
     def new_machine(self, instrument: Instrument | None = None) -> Machine:
         machine = self._load()
@@ -97,7 +102,10 @@ class ModelLibrary:
         try:
             return machine["replay"]
         except AttributeError as error:
-            raise ArtifactError("the artifact is from before there were graphs: compile the model again.") from error
+            raise ArtifactError(
+                "artifact.graph_unsupported",
+                "the artifact was compiled by a version without CUDA graphs: compile the model again.",
+            ) from error
 
     def function(self, name: str) -> tvm_ffi.Function:
         """Return a compiled function by name."""

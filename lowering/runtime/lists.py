@@ -33,7 +33,9 @@ def flatten_lists(
         if spec.name in flat:
             flat.update(zip(names, _read_elements(flat.pop(spec.name), spec, role)))
         elif is_complete and names and not flat.keys() & set(names):
-            raise InputError(f"{role} '{spec.name}' is missing; the model takes a list of {spec.count} arrays.")
+            raise InputError(
+                "input.list_missing", f"{role} '{spec.name}' is missing; the model takes a list of {spec.count} arrays."
+            )
     return flat
 
 
@@ -43,19 +45,22 @@ def _read_elements(value: Any, spec: ListSpec, role: str) -> Sequence[Any]:
         if value is None:
             return ()
         raise InputError(
+            "input.list_not_none",
             f"{role} '{spec.name}' must be None, as the model was compiled, not a {type(value).__name__}. Leave it "
-            f"out, or compile the model again with dims={{'{spec.name}': 1}}, or the number of tensors of a sequence."
+            f"out, or compile the model again with dims={{'{spec.name}': 1}}, or the number of tensors of a sequence.",
         )
     if not isinstance(value, (list, tuple)):
         raise InputError(
+            "input.list_required",
             f"{role} '{spec.name}' must be a list of {spec.count} arrays, not a {type(value).__name__}. "
-            "Pass the arrays in a list."
+            "Pass the arrays in a list.",
         )
     if len(value) != spec.count:
         raise InputError(
+            "input.list_length_mismatch",
             f"{role} '{spec.name}' is a list of {len(value)} arrays, and the model was compiled for {spec.count}. "
             f"Pass {spec.count}, or compile the model again"
-            + (f" with dims={{'{spec.name}': {len(value)}}}." if role == "input" else ".")
+            + (f" with dims={{'{spec.name}': {len(value)}}}." if role == "input" else "."),
         )
     return value
 

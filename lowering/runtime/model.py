@@ -196,7 +196,9 @@ class Model:
                 host reads; then it is raised here or by the first call.
         """
         if outputs is not None and not isinstance(outputs, Mapping):
-            raise InputError(f"outputs must map names to arrays, not {type(outputs).__name__}.")
+            raise InputError(
+                "output.mapping_required", f"outputs must map names to arrays, not {type(outputs).__name__}."
+            )
         inputs = dict(self._flatten_lists(inputs))  # the caller may change the mapping
         outputs = flatten_lists(outputs or {}, [t.name for t in self.outputs], self.manifest.output_lists, "output")
         strings = StringTable(self.manifest.strings)
@@ -220,7 +222,10 @@ class Model:
         for name, array in outputs.items():
             spec = next((t for t in self.manifest.outputs if t.name == name), None)
             if spec is None:
-                raise InputError(f"there is no output '{name}'. The outputs are {_list_names(self.manifest.outputs)}.")
+                raise InputError(
+                    "output.name_unknown",
+                    f"there is no output '{name}'. The outputs are {_list_names(self.manifest.outputs)}.",
+                )
             reason = "a bound call writes results to it"
             port = InputPort(spec, "output", {}, reason, True, None if gpu is None else gpu.number)
             tensor = port.accept(array, sizes, strings)
@@ -300,7 +305,7 @@ class Model:
                 this model is a setup.
         """
         if self.manifest.part != MODEL:
-            raise ArtifactError("a setup is a part of its decoder: save that.")
+            raise ArtifactError("artifact.part_not_standalone", "a setup is part of its decoder: save the decoder.")
         signature = None if sign_key is None else sign(self._files.read(FILE), sign_key)
         with replace_folder(Path(folder)) as new:
             copy_artifact(self._files, self.manifest, new, signature)
@@ -318,7 +323,7 @@ class Model:
         Raises ArtifactError as `save` does.
         """
         if self.manifest.part != MODEL:
-            raise ArtifactError("a setup is a part of its decoder: pickle that.")
+            raise ArtifactError("artifact.part_not_standalone", "a setup is part of its decoder: pickle the decoder.")
         return unpack_model, (pack_model(self._files, self.manifest), self._threads, self.gpu.number if self.gpu else 0)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray:
@@ -373,7 +378,7 @@ class Model:
             array = inputs.get(port.name)
             if array is None:
                 _check_input_names(inputs, self.manifest.inputs)
-                raise InputError(f"input '{port.name}' is missing; the model takes {port.spec}.")
+                raise InputError("input.missing", f"input '{port.name}' is missing; the model takes {port.spec}.")
             tensors.append(port.accept(array, sizes, strings))
         if len(inputs) > len(tensors):
             _check_input_names(inputs, self.manifest.inputs)
@@ -440,8 +445,9 @@ class Model:
                 tensor = item(results, index)
             except IndexError as error:
                 raise ArtifactError(
-                    f"the code gives {index} results, and {FILE} names {len(self._outputs)}: it is not the one that "
-                    "this code was made with. Compile the model again."
+                    "artifact.output_count_mismatch",
+                    f"the code returns {index} results, and {FILE} names {len(self._outputs)}: it belongs to "
+                    "other code. Compile the model again.",
                 ) from error
             address = tensor.data_ptr()
             if targets and port.name in targets:
@@ -471,7 +477,7 @@ class Model:
 def _check_input_names(arrays: Arrays, specs: tuple[TensorSpec, ...]) -> None:
     unknown = next((name for name in arrays if all(name != spec.name for spec in specs)), None)
     if unknown is not None:
-        raise InputError(f"there is no input '{unknown}'. The inputs are {_list_names(specs)}.")
+        raise InputError("input.name_unknown", f"there is no input '{unknown}'. The inputs are {_list_names(specs)}.")
 
 
 def _list_names(specs: tuple[TensorSpec, ...]) -> str:

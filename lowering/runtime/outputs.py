@@ -34,8 +34,9 @@ def find_from_dlpack(array: Any) -> FromDLPack:
     function = getattr(sys.modules.get(package), "from_dlpack", None)
     if function is None:
         raise InputError(
+            "output.library_unsupported",
             f"the package '{package}' of {type(array).__name__} arrays has no from_dlpack: "
-            "outputs could not be given back in kind. Pass NumPy arrays."
+            "outputs cannot be returned as such arrays. Pass NumPy arrays.",
         )
     return function
 
@@ -46,7 +47,10 @@ def detect_array_kind(inputs: Mapping[str, Any]) -> tuple[FromDLPack, bool]:
     Raises InputError if `inputs` is not a mapping of arrays by name.
     """
     if not isinstance(inputs, Mapping):
-        raise InputError(f"the inputs are a {type(inputs).__name__}; pass a dict of arrays by the names of inputs.")
+        raise InputError(
+            "input.mapping_required",
+            f"the inputs are a {type(inputs).__name__}; pass a dict of arrays by the names of inputs.",
+        )
     for array in inputs.values():
         if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
             continue
@@ -92,7 +96,8 @@ class OutputPort:
             # NumPy counts bytes without regard to dimensions of size 0.
             dims = ", ".join(map(str, tensor.shape))
             raise InputError(
-                f"output '{self.name}' has the shape [{dims}], which no array can have: {error}"
+                "output.shape_unsupported",
+                f"output '{self.name}' has the shape [{dims}], which NumPy does not support: {error}",
             ) from error
 
     def _to_numpy(self, tensor: Tensor, strings: StringTable) -> np.ndarray:
@@ -107,7 +112,8 @@ def check_output(name: str, result: Tensor, target: Tensor) -> None:
     """Raise InputError if a result does not have the shape of the array that is bound to the output."""
     if result.shape != target.shape:
         raise InputError(
-            f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}."
+            "output.shape_mismatch",
+            f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}.",
         )
 
 

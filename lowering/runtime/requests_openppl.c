@@ -17,14 +17,14 @@ static int64_t step(const Table* starts, int64_t b) { return at(starts, b + 1) -
 /* Check that the starts begin with 0 and never decrease, so that differences do not overflow. */
 static int check_starts(const Call* call, const char* name, const Table* starts, const char* unit) {
     if (at(starts, 0) != 0) {
-        return reject(call->node, "%s of request 0 is " N ": make it 0, the number of %s before it.", name,
-                      at(starts, 0), unit);
+        return reject("requests.starts_not_zero", call->node,
+                      "%s of request 0 is " N ": make it 0, the number of %s before it.", name, at(starts, 0), unit);
     }
     for (int64_t b = 0; b < call->batch; ++b) {
         if (at(starts, b + 1) < at(starts, b)) {
-            return reject(call->node,
+            return reject("requests.starts_decreasing", call->node,
                           "%s decreases at request " N ", from " N " to " N
-                          ": make them the numbers of %s of all requests before.",
+                          ": give the cumulative numbers of %s.",
                           name, b, at(starts, b), at(starts, b + 1), unit);
         }
     }
@@ -35,13 +35,13 @@ static int check_totals(const Call* call) {
     const int64_t* sizes = call->sizes;
     const int64_t rows = at(&call->seqstarts, call->batch), keys = at(&call->kvstarts, call->batch);
     if (sizes[ROWS] >= 0 && rows != sizes[ROWS]) {
-        return reject(call->node,
+        return reject("requests.row_count_mismatch", call->node,
                       "seqstarts of " N " requests ends with " N ", and %s has " N
                       " rows: give as many rows as all requests have.",
                       call->batch, rows, is_given(&call->decoding_batches) ? "query" : "current_key", sizes[ROWS]);
     }
     if (sizes[KEYS] >= 0 && keys != sizes[KEYS]) {
-        return reject(call->node,
+        return reject("requests.key_count_mismatch", call->node,
                       "kvstarts of " N " requests ends with " N ", and key has " N
                       " rows: give as many keys as all requests have.",
                       call->batch, keys, sizes[KEYS]);
@@ -49,8 +49,9 @@ static int check_totals(const Call* call) {
     if (is_given(&call->decoding_batches)) {
         const int64_t first = at(&call->decoding_batches, 0);
         if (first < 0 || first > call->batch) {
-            return reject(call->node,
-                          "decoding_batches is " N ", and there are " N " requests: count those in front that decode.",
+            return reject("requests.decoding_count_out_of_range", call->node,
+                          "decoding_batches is " N ", and there are " N
+                          " requests: give the number of leading requests that decode.",
                           first, call->batch);
         }
     }
@@ -61,7 +62,7 @@ static int check_totals(const Call* call) {
 static int check_mask(const Call* call) {
     const int64_t keys = at(&call->kvstarts, call->batch), columns = call->sizes[MASK_COLUMNS];
     if (columns <= 0 || keys <= columns) return 0;
-    return reject(call->node,
+    return reject("requests.mask_too_small", call->node,
                   "attn_mask has " N " columns, and kvstarts of " N " requests ends with " N
                   ": give a column for each key.",
                   columns, call->batch, keys);
@@ -71,13 +72,13 @@ static int check_lengths(const Call* call) {
     for (int64_t b = 0; b < call->batch; ++b) {
         const int64_t rows = step(&call->seqstarts, b), keys = step(&call->kvstarts, b), past = at(&call->start_pos, b);
         if (past < 0) {
-            return reject(call->node,
+            return reject("requests.past_length_negative", call->node,
                           "start_pos of request " N " is " N ": give the number of its tokens in the cache.", b, past);
         }
         if (keys - rows != past) {
-            return reject(call->node,
+            return reject("requests.past_length_mismatch", call->node,
                           "kvstarts has " N " keys for request " N ", and start_pos " N " and " N
-                          " rows by seqstarts make them " N ": make them equal.",
+                          " rows by seqstarts require " N ": make them equal.",
                           keys, b, past, rows, (int64_t)((uint64_t)past + (uint64_t)rows));
         }
     }
@@ -98,13 +99,13 @@ static int reject_slots(const Call* call, int64_t b, int64_t c, int64_t keys) {
     char column[32] = "";
     if (call->sizes[PAGE] > 0) snprintf(column, sizeof column, ", page " N ",", c);
     if (keys > slots) {
-        return reject(call->node,
+        return reject("requests.cache_too_small", call->node,
                       "kvstarts has " N " keys for request " N ", and cache " N " slots: use a larger cache.",
                       step(&call->kvstarts, b), b, slots);
     }
-    return reject(call->node,
-                  "cachestarts of request " N "%s is " N ", and its " N " keys there need slots of cache, which has " N
-                  ": give a slot from 0 to " N ".",
+    return reject("requests.slot_out_of_range", call->node,
+                  "cachestarts of request " N "%s is " N ", and its " N
+                  " keys need consecutive slots of cache, which has " N ": give a slot from 0 to " N ".",
                   b, column, first, keys, slots, slots - keys);
 }
 
@@ -116,7 +117,7 @@ static int check_slots(const Call* call, int64_t* written) {
         if (keys == 0) continue;
         const int64_t columns = (keys - 1) / page + 1;
         if (call->sizes[PAGE] > 0 && columns > call->cachestarts.shape[1]) {
-            return reject(call->node,
+            return reject("requests.table_too_small", call->node,
                           "cachestarts has " N " pages of " N " tokens for each request, and kvstarts " N
                           " keys for request " N ": give it " N " pages.",
                           call->cachestarts.shape[1], page, keys, b, columns);
@@ -138,13 +139,13 @@ static int check_slots(const Call* call, int64_t* written) {
 static int reject_shared(const Call* call, const Span* first_span, const Span* second_span, int writes) {
     const int64_t slot = max_of(first_span->begin, second_span->begin);
     if (first_span->request == second_span->request) {
-        return reject(call->node,
+        return reject("requests.slot_written_twice", call->node,
                       "cachestarts has two tokens of request " N " in slot " N ": give each slot to one token.",
                       first_span->request, slot);
     }
-    return reject(call->node,
+    return reject("requests.slot_shared", call->node,
                   "cachestarts has request " N " write to slot " N ", which request " N
-                  " %s: give requests slots of their own; only what nobody writes may be shared.",
+                  " %s: give requests slots of their own; only slots that no request writes may be shared.",
                   first_span->request, slot, second_span->request, writes ? "writes as well" : "reads");
 }
 
@@ -186,7 +187,10 @@ static int check_call(const Call* call) {
     int64_t written = 0;
     if (check_lengths(call) || check_slots(call, &written) || check_mask(call)) return -1;
     Spans spans;
-    if (!open_spans(&spans, written)) return reject(call->node, "there is no memory to check cachestarts in.");
+    if (!open_spans(&spans, written)) {
+        return reject("run.out_of_memory", call->node,
+                      "the memory to check cachestarts is exhausted: free memory, and call again.");
+    }
     const int failed = check_shared(call, &spans);
     close_spans(&spans);
     return failed;

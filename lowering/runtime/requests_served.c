@@ -28,23 +28,24 @@ static int64_t rows_of(const Call* call, int64_t r) { return at(&call->row_start
 static int check_starts(const Call* call) {
     const int64_t rows = at(&call->row_starts, call->requests);
     if (at(&call->row_starts, 0) != 0) {
-        return reject(call->node, "row_starts of request 0 is " N ": make it 0, its first row.",
-                      at(&call->row_starts, 0));
+        return reject("requests.starts_not_zero", call->node,
+                      "row_starts of request 0 is " N ": make it 0, its first row.", at(&call->row_starts, 0));
     }
     for (int64_t r = 0; r < call->requests; ++r) {
         if (at(&call->row_starts, r + 1) < at(&call->row_starts, r)) {
-            return reject(call->node,
+            return reject("requests.starts_decreasing", call->node,
                           "row_starts decreases at request " N ", from " N " to " N
-                          ": make them the numbers of tokens of all requests before.",
+                          ": give the cumulative numbers of tokens.",
                           r, at(&call->row_starts, r), at(&call->row_starts, r + 1));
         }
     }
     if (rows == 0 && call->requests > 0) {
-        return reject(call->node, "row_starts gives none of " N " requests a token: call with those that have some.",
+        return reject("requests.tokens_missing", call->node,
+                      "row_starts gives none of " N " requests a token: call only with requests that have tokens.",
                       call->requests);
     }
     if (rows == call->sizes[ROWS]) return 0;
-    return reject(call->node,
+    return reject("requests.row_count_mismatch", call->node,
                   "row_starts of " N " requests ends with " N ", and there are " N
                   " token ids: give as many as all requests have.",
                   call->requests, rows, call->sizes[ROWS]);
@@ -54,9 +55,9 @@ static int check_lengths(const Call* call) {
     for (int64_t r = 0; r < call->requests; ++r) {
         const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
         if (past >= 0 && past <= call->sizes[CONTEXT] - rows) continue;
-        return reject(call->node,
+        return reject("requests.past_length_out_of_range", call->node,
                       "past_lengths of request " N " is " N ", and its " N
-                      " new tokens come behind them: a request has 0 to " N " tokens.",
+                      " new tokens follow: keep their sum from 0 to " N ".",
                       r, past, rows, call->sizes[CONTEXT]);
     }
     return 0;
@@ -66,7 +67,7 @@ static int check_lengths(const Call* call) {
 static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int64_t length) {
     const int64_t columns = length / pages->tokens + (length % pages->tokens != 0);
     if (columns > pages->columns) {
-        return reject(node,
+        return reject("requests.table_too_small", node,
                       "%s has " N " blocks of " N " %s for each request, and request " N " has " N
                       " %s: give it " N " blocks.",
                       pages->table_name, pages->columns, pages->tokens, pages->unit, r, length, pages->unit, columns);
@@ -74,10 +75,10 @@ static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int
     for (int64_t c = 0; c < columns; ++c) {
         const int64_t block = at(pages->table, r * pages->columns + c);
         if (block >= 0 && block < pages->blocks) continue;
-        return reject(node,
+        return reject("requests.block_out_of_range", node,
                       "%s of request " N ", column " N " is " N ", and %s has " N
-                      " blocks: give one that is there.",
-                      pages->table_name, r, c, block, pages->cache_name, pages->blocks);
+                      " blocks: give a block from 0 to " N ".",
+                      pages->table_name, r, c, block, pages->cache_name, pages->blocks, pages->blocks - 1);
     }
     return 0;
 }
@@ -109,7 +110,7 @@ static int check_shared(const Call* call, Spans* spans) {
     sort_spans(spans);
     const Span* duplicate = find_neighbor_overlap(spans);
     if (duplicate != NULL) {
-        return reject(call->node,
+        return reject("requests.block_written_twice", call->node,
                       "block_table has request " N " and request " N " write to block " N
                       ": give each, and each column, a block of its own.",
                       (duplicate - 1)->request, duplicate->request, duplicate->begin);
@@ -124,9 +125,9 @@ static int check_shared(const Call* call, Spans* spans) {
             const Span read = {block, block + 1, r, c};
             const Span* writer = is_marked(&written, read) ? find_overlap(spans, read) : NULL;
             if (writer == NULL) continue;
-            return reject(call->node,
+            return reject("requests.block_shared", call->node,
                           "block_table has request " N " write to block " N ", which request " N
-                          " reads in column " N ": only blocks that nobody writes may be shared.",
+                          " reads in column " N ": share only blocks that no request writes.",
                           writer->request, block, r, c);
         }
     }
@@ -138,7 +139,10 @@ static int check_cache(const Call* call) {
     int64_t written = 0;
     if (check_blocks(call, &written)) return -1;
     Spans spans;
-    if (!open_spans(&spans, written)) return reject(call->node, "there is no memory to check block_table in.");
+    if (!open_spans(&spans, written)) {
+        return reject("run.out_of_memory", call->node,
+                      "the memory to check block_table is exhausted: free memory, and call again.");
+    }
     const int failed = check_shared(call, &spans);
     close_spans(&spans);
     return failed;
@@ -147,16 +151,19 @@ static int check_cache(const Call* call) {
 /* Check that every request with rows has a valid slot of states, and that no other request has it. */
 static int check_slots(const Call* call) {
     Spans spans;
-    if (!open_spans(&spans, call->requests)) return reject(call->node, "there is no memory to check state_slots in.");
+    if (!open_spans(&spans, call->requests)) {
+        return reject("run.out_of_memory", call->node,
+                      "the memory to check state_slots is exhausted: free memory, and call again.");
+    }
     int failed = 0;
     for (int64_t r = 0; r < call->requests && !failed; ++r) {
         const int64_t slot = at(&call->state_slots, r);
         if (rows_of(call, r) == 0) continue;
         if (slot < 0 || slot >= call->sizes[SLOTS]) {
-            failed = reject(call->node,
+            failed = reject("requests.state_slot_out_of_range", call->node,
                             "state_slots of request " N " is " N ", and states have " N
-                            " slots: give one that is there.",
-                            r, slot, call->sizes[SLOTS]);
+                            " slots: give a slot from 0 to " N ".",
+                            r, slot, call->sizes[SLOTS], call->sizes[SLOTS] - 1);
         } else {
             add_span(&spans, slot, slot + 1, r, 0);
         }
@@ -164,7 +171,8 @@ static int check_slots(const Call* call) {
     sort_spans(&spans);
     const Span* duplicate = failed ? NULL : find_neighbor_overlap(&spans);
     if (duplicate != NULL) {
-        failed = reject(call->node, "state_slots has request " N " and request " N " share slot " N
+        failed = reject("requests.state_slot_shared", call->node,
+                        "state_slots has request " N " and request " N " share slot " N
                         ": give each a slot of its own.",
                         (duplicate - 1)->request, duplicate->request, duplicate->begin);
     }
@@ -199,7 +207,10 @@ static int check_written(const TVMFFIAny* node, const Pages* pages, const Table*
     int64_t blocks = 0;
     for (int64_t r = 0; r < lengths->shape[0]; ++r) blocks += (at(lengths, r) + pages->tokens - 1) / pages->tokens;
     Spans spans;
-    if (!open_spans(&spans, blocks)) return reject(node, "there is no memory to check %s in.", pages->table_name);
+    if (!open_spans(&spans, blocks)) {
+        return reject("run.out_of_memory", node,
+                      "the memory to check %s is exhausted: free memory, and call again.", pages->table_name);
+    }
     for (int64_t r = 0; r < lengths->shape[0]; ++r) {
         for (int64_t c = 0; c * pages->tokens < at(lengths, r); ++c) {
             const int64_t block = at(pages->table, r * pages->columns + c);
@@ -210,7 +221,7 @@ static int check_written(const TVMFFIAny* node, const Pages* pages, const Table*
     const Span* duplicate = find_neighbor_overlap(&spans);
     const int failed = duplicate == NULL
                            ? 0
-                           : reject(node,
+                           : reject("requests.block_written_twice", node,
                                     "%s has request " N " and request " N " write to block " N
                                     ": give each, and each column, a block of its own.",
                                     pages->table_name, (duplicate - 1)->request, duplicate->request, duplicate->begin);
@@ -232,7 +243,7 @@ CHECK(check_sources) {
     for (int64_t r = 0; r < lengths.shape[0]; ++r) {
         const int64_t length = at(&lengths, r);
         if (length < 0) {
-            return reject(&args[2],
+            return reject("requests.source_length_negative", &args[2],
                           "source_lengths of request " N " is " N ": make it the number of its source's rows.", r,
                           length);
         }

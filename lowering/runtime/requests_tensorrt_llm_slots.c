@@ -71,9 +71,9 @@ static int find_blocks(const Call* call, Blocks* blocks) {
         layer = at(&call->mapping, 2 * call->numbers[LAYER] + 1);
     }
     if ((has_pools && (pool < 0 || pool >= pools)) || layer < 0 || layer >= layers) {
-        return reject(call->node,
+        return reject("gpt_attention.pool_mapping_out_of_range", call->node,
                       "host_kv_cache_pool_mapping says that layer_idx " N " is layer " N " of pool " N
-                      ", and there are " N " pools, of " N " layers: count both from 0.",
+                      ", and there are " N " pools, of " N " layers: count pools and layers from 0.",
                       call->numbers[LAYER], layer, pool, pools, layers);
     }
     *blocks = (Blocks){0, shape[1], shape[3], (call->numbers[POOL_BLOCKS] * layers - layer) * 2};
@@ -85,7 +85,7 @@ static int check_entry(const Call* call, const Blocks* blocks, int64_t b, int64_
     for (int is_value = 0; is_value < 2; ++is_value) {
         const int64_t offset = entry(call, blocks, b, beam, is_value, column);
         if (offset >= 0 && offset < blocks->entries) continue;
-        return reject(call->node,
+        return reject("gpt_attention.block_out_of_range", call->node,
                       "the entry of kv_cache_block_offsets for request " N ", beam " N ", %s, column " N ", is " N
                       ", and entries of this layer in its pool are 0 to " N ": give a block that is in the pool.",
                       b, beam, is_value ? "V" : "K", column, offset, blocks->entries - 1);
@@ -168,16 +168,19 @@ static int check_written(const Call* call, const Blocks* blocks, const Ring* rin
     int64_t count = 0;
     for (int64_t b = 0; b < call->requests; ++b) count += written_blocks(call, blocks, ring, b, NULL);
     Spans spans;
-    if (!open_spans(&spans, count)) return reject(call->node, "there is no memory to check kv_cache_block_offsets in.");
+    if (!open_spans(&spans, count)) {
+        return reject("run.out_of_memory", call->node,
+                      "the memory to check kv_cache_block_offsets is exhausted: free memory, and call again.");
+    }
     for (int64_t b = 0; b < call->requests; ++b) written_blocks(call, blocks, ring, b, &spans);
     sort_spans(&spans);
     int failed = 0;
     const Span* duplicate = find_neighbor_overlap(&spans);
     if (duplicate != NULL) {
-        failed = reject(call->node,
+        failed = reject("gpt_attention.block_written_twice", call->node,
                         "kv_cache_block_offsets has request " N ", beam " N ", and request " N ", beam " N
                         ", write to the block of entry " N
-                        ": give each, and K and V, a block of its own; only what nobody writes may be shared.",
+                        ": give each, and K and V, a block of its own; blocks that are only read may be shared.",
                         duplicate[-1].request, duplicate[-1].column, duplicate->request, duplicate->column,
                         duplicate->begin);
     }
@@ -198,20 +201,20 @@ int lowering_tensorrt_llm_slots(const Call* call) {
         for (int k = 0; k < 3; ++k) end = max_of(end, needed[k].to > needed[k].from ? needed[k].to : 0);
         if (end <= slots) continue;
         if (!block) {
-            return reject(call->node,
+            return reject("gpt_attention.cache_too_small", call->node,
                           "past_key_value has " N " slots for tokens, and request " N " needs " N
                           ": give a larger cache.",
                           slots, b, end);
         }
-        return reject(call->node,
+        return reject("gpt_attention.block_table_too_small", call->node,
                       "kv_cache_block_offsets has " N " columns of " N " tokens, and request " N " needs " N
-                      ": give as many.",
+                      ": give at least as many columns.",
                       blocks.columns, block, b, (end - 1) / block + 1);
     }
     if (!block) return 0;
     const int has_beams = call->numbers[BEAMS] > 1 && !call->numbers[IS_CROSS];
     if (has_beams && call->contexts < call->requests && blocks.beams < call->numbers[BEAMS]) {
-        return reject(call->node,
+        return reject("gpt_attention.beam_blocks_missing", call->node,
                       "kv_cache_block_offsets is for " N " beams, and request " N ", in the generation phase, has " N
                       ": give the blocks of each beam.",
                       blocks.beams, call->contexts, call->numbers[BEAMS]);

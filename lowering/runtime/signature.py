@@ -45,7 +45,8 @@ def verify(manifest: bytes, signature: bytes, key: VerifyingKey, where: Path) ->
         read_public_key(key).verify(signature, manifest)
     except InvalidSignature as error:
         raise ArtifactError(
-            f"'{where}' was not signed with this key, or its manifest has been changed since: do not use it."
+            "signature.mismatch",
+            f"'{where}' was not signed with this key, or its manifest has been changed since: do not use it.",
         ) from error
 
 
@@ -60,7 +61,9 @@ def _import_cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise InputError(f"signatures need a package: {describe_missing_package('cryptography')}") from error
+        raise InputError(
+            "signature.package_missing", f"signatures need a package: {describe_missing_package('cryptography')}"
+        ) from error
     return ed25519, serialization
 
 
@@ -73,10 +76,12 @@ def _read_key(key: Any, role: str, key_type: type, from_bytes: str, from_pem: An
             return getattr(key_type, from_bytes)(key)
         key_object = from_pem(Path(key).read_bytes())
     except OSError as error:
-        raise InputError(f"the {role} key '{key}' cannot be read: {error.strerror}. {hint}") from error
+        raise InputError(
+            "signature.key_unreadable", f"the {role} key '{key}' cannot be read: {error.strerror}. {hint}"
+        ) from error
     except Exception as error:  # encrypted, of another algorithm, not a key, or not a path
         name = f"'{key}'" if isinstance(key, (str, os.PathLike)) else f"a {type(key).__name__}"
-        raise InputError(f"{name} is no {role} key of Ed25519. {hint}") from error
+        raise InputError("signature.key_invalid", f"{name} is not a {role} key of Ed25519. {hint}") from error
     if not isinstance(key_object, key_type):
-        raise InputError(f"'{key}' is no {role} key of Ed25519. {hint}")
+        raise InputError("signature.key_invalid", f"'{key}' is not a {role} key of Ed25519. {hint}")
     return key_object

@@ -23,7 +23,9 @@ class StringTable:
         """
         element_type = next((type(x) for x in array.flat if not isinstance(x, str)), str)
         if element_type is not str:
-            raise InputError(f"{where} must hold nothing but str, not {element_type.__name__}.")
+            raise InputError(
+                "input.element_type_unsupported", f"{where} must contain only str, not {element_type.__name__}."
+            )
         ids = (self._intern(str(text)) for text in array.flat)
         return np.fromiter(ids, np.int32, array.size).reshape(array.shape)
 

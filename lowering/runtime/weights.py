@@ -65,7 +65,8 @@ def read_weights(files: ArtifactFiles, manifest: Manifest, is_full_check: bool) 
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise ArtifactError(
-            f"'{files.folder / WEIGHTS}' has {size / 2**30:.1f} GiB, which do not fit into memory."
+            "weights.out_of_memory",
+            f"'{files.folder / WEIGHTS}' has {size / 2**30:.1f} GiB, which do not fit into memory.",
         ) from error
     with suppress(OSError, AttributeError):  # advice that not every kernel supports
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -21,7 +21,7 @@ _DTYPES = {
 
 
 def make_unhashable_error(name: Any) -> InputError:
-    return InputError(f"the name of a request must be hashable, and {name!r} is not.")
+    return InputError("batcher.name_unhashable", f"the name of a request must be hashable, and {name!r} is not.")
 
 
 def is_integer(value: Any) -> bool:
@@ -34,7 +34,7 @@ def is_integer(value: Any) -> bool:
 
 def check_integer(value: Any, what: str, minimum: int) -> int:
     if not is_integer(value) or (number := operator.index(value)) < minimum:
-        raise InputError(f"{what} must be an integer of at least {minimum}, not {value!r}.")
+        raise InputError("argument.integer_invalid", f"{what} must be an integer of at least {minimum}, not {value!r}.")
     return number
 
 
@@ -43,7 +43,10 @@ def read_token_ids(tokens: Any, request: Hashable) -> list[int]:
         # Python integers compare and hash faster than NumPy integers
         return [operator.index(i) for i in (tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)]
     except (TypeError, ValueError, RuntimeError):  # RuntimeError is raised by arrays of other libraries
-        raise InputError(f"tokens of request {request!r} must be a sequence of integers, not {tokens!r}.") from None
+        raise InputError(
+            "batcher.token_ids_invalid",
+            f"tokens of request {request!r} must be a sequence of integers, not {tokens!r}.",
+        ) from None
 
 
 def read_numbers(values: Any) -> np.ndarray | None:
@@ -58,7 +61,7 @@ def read_numbers(values: Any) -> np.ndarray | None:
 
 def read_request_names(requests: Iterable[Any]) -> list[Any]:
     if isinstance(requests, str | bytes) or not isinstance(requests, Iterable):
-        raise InputError(f"requests must be a list of names, not {requests!r}.")
+        raise InputError("batcher.names_not_a_list", f"requests must be a list of names, not {requests!r}.")
     return list(requests)
 
 
@@ -68,5 +71,5 @@ def read_cache_dtype(dtype: Any) -> Any:
     except TypeError:
         name = str(dtype)
     if name not in _DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, not {name}.")
+        raise InputError("batcher.dtype_unsupported", f"dtype must be one of {', '.join(_DTYPES)}, not {name}.")
     return _DTYPES[name]

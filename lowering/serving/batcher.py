@@ -64,7 +64,10 @@ class Batcher:
         """
         served = model.manifest.served
         if served is None:
-            raise InputError("the model serves no requests: compile it with serve=Serve(context=<number of tokens>).")
+            raise InputError(
+                "batcher.serve_required",
+                "the model was compiled without serve: compile it with serve=Serve(context=<number of tokens>).",
+            )
         self._model, self._served = model, served
         token_budget = check_integer(tokens_per_step, "tokens_per_step", 1)
         specs = {spec.name: spec for spec in model.manifest.inputs}
@@ -96,14 +99,22 @@ class Batcher:
         self._check_unused(request)
         if not 1 <= len(tokens) <= self._served.context:
             raise InputError(
+                "batcher.prompt_length_out_of_range",
                 f"the prompt of request {request!r} has {len(tokens)} tokens, and the model was compiled for 1 to "
-                f"{self._served.context}."
+                f"{self._served.context}.",
             )
         sources = {} if fixed is None else fixed
         if not isinstance(sources, Mapping):
-            raise InputError(f"`fixed` of request {request!r} must map names to arrays, not {type(sources).__name__}.")
+            raise InputError(
+                "batcher.fixed_not_a_mapping",
+                f"`fixed` of request {request!r} must map names to arrays, not {type(sources).__name__}.",
+            )
         if self._pools.sources is None and sources:
-            raise InputError(f"request {request!r} has '{next(iter(sources))}', and the model takes tokens alone.")
+            raise InputError(
+                "batcher.sources_unsupported",
+                f"request {request!r} has '{next(iter(sources))}' in `fixed`, and the model reads no sources: "
+                "leave it out.",
+            )
         source = None if self._pools.sources is None else self._pools.sources.read(request, sources)
         self._scheduler.requests[request] = ScheduledRequest(request, tokens, source)
 
@@ -144,8 +155,9 @@ class Batcher:
         next_token = self._tokens.read_token(token, request)
         if len(entry.tokens) >= self._served.context:
             raise InputError(
+                "batcher.context_exceeded",
                 f"request {request!r} has {len(entry.tokens)} tokens, as many as the model was compiled for: free() "
-                "it, or compile with a larger context."
+                "it, or compile with a larger context.",
             )
         entry.tokens.append(next_token)
 
@@ -267,12 +279,14 @@ class Batcher:
 
     def _check_unused(self, name: Hashable) -> None:
         if self._find_request(name) is not None:
-            raise InputError(f"there is a request {name!r} already: free() it first, or choose another name.")
+            raise InputError(
+                "batcher.name_in_use", f"there is a request {name!r} already: free() it first, or choose another name."
+            )
 
     def _get_request(self, name: Hashable) -> ScheduledRequest:
         entry = self._find_request(name)
         if entry is None:
-            raise InputError(f"there is no request {name!r}: add() it first.")
+            raise InputError("batcher.name_unknown", f"there is no request {name!r}: add() it first.")
         return entry
 
     def _find_request(self, name: Hashable) -> ScheduledRequest | None:

@@ -14,12 +14,13 @@ class PoolFullError(InputError):
     unit is "block", "state slot" or "source block".
     """
 
-    def __init__(self, requester: str, needed: int, free: int, total: int, unit: str = "block") -> None:
+    def __init__(self, code: str, requester: str, needed: int, free: int, total: int, unit: str = "block") -> None:
         self.needed, self.free, self.total, self.unit = needed, free, total, unit
         remedy = "free or truncate other requests and try again" if needed <= total else "reserve less"
         super().__init__(
+            code,
             f"{requester} needs {needed} more {unit}{'s' * (needed != 1)}, and {free} of the pool's {total} are free: "
-            f"{remedy}, or make a pool of more {unit}s."
+            f"{remedy}, or make a pool of more {unit}s.",
         )
 
 

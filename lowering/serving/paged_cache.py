@@ -114,10 +114,15 @@ class PagedKVCache:
         total, size = check_integer(blocks, "blocks", 1), check_integer(tokens_per_block, "tokens_per_block", 1)
         rest = check_integer(kv_heads, "kv_heads", 1), size, check_integer(head_dim, "head_dim", 1)
         if size & (size - 1):
-            raise InputError(f"tokens_per_block must be a power of two, not {size}.")
+            raise InputError(
+                "batcher.block_size_not_power_of_two", f"tokens_per_block must be a power of two, not {size}."
+            )
         self._layers = check_integer(layers, "layers", 1)
         if total * max(2 * self._layers, size) >= 2**31:
-            raise InputError(f"blocks must be fewer than {total}: entries of tables and lengths are int32.")
+            raise InputError(
+                "batcher.block_count_too_large",
+                f"blocks must be fewer than {total}: entries of tables and lengths are int32.",
+            )
         self.pool = np.zeros((total, self._layers, 2, *rest), read_cache_dtype(dtype))
         self._size, self._blocks, self._root = size, BlockPool(total), _Prefix()
         self._requests: dict[Hashable, _CachedRequest] = {}
@@ -185,8 +190,9 @@ class PagedKVCache:
         self._check_unused(new)
         if entry.reserved:
             raise InputError(
+                "batcher.reservation_pending",
                 f"request {request!r} has room for {entry.reserved} tokens that are not written yet: call advance(), "
-                f"or truncate({request!r}, {entry.length}), before fork()."
+                f"or truncate({request!r}, {entry.length}), before fork().",
             )
         self._requests[new] = self._share_prefix(entry, entry.length)
 
@@ -213,7 +219,9 @@ class PagedKVCache:
             InputError: An argument is invalid.
         """
         if not isinstance(counts, Mapping):
-            raise InputError(f"counts must map requests to numbers of tokens, and is {counts!r}.")
+            raise InputError(
+                "batcher.counts_not_a_mapping", f"counts must map requests to numbers of tokens, and is {counts!r}."
+            )
         requested = [
             (self._get_request(name), check_integer(n, f"count of request {name!r}", 0)) for name, n in counts.items()
         ]
@@ -226,7 +234,7 @@ class PagedKVCache:
         needed += sum(min(count, self._blocks.count_owners(block) - 1) for block, count in writers.items())
         if needed > self._blocks.free:
             requester = f"request {next(iter(counts))!r}" if len(counts) == 1 else f"a batch of {len(counts)} requests"
-            raise PoolFullError(requester, needed, self._blocks.free, self._blocks.total)
+            raise PoolFullError("batcher.blocks_exhausted", requester, needed, self._blocks.free, self._blocks.total)
         copies = []
         for state, count in plan:
             column = self._find_open_column(state)
@@ -258,8 +266,9 @@ class PagedKVCache:
         count = check_integer(tokens, f"tokens of request {request!r}", 0) if is_integer(tokens) else len(ids)
         if count > entry.reserved:
             raise InputError(
-                f"tokens of request {request!r} are {count}, and room for {entry.reserved} is reserved: call reserve() "
-                "before the call that writes them."
+                "batcher.reservation_exceeded",
+                f"request {request!r} has room for {entry.reserved} tokens, and {count} are given: call reserve() "
+                "before the call that writes them.",
             )
         if ids and len(entry.prefixes) * self._size + len(entry.partial_ids) == entry.length:
             entry.partial_ids += ids
@@ -276,7 +285,9 @@ class PagedKVCache:
         target = check_integer(length, f"length of request {request!r}", 0)
         if target > entry.length:
             raise InputError(
-                f"length of request {request!r} is {entry.length}, and cannot become {target}: advance() it."
+                "batcher.length_exceeded",
+                f"length of request {request!r} is {entry.length}, and cannot become {target}: call "
+                "advance() to add tokens.",
             )
         self._truncate(entry, target)
 
@@ -309,7 +320,10 @@ class PagedKVCache:
         beam_count, groups = check_integer(beams, "beams", 1), read_request_names(requests)
         for group in groups:
             if isinstance(group, list) and len(group) != beam_count:
-                raise InputError(f"requests must have {beam_count} beams each, and {group!r} has {len(group)}.")
+                raise InputError(
+                    "batcher.beam_count_mismatch",
+                    f"requests must have {beam_count} beams each, and {group!r} has {len(group)}.",
+                )
         self._get_requests([name for group in groups for name in (group if isinstance(group, list) else [group])])
         names = [name for group in groups for name in (group if isinstance(group, list) else [group] * beam_count)]
         tables = self._pad_tables([self._requests[name] for name in names])
@@ -402,14 +416,17 @@ class PagedKVCache:
         requests = [self._get_request(name) for name in names]
         if len({*names}) < len(names):
             duplicate = next(name for name, count in Counter(names).items() if count > 1)
-            raise InputError(f"requests must differ, and {duplicate!r} is given twice.")
+            raise InputError(
+                "batcher.names_duplicate",
+                f"requests must differ, and {duplicate!r} is given twice: name each request once.",
+            )
         return requests
 
     def _get_request(self, name: Hashable) -> _CachedRequest:
         try:
             return self._requests[name]
         except KeyError:
-            raise InputError(f"there is no request {name!r}: add() it first.") from None
+            raise InputError("batcher.name_unknown", f"there is no request {name!r}: add() it first.") from None
         except TypeError:
             raise make_unhashable_error(name) from None
 
@@ -419,4 +436,6 @@ class PagedKVCache:
                 return
         except TypeError:
             raise make_unhashable_error(name) from None
-        raise InputError(f"there is a request {name!r} already: free() it first, or choose another name.")
+        raise InputError(
+            "batcher.name_in_use", f"there is a request {name!r} already: free() it first, or choose another name."
+        )

@@ -70,7 +70,9 @@ def _create_cache(served: ServedCache, blocks: int | None) -> PagedKVCache | Non
     """Return the cache with the first pool, or None for a decoder that has states only."""
     if not served.pools:
         if blocks is not None:
-            raise InputError(f"blocks is {blocks}, and the model keeps states and no cache: leave it out.")
+            raise InputError(
+                "batcher.blocks_unused", f"blocks is {blocks}, and the model has states but no cache: leave it out."
+            )
         return None
     first = served.pools[0]
     return PagedKVCache(
@@ -83,7 +85,9 @@ def _create_slots(served: ServedCache, requested: int | None, default: int) -> B
     """Return the slots of states, of which a decoder without states needs none."""
     if not served.states:
         if requested is not None:
-            raise InputError(f"state_slots is {requested}, and the model keeps no states: leave it out.")
+            raise InputError(
+                "batcher.state_slots_unused", f"state_slots is {requested}, and the model has no states: leave it out."
+            )
         return BlockPool(0)
     return BlockPool(default if requested is None else check_integer(requested, "state_slots", 1))
 
@@ -94,7 +98,10 @@ def _create_source_pool(
     """Return the pool of sources, or None if the decoder does not read an encoder's output."""
     if served.sources is None:
         if requested is not None:
-            raise InputError(f"source_blocks is {requested}, and the model reads no sources: leave it out.")
+            raise InputError(
+                "batcher.source_blocks_unused",
+                f"source_blocks is {requested}, and the model reads no sources: leave it out.",
+            )
         return None
     assert setup is not None
     return SourcePool(
@@ -125,19 +132,27 @@ def read_fixed_inputs(manifest: Manifest, served: ServedCache, fixed: Any) -> di
     fixed = {} if fixed is None else fixed
     if not isinstance(fixed, Mapping) or fixed.keys() != set(served.fixed):
         text = ", ".join(map(str, fixed)) if isinstance(fixed, Mapping) else type(fixed).__name__
-        raise InputError(f"`fixed` must have {', '.join(served.fixed) or 'no inputs'}, and not {text or 'none'}.")
+        raise InputError(
+            "batcher.fixed_names_mismatch",
+            f"`fixed` must contain {', '.join(served.fixed) or 'no inputs'}, not {text or 'none'}.",
+        )
     arrays = {}
     for spec in manifest.inputs:
         if spec.name in served.fixed:
             array = read_numbers(fixed[spec.name])
             if array is None or array.shape != spec.dims:
                 text = type(fixed[spec.name]).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
-                raise InputError(f"`fixed` has '{spec.name}' as {text}, and the model takes {spec}.")
+                raise InputError(
+                    "batcher.fixed_shape_mismatch", f"`fixed` has '{spec.name}' as {text}, and the model takes {spec}."
+                )
             with np.errstate(over="ignore", invalid="ignore"):
                 cast = array.astype(getattr(ml_dtypes, spec.dtype, spec.dtype))
             is_whole = cast.dtype.kind not in "iu" or (cast == array).all()
             if not is_whole or (np.isfinite(array) & ~np.isfinite(cast.astype(np.float64))).any():
-                raise InputError(f"`fixed` has {array.tolist()} for '{spec.name}', which {spec.dtype} does not hold.")
+                raise InputError(
+                    "batcher.fixed_value_out_of_range",
+                    f"`fixed` has {array.tolist()} for '{spec.name}', which {spec.dtype} cannot represent.",
+                )
             arrays[spec.name] = cast
     return arrays
 

@@ -37,7 +37,10 @@ class RequestTokens:
         columns = {spec.name: self._create_input(spec).read_prompt(mapping[spec.name], request) for spec in self.specs}
         if len({len(column) for column in columns.values()}) > 1:
             texts = ", ".join(f"{len(column)} of '{name}'" for name, column in columns.items())
-            raise InputError(f"the prompt of request {request!r} has {texts}: give each token a value of every input.")
+            raise InputError(
+                "batcher.token_count_mismatch",
+                f"the prompt of request {request!r} has {texts}: give each token a value of every input.",
+            )
         return [dict(zip(columns, token_values)) for token_values in zip(*columns.values())]
 
     def read_token(self, token: Any, request: Hashable) -> Any:
@@ -61,7 +64,10 @@ class RequestTokens:
         names = [spec.name for spec in self.specs]
         if not isinstance(values, Mapping) or values.keys() != set(names):
             text = f"a mapping of {list(values)}" if isinstance(values, Mapping) else type(values).__name__
-            raise InputError(f"tokens of request {request!r} must be a mapping of {', '.join(names)}, not {text}.")
+            raise InputError(
+                "batcher.tokens_not_a_mapping",
+                f"tokens of request {request!r} must be a mapping of {', '.join(names)}, not {text}.",
+            )
         return values
 
 
@@ -83,11 +89,17 @@ class _TokenInput:
         if array is None or array.shape[1:] != inner or not array.ndim:
             text = type(prompt).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
             shape = ", ".join(map(str, ("tokens", *inner)))
-            raise InputError(f"'{self.spec.name}' of request {request!r} must be [{shape}], not {text}.")
+            raise InputError(
+                "batcher.token_shape_mismatch",
+                f"'{self.spec.name}' of request {request!r} must be [{shape}], not {text}.",
+            )
         with np.errstate(over="ignore"):
             tokens = array.astype(self._dtype)
         if (np.isinf(tokens) & np.isfinite(array)).any():
-            raise InputError(f"tokens of request {request!r} are too large for {self.spec.dtype}: scale them down.")
+            raise InputError(
+                "batcher.token_value_too_large",
+                f"tokens of request {request!r} are too large for {self.spec.dtype}: scale them down.",
+            )
         return list(tokens)
 
     def read_token(self, token: Any, request: Hashable) -> Any:
@@ -111,6 +123,7 @@ class _TokenInput:
             if self.vocabulary is not None:
                 reason = f"rows of the model's table of {self.vocabulary} tokens"
             raise InputError(
-                f"tokens of request {request!r} must be ids from 0 to {largest}, {reason}, and {invalid} is not."
+                "batcher.token_id_out_of_range",
+                f"tokens of request {request!r} must be ids from 0 to {largest}, {reason}, and {invalid} is not.",
             )
         return ids

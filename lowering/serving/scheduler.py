@@ -142,7 +142,14 @@ class RequestScheduler:
 
     def _take_slot(self, request: ScheduledRequest) -> None:
         if not self._pools.slots.free:
-            raise PoolFullError(f"request {request.name!r}", 1, 0, self._pools.slots.total, "state slot")
+            raise PoolFullError(
+                "batcher.state_slots_exhausted",
+                f"request {request.name!r}",
+                1,
+                0,
+                self._pools.slots.total,
+                "state slot",
+            )
         request.slot = self._pools.slots.take()
 
     def _reserve(self, request: ScheduledRequest, count: int, plan: _CallPlan) -> None:

@@ -66,20 +66,27 @@ class SourcePool:
         unknown = [name for name in fixed if name not in (SOURCE_LENGTHS, *names)]
         if unknown:
             accepted = ", ".join([*map(str, self._specs), SOURCE_LENGTHS])
-            raise InputError(f"'{unknown[0]}' of request {request!r} is not of its source: `fixed` takes {accepted}.")
+            raise InputError(
+                "batcher.source_name_unknown",
+                f"'{unknown[0]}' of request {request!r} is not an input of its source: `fixed` takes {accepted}.",
+            )
         for spec in self._specs:
             if spec.name not in fixed:
-                raise InputError(f"request {request!r} has no source: pass '{spec.name}' in `fixed`, {spec}.")
+                raise InputError(
+                    "batcher.source_missing",
+                    f"request {request!r} has no source: pass '{spec.name}' in `fixed`, {spec}.",
+                )
         try:
             arrays = self._setup.accept({name: fixed[name] for name in names})
         except InputError as error:
-            raise InputError(f"the source of request {request!r}: {error}") from error
+            raise InputError(error.code, f"the source of request {request!r}: {error}") from error
         name, axis = self._rows
         rows = arrays[name].shape[axis]
         if self._columns(rows) > self._blocks:
             raise InputError(
-                f"'{name}' of request {request!r} has {rows} rows, which take {self._columns(rows)} blocks, and there "
-                f"are {self._blocks} for sources. Give it fewer rows, or the batcher more source_blocks."
+                "batcher.source_too_large",
+                f"'{name}' of request {request!r} has {rows} rows, which take {self._columns(rows)} blocks, and "
+                f"source_blocks is {self._blocks}. Give it fewer rows, or increase source_blocks of the batcher.",
             )
         return RequestSource(arrays, rows, _read_length(fixed.get(SOURCE_LENGTHS, rows), request, rows))
 
@@ -99,7 +106,14 @@ class SourcePool:
                 self._setup.run({**source.arrays, SOURCE_TABLE: self.cache.block_table([source]), **arrays})
         except PoolFullError as error:
             self.cache.free(source)
-            raise PoolFullError(f"request {request!r}", error.needed, error.free, error.total, "source block") from None
+            raise PoolFullError(
+                "batcher.source_blocks_exhausted",
+                f"request {request!r}",
+                error.needed,
+                error.free,
+                error.total,
+                "source block",
+            ) from None
         except BaseException:
             self.cache.free(source)
             raise
@@ -149,7 +163,8 @@ def _read_length(value: Any, request: Hashable, rows: int) -> int:
     is_integer = lengths is not None and lengths.dtype.kind in "iu" and lengths.size == 1
     if lengths is None or not is_integer or not 0 <= int(lengths.reshape(())) <= rows:
         raise InputError(
-            f"'{SOURCE_LENGTHS}' of request {request!r} must be one integer from 0 to {rows}, as many rows as its "
-            f"source has, not {value!r}."
+            "batcher.source_length_invalid",
+            f"'{SOURCE_LENGTHS}' of request {request!r} must be one integer from 0 to {rows}, the number of rows of "
+            f"its source, not {value!r}.",
         )
     return int(lengths.reshape(()))

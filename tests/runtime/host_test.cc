@@ -75,7 +75,7 @@ void test_cache(const std::string& folder) {
   refused(with("new", view(fresh.data(), {4, 2})), "input 'new' must have size 2 of 'b' along axis 0, not 4");
   refused(with("past", view(past.data(), {2, 4, 5})), "input 'past' must have size 4 along axis 2, not 5");
   refused(with("new", view(past.data() + 36, {2, 4})), "input 'past' is donated but shares memory with input 'new'");
-  refused(with("new", Tensor()), "input 'new' is no tensor");
+  refused(with("new", Tensor()), "input 'new' is not a tensor");
   using Shape = std::vector<int64_t>;
   const auto impossible = [](const void* data, const char* dtype, const Shape& shape, const char* message) {
     expect_error<std::invalid_argument>([&] { view(data, dtype, shape); }, message);

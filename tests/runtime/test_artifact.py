@@ -172,11 +172,11 @@ def test_no_runtime_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(library, "_LOADER", "ffi.Module.load_from_bytes.nothing")
     monkeypatch.setattr(sys, "path", [])
     refused(
-        folder, r"library libtvm_runtime\.so is in no installed apache-tvm\. Install apache-tvm, or put the library"
+        folder, r"no installed apache-tvm has the TVM runtime library libtvm_runtime\.so\. Install apache-tvm, or put"
     )
     # One beside the artifact is code that no digest covers, and is not touched.
     (folder / "libtvm_runtime.so").write_bytes(b"no library")
-    refused(folder, r"library libtvm_runtime\.so is in no installed apache-tvm\.")
+    refused(folder, r"no installed apache-tvm has the TVM runtime library libtvm_runtime\.so\.")
     place = folder.parent / "tvm" / "lib"
     place.mkdir(parents=True)
     (place / "libtvm_runtime.so").write_bytes(b"no library")
@@ -319,7 +319,7 @@ def test_every_damage_of_weights_is_found(seed: int, large: Path, tmp_path: Path
         content[:BLOCK], content[BLOCK : 2 * BLOCK] = content[BLOCK : 2 * BLOCK], content[:BLOCK]
     path.write_bytes(content)
     where = 0 if seed % 3 == 2 else at // BLOCK * BLOCK
-    refused(tmp_path / "m", rf"something from byte {where} on differs|something from byte {where + BLOCK} on differs")
+    refused(tmp_path / "m", rf"bytes from {where} on differ|bytes from {where + BLOCK} on differ")
     for write in (lambda: model.save(tmp_path / "n"), lambda: model.save(tmp_path / "n", sign_key=bytes(32))):
         with pytest.raises(ArtifactError, match=r"weights\.bin' is not the file"):
             write()

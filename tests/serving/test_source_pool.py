@@ -233,8 +233,11 @@ SOURCE = array_of([1, 2, 3])
         ({"source": SOURCE.tolist()}, "input 'source' is a list; pass a NumPy array"),
         ({"source": np.ma.masked_array(SOURCE, mask=True)}, "input 'source' is a masked array"),
         ({"source": array_of([1] * 61)}, "dimension 'rows' is 61 in input 'source' .axis 1.; the model takes 0 to 60"),
-        ({"source": SOURCE, "x": 1}, "'x' of request 'b' is not of its source: `fixed` takes source: .*source_lengths"),
-        ({"source": SOURCE, "source_table": SOURCE}, "'source_table' of request 'b' is not of its source"),
+        (
+            {"source": SOURCE, "x": 1},
+            "'x' of request 'b' is not an input of its source: `fixed` takes source: .*source_lengths",
+        ),
+        ({"source": SOURCE, "source_table": SOURCE}, "'source_table' of request 'b' is not an input of its source"),
         ({"source": SOURCE, "source_lengths": 4}, "'source_lengths' of request 'b' must be one integer from 0 to 3"),
         ({"source": SOURCE, "source_lengths": [1, 2]}, "'source_lengths' of request 'b' must be one integer"),
         ({"source": SOURCE, "source_lengths": [[1], [2, 3]]}, "'source_lengths' of request 'b' must be one integer"),
@@ -242,7 +245,10 @@ SOURCE = array_of([1, 2, 3])
             {"source": SOURCE, "source_lengths": np.ma.masked_array([1], True)},
             "'source_lengths' of request 'b' must be",
         ),
-        ({"source": array_of([1] * 9)}, "'source' of request 'b' has 9 rows, which take 3 blocks, and there are 2 for"),
+        (
+            {"source": array_of([1] * 9)},
+            "'source' of request 'b' has 9 rows, which take 3 blocks, and source_blocks is 2",
+        ),
     ],
 )
 def test_sources_that_are_refused(fixed: Any, text: str) -> None:

@@ -18,6 +18,7 @@ def check_beams(indirection: np.ndarray, settings: CallSettings, rows: QkvShape,
     if (wrong := (prompt < 0) | (prompt > past)).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.prompt_length_mismatch",
             f"context_lengths of request {requests.contexts + b} is {prompt[b]}, host_past_key_value_lengths {past[b]}",
             "give the length of its whole prompt, which all its beams share and which lies in the cache",
         )
@@ -30,6 +31,7 @@ def check_beams(indirection: np.ndarray, settings: CallSettings, rows: QkvShape,
     if (wrong := end > table.shape[2]).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.indirection_too_short",
             f"cache_indirection is for {table.shape[2]} tokens, and request {requests.contexts + b} needs {end[b]}",
             f"make its last axis at least {end.max()} long",
         )
@@ -46,6 +48,7 @@ def check_beams(indirection: np.ndarray, settings: CallSettings, rows: QkvShape,
     if foreign.any():
         b, beam, offset = (int(position) for position in np.argwhere(foreign)[0])
         refuse(
+            "gpt_attention.beam_out_of_range",
             f"cache_indirection of request {requests.contexts + b}, beam {beam}, token {start + offset}, is "
             f"{table[b, beam, start + offset]}, and there are {rows.beams} beams",
             f"name a beam from 0 to {rows.beams - 1}",

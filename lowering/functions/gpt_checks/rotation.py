@@ -45,14 +45,22 @@ def check_rotation(arguments: Mapping[str, Any], position: str, size: int) -> Ro
     if position not in _ROTATED or dim == 0:
         return None
     if dim < 0 or dim % 2 or dim > size:
-        refuse(f"rotary_embedding_dim is {dim}, and a head has {size} channels", f"use an even number from 0 to {size}")
+        refuse(
+            "gpt_attention.rotary_dim_out_of_range",
+            f"rotary_embedding_dim is {dim}, and a head has {size} channels",
+            f"use an even number from 0 to {size}",
+        )
     scaling = _IMPLIED.get(position, scaling)
     is_computed = any(_find_table(arguments, prefix) is None for prefix in _list_prefixes(scaling))
     if is_computed:
         check_number("rotary_embedding_base", arguments["rotary_embedding_base"], above=0)
     config = arguments["rope_scaling_config"]
     if config is not None and not isinstance(config, Mapping):
-        refuse(f"rope_scaling_config is {config!r}", "give a dictionary, or None")
+        refuse(
+            "gpt_attention.scaling_config_not_a_mapping",
+            f"rope_scaling_config is {config!r}",
+            "give a dictionary, or None",
+        )
     if scaling == "longrope":
         original = check_integer(_ORIGINAL, arguments[_ORIGINAL], 1)
         _check_longrope(arguments, config or {}, dim, original)
@@ -112,7 +120,9 @@ def _check_longrope(arguments: Mapping[str, Any], config: Mapping[str, Any], dim
             check_number(m_scale, arguments[m_scale])
         elif original == 1 and longest > 1:
             refuse(
-                f"{_ORIGINAL} is 1, and {m_scale} is divided by its logarithm", f"give {m_scale}, or a greater number"
+                "gpt_attention.m_scale_required",
+                f"{_ORIGINAL} is 1, and {m_scale} is divided by its logarithm",
+                f"give {m_scale}, or a greater number",
             )
         if _find_table(arguments, prefix) is not None:
             continue
@@ -120,20 +130,28 @@ def _check_longrope(arguments: Mapping[str, Any], config: Mapping[str, Any], dim
         subject = f"{name}_factor of rope_scaling_config"
         if factors is None:
             refuse(
+                "gpt_attention.longrope_factors_missing",
                 f"{subject} is missing, and so are {prefix}rotary_inv_freq and {prefix}rotary_cos_sin",
                 f"give one of them for sequences {'up to' if name == 'short' else 'beyond'} {_ORIGINAL}",
             )
         try:
             values = np.asarray(factors, np.float64)
         except (TypeError, ValueError):
-            refuse(f"{subject} is {factors!r}", f"give {dim // 2} numbers")
+            refuse(
+                "gpt_attention.longrope_factors_not_numbers", f"{subject} is {factors!r}", f"give {dim // 2} numbers"
+            )
         if values.shape != (dim // 2,):
             refuse(
+                "gpt_attention.longrope_factor_count_mismatch",
                 f"{subject} has the shape {values.shape}",
-                f"give {dim // 2} numbers, one for each pair of dimensions turned",
+                f"give {dim // 2} numbers, one for each pair of rotated dimensions",
             )
         if not (np.isfinite(values) & (values > 0)).all():
-            refuse(f"{subject} holds {values[~(values > 0) | ~np.isfinite(values)][0]}", "give numbers greater than 0")
+            refuse(
+                "gpt_attention.longrope_factor_not_positive",
+                f"{subject} contains {values[~(values > 0) | ~np.isfinite(values)][0]}",
+                "give numbers greater than 0",
+            )
 
 
 def check_angle_tables(arguments: Mapping[str, Any], rotation: RotationSettings) -> AngleTables:
@@ -149,6 +167,7 @@ def check_angle_tables(arguments: Mapping[str, Any], rotation: RotationSettings)
         table = check_array(name, arguments[name], FLOAT32)
         if table.size % rotation.dim:
             refuse(
+                "gpt_attention.angle_table_size_mismatch",
                 f"{name} has {table.size} elements",
                 f"make them a multiple of rotary_embedding_dim, {rotation.dim}: a cosine and a sine for each position "
                 f"and pair of dimensions",
@@ -172,6 +191,7 @@ def check_positions(rotation: RotationSettings, angles: AngleTables, requests: R
         if positions is not None and (wrong := users & (reach > positions)).any():
             b = find_first(wrong)
             refuse(
+                "gpt_attention.table_too_small",
                 f"{name} has {positions} positions, and request {b} needs position {reach[b] - 1}",
                 f"give a table of at least {reach[b]} positions",
             )

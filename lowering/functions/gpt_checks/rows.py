@@ -69,7 +69,11 @@ def check_qkv(qkv: Any, arguments: Mapping[str, Any], settings: CallSettings) ->
     requests, beams, requirement = len(lengths), 1, "as long as context_lengths"
     for name in _NEEDED if settings.has_cache else ():
         if arguments[name] is None:
-            refuse(f"{name} is missing", f"give an integer for each request, {requirement}, or set use_cache to False")
+            refuse(
+                "gpt_attention.lengths_missing",
+                f"{name} is missing",
+                f"give an integer for each request, {requirement}, or set use_cache to False",
+            )
     for name in _BY_REQUEST:
         if arguments[name] is not None:
             check_shape(name, arguments[name], INTEGERS, (requests,), requirement)
@@ -79,9 +83,14 @@ def check_qkv(qkv: Any, arguments: Mapping[str, Any], settings: CallSettings) ->
             "cache_indirection", table, INTEGERS, (requests, "beams", "tokens"), "with requests as in context_lengths"
         ).shape[1]
         if not beams:
-            refuse("cache_indirection has no beams", "make its second axis at least 1 long")
+            refuse(
+                "gpt_attention.beam_count_zero",
+                "cache_indirection has no beams",
+                "make its second axis at least 1 long",
+            )
     if settings.is_streaming and beams > 1:
         refuse(
+            "gpt_attention.streaming_with_beams",
             f"streamingllm is True, and cache_indirection has {beams} beams",
             "use one beam, or set streamingllm to False",
         )
@@ -91,11 +100,16 @@ def check_qkv(qkv: Any, arguments: Mapping[str, Any], settings: CallSettings) ->
         (requests * beams,),
     ):
         shapes = f"({requests},)" + (f" or ({requests * beams},)" if beams > 1 else "")
-        refuse(f"sequence_length has the shape {total.shape}", f"make it {shapes}, {requirement}")
+        refuse(
+            "gpt_attention.shape_mismatch",
+            f"sequence_length has the shape {total.shape}",
+            f"make it {shapes}, {requirement}",
+        )
     if arguments["max_context_length"] is not None:
         check_integer("max_context_length", arguments["max_context_length"], 0)
     if len(lead) == 2 and lead[0] not in (requests, requests * beams):
         refuse(
+            "gpt_attention.sequence_count_mismatch",
             f"qkv is padded and has {lead[0]} sequences, and context_lengths {requests} requests",
             "give one sequence for each request in context, one for each request and beam in generation",
         )
@@ -105,18 +119,24 @@ def check_qkv(qkv: Any, arguments: Mapping[str, Any], settings: CallSettings) ->
 def _check_projections(qkv: Any, settings: CallSettings) -> tuple[np.dtype, tuple[int, ...], int]:
     projections = qkv if isinstance(qkv, (list, tuple)) else [qkv]
     if len(projections) not in (1, 3) or (len(projections) == 1 and projections is qkv):
-        refuse(f"qkv is a list of {len(projections)}", "give one array, or a list of the three q, k and v")
+        refuse(
+            "gpt_attention.qkv_count_unsupported",
+            f"qkv is a list of {len(projections)}",
+            "give one array, or a list of the three q, k and v",
+        )
     names = ("qkv",) if len(projections) == 1 else ("qkv[0] (q)", "qkv[1] (k)", "qkv[2] (v)")
     arrays = [check_array(name, matrix, FLOATS) for name, matrix in zip(names, projections)]
     dtype, lead = arrays[0].dtype, arrays[0].shape[:-1]
     if arrays[0].ndim not in (2, 3):
         refuse(
+            "gpt_attention.qkv_rank_unsupported",
             f"{names[0]} has the shape {arrays[0].shape}",
             "make it (rows, columns), or (sequences, rows, columns) with padding",
         )
     for name, matrix in zip(names[1:], arrays[1:]):
         if matrix.dtype != dtype or matrix.shape[:-1] != lead:
             refuse(
+                "gpt_attention.qkv_mismatch",
                 f"{name} is {matrix.dtype} of shape {matrix.shape} and {names[0]} {dtype} of shape {arrays[0].shape}",
                 "give q, k and v of one type, with the same rows",
             )
@@ -128,8 +148,9 @@ def _check_projections(qkv: Any, settings: CallSettings) -> tuple[np.dtype, tupl
         actual = " and ".join(map(str, widths))
         expected = " or ".join(" and ".join(map(str, legal_widths)) for legal_widths in legal)
         refuse(
+            "gpt_attention.column_count_mismatch",
             f"qkv has {actual} columns, and num_heads {settings.heads}, num_kv_heads {settings.kv_heads} and "
-            f"hidden_size_per_head {settings.size} make {expected}",
+            f"hidden_size_per_head {settings.size} require {expected}",
             "give columns for Q, K and V of all heads, or correct the sizes",
         )
     return dtype, lead, sum(widths)
@@ -147,13 +168,15 @@ def check_lengths(arguments: Mapping[str, Any], settings: CallSettings, rows: Qk
     if settings.is_streaming and (wrong := past[:contexts] != 0).any():
         b = find_first(wrong)
         refuse(
-            f"streamingllm is True, and host_past_key_value_lengths says that {past[b]} tokens of request {b} came "
-            "before, which is in the context phase",
+            "gpt_attention.prompt_in_parts",
+            f"streamingllm is True, and request {b}, which is in the context phase, has {past[b]} past tokens by "
+            "host_past_key_value_lengths",
             "give the whole prompt in one call, or set streamingllm to False",
         )
     if rows.beams > 1 and settings.window is not None and (wrong := total > settings.window).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.window_too_short",
             f"host_max_attention_window_sizes gives a window of {settings.window} tokens, and request {b} has "
             f"{total[b]} and {rows.beams} beams",
             "use a window as long as the sequences, or one beam",
@@ -173,21 +196,28 @@ def _find_generation(arguments: Mapping[str, Any], settings: CallSettings, rows:
     generation = types == 1
     if (wrong := ~generation & (types != 0)).any():
         b = find_first(wrong)
-        refuse(f"host_request_types of request {b} is {types[b]}", "use 0 for context and 1 for generation")
+        refuse(
+            "gpt_attention.request_type_unknown",
+            f"host_request_types of request {b} is {types[b]}",
+            "use 0 for context and 1 for generation",
+        )
     if (wrong := generation[:-1] & ~generation[1:]).any():
         b = find_first(wrong) + 1
         refuse(
-            f"host_request_types says that request {b} is in the context phase, behind one in the generation phase",
+            "gpt_attention.phases_out_of_order",
+            f"host_request_types says that request {b} is in the context phase, after one in the generation phase",
             "put all requests in the context phase first",
         )
     if not settings.has_cache and generation.any():
         b = find_first(generation)
         refuse(
+            "gpt_attention.cache_required",
             f"use_cache is False, and host_request_types says that request {b} is in the generation phase",
             "give a cache, or requests in the context phase alone",
         )
     if rows.is_padded and generation.any() and not generation.all():
         refuse(
+            "gpt_attention.phases_mixed",
             "qkv is padded, and host_request_types has requests in both phases",
             "pack the rows, of shape (rows, columns), or make a call for each phase",
         )
@@ -204,16 +234,22 @@ def _check_past_and_total(
     if (wrong := own < 1).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.context_length_not_positive",
             f"context_lengths of request {b}, which is in the context phase, is {own[b]}",
             "give it at least one token, or leave it out",
         )
     # sums that overflow int64 are negative
     if (wrong := (past < 0) | (total < 1)).any():
         b = find_first(wrong)
-        refuse(f"host_past_key_value_lengths of request {b} is {past[b]}", "give the number of tokens in the cache")
+        refuse(
+            "gpt_attention.past_length_out_of_range",
+            f"host_past_key_value_lengths of request {b} is {past[b]}",
+            "give the number of tokens in the cache",
+        )
     if not settings.has_cache and past.any():
         b = find_first(past != 0)
         refuse(
+            "gpt_attention.past_without_cache",
             f"use_cache is False, and host_past_key_value_lengths says that {past[b]} tokens of request {b} are cached",
             "give the cache, or 0",
         )
@@ -224,9 +260,10 @@ def _check_past_and_total(
         b, beam = (int(index) for index in np.argwhere(wrong)[0])
         where = f", beam {beam}," if repeats > 1 else ""
         refuse(
+            "gpt_attention.sequence_length_mismatch",
             f"sequence_length of request {b}{where} is {total_lengths.reshape(-1, repeats)[b, beam]}, and "
-            f"host_past_key_value_lengths {past[b]} and the {own[b]} of this call make {total[b]}",
-            "make sequence_length the length behind the call",
+            f"host_past_key_value_lengths {past[b]} and the {own[b]} of this call add up to {total[b]}",
+            "set sequence_length to the length after the call",
         )
     return past, total
 
@@ -236,12 +273,14 @@ def _check_redundant(arguments: Mapping[str, Any], contexts: int, prompt: np.nda
     if host_lengths is not None and (wrong := host_lengths != prompt).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.context_length_mismatch",
             f"host_context_lengths of request {b} is {host_lengths[b]}, and context_lengths {prompt[b]}",
-            "give the same numbers twice, or leave host_context_lengths out",
+            "give equal lengths, or leave host_context_lengths out",
         )
     if longest is not None and (wrong := prompt[:contexts] > longest).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.max_context_length_too_small",
             f"max_context_length is {longest}, and context_lengths of request {b} is {prompt[b]}",
             "make it at least the longest, or leave it out",
         )
@@ -255,8 +294,9 @@ def _check_row_count(rows: QkvShape, contexts: int, own: np.ndarray) -> None:
         needed = longest if longest > rows.count else int(own[:contexts].sum()) + steps * rows.beams
         if needed != rows.count:
             refuse(
+                "gpt_attention.row_count_mismatch",
                 f"qkv has {rows.count} rows, and context_lengths of {contexts} requests in the context phase, with "
-                f"{steps} in the generation phase{f' of {rows.beams} beams' if rows.beams > 1 else ''}, make "
+                f"{steps} in the generation phase{f' of {rows.beams} beams' if rows.beams > 1 else ''}, require "
                 f"{'at least ' if longest > rows.count else ''}{needed}",
                 "give as many rows, in the order of the requests",
             )
@@ -265,6 +305,7 @@ def _check_row_count(rows: QkvShape, contexts: int, own: np.ndarray) -> None:
     if rows.lead[0] != sequences or (steps and rows.lead[1] != 1):
         shape = f"({sequences}, {1 if steps else 'rows'}, {rows.columns})"
         refuse(
+            "gpt_attention.sequence_count_mismatch",
             f"qkv has the shape {(*rows.lead, rows.columns)}, and the requests of context_lengths are in the "
             f"{'generation' if steps else 'context'} phase{f', with {rows.beams} beams' if steps else ''}",
             f"make it {shape}",
@@ -272,6 +313,7 @@ def _check_row_count(rows: QkvShape, contexts: int, own: np.ndarray) -> None:
     if (wrong := own > rows.lead[1]).any():
         b = find_first(wrong)
         refuse(
+            "gpt_attention.padding_too_short",
             f"qkv has {rows.lead[1]} rows for each request, and context_lengths of request {b} is {own[b]}",
-            "pad to the longest",
+            "pad all requests to the longest",
         )

@@ -40,6 +40,7 @@ def _check_bias(bias: Any, settings: CallSettings, rows: QkvShape) -> None:
     if bias is None:
         if settings.max_distance and not settings.is_cross:
             refuse(
+                "gpt_attention.bias_missing",
                 f"max_distance is {settings.max_distance}, and {_BIAS} is missing",
                 "give a table (num_heads, buckets), or set max_distance to 0",
             )
@@ -58,9 +59,14 @@ def _check_distance(bias: np.ndarray, settings: CallSettings, bidirectional: boo
     exact = bias.shape[1] // (4 if bidirectional else 2)
     sides = " for both directions" if bidirectional else ""
     if exact < 1:
-        refuse(f"{_BIAS} has {bias.shape[1]} buckets{sides}", f"give at least {4 if bidirectional else 2}")
+        refuse(
+            "gpt_attention.bucket_count_too_small",
+            f"{_BIAS} has {bias.shape[1]} buckets{sides}",
+            f"give at least {4 if bidirectional else 2}",
+        )
     if settings.max_distance <= exact:
         refuse(
+            "gpt_attention.max_distance_too_small",
             f"max_distance is {settings.max_distance}, and {exact} of the {bias.shape[1]} buckets of {_BIAS}{sides} "
             "are for single distances",
             f"make max_distance greater than {exact}, or use fewer buckets",
@@ -83,7 +89,11 @@ def check_scores(
     ):
         if value is not None and (wrong := keys > columns).any():
             b = find_first(wrong)
-            refuse(f"{name} has {columns} keys, and request {b} has {keys[b]}", "give a column for each key")
+            refuse(
+                "gpt_attention.table_too_small",
+                f"{name} has {columns} keys, and request {b} has {keys[b]}",
+                "give a column for each key",
+            )
     if mask is not None and packed is not None:
         _check_agreement(mask, packed, rows, requests, keys)
     logn, bias = arguments["logn_scaling"], arguments[_BIAS]
@@ -102,6 +112,7 @@ def _check_reach(name: str, positions: int, requests: RequestLengths) -> None:
     if requests.longest_reach > positions:
         b = find_first(requests.reach > positions)
         refuse(
+            "gpt_attention.table_too_small",
             f"{name} has {positions} positions, and request {b} needs position {requests.reach[b] - 1}",
             f"give at least {requests.longest_reach}",
         )
@@ -122,6 +133,7 @@ def _check_agreement(
     if is_wrong.any():
         n = find_first(is_wrong)
         refuse(
+            "gpt_attention.masks_differ",
             f"attention_mask and attention_packed_mask differ in row {row[n]}, key {key[n]}, of request {request[n]}",
             "give one of them, or make them agree",
         )

@@ -93,13 +93,18 @@ def check_settings(arguments: Mapping[str, Any]) -> CallSettings:
     num_kv_heads = arguments["num_kv_heads"]
     kv_heads = heads if num_kv_heads is None else check_integer("num_kv_heads", num_kv_heads, 1)
     if heads % kv_heads:
-        refuse(f"num_heads is {heads} and num_kv_heads {kv_heads}", "make num_heads a multiple of num_kv_heads")
+        refuse(
+            "gpt_attention.heads_not_divisible",
+            f"num_heads is {heads} and num_kv_heads {kv_heads}",
+            "make num_heads a multiple of num_kv_heads",
+        )
     size = check_integer("hidden_size_per_head", arguments["hidden_size_per_head"], 1)
     cross, cached = flags["do_cross_attention"], flags["use_cache"]
     mask, position = _check_mask(arguments), _check_position(arguments)
     mode = _check_mode(arguments)
     if flags["use_fp8_context_fmha"] and mode != FP8:
         refuse(
+            "gpt_attention.fp8_cache_required",
             f"use_fp8_context_fmha needs a cache of float8_e4m3fn, and kv_cache_quant_mode is "
             f"{arguments['kv_cache_quant_mode']}",
             f"set kv_cache_quant_mode to {FP8}, or use_fp8_context_fmha to False",
@@ -137,7 +142,11 @@ def _check_mask(arguments: Mapping[str, Any]) -> str:
     if arguments["attention_mask"] is not None or arguments["attention_packed_mask"] is not None:
         return "custom_mask"
     if mask == "custom_mask":
-        refuse("mask_type is custom_mask, and there is no mask", "give attention_mask or attention_packed_mask")
+        refuse(
+            "gpt_attention.mask_missing",
+            "mask_type is custom_mask, and there is no mask",
+            "give attention_mask or attention_packed_mask",
+        )
     if mask == "blocksparse":
         check_integer("block_sparse_block_size", arguments["block_sparse_block_size"], 1)
         check_integer("block_sparse_num_local_blocks", arguments["block_sparse_num_local_blocks"], 0)
@@ -157,7 +166,8 @@ def _check_mode(arguments: Mapping[str, Any]) -> int:
     mode = value & (INT8 | FP8)
     if mode == INT8 | FP8:
         refuse(
-            f"kv_cache_quant_mode is {value}, which asks for int8 and for float8_e4m3fn at once",
+            "gpt_attention.conflicting_cache_dtypes",
+            f"kv_cache_quant_mode is {value}, which selects both int8 and float8_e4m3fn",
             f"use {INT8} for int8, {FP8} for float8_e4m3fn, or 0 for the type of qkv",
         )
     return mode
@@ -166,10 +176,15 @@ def _check_mode(arguments: Mapping[str, Any]) -> int:
 def _reject_cache_arguments(arguments: Mapping[str, Any], mode: int) -> None:
     for name in _CACHE_ARGUMENTS:
         if arguments[name] is not None:
-            refuse(f"use_cache is False, and {name} is given", f"leave out {name}, or set use_cache to True")
+            refuse(
+                "gpt_attention.cache_argument_without_cache",
+                f"use_cache is False, and {name} is given",
+                f"leave out {name}, or set use_cache to True",
+            )
     if mode:
         refuse(
-            f"use_cache is False, and kv_cache_quant_mode {arguments['kv_cache_quant_mode']} asks for a cache",
+            "gpt_attention.quantization_without_cache",
+            f"use_cache is False, and kv_cache_quant_mode {arguments['kv_cache_quant_mode']} requires a cache",
             "set kv_cache_quant_mode to 0, or use_cache to True",
         )
 
@@ -177,11 +192,23 @@ def _reject_cache_arguments(arguments: Mapping[str, Any], mode: int) -> None:
 def _check_cross(arguments: Mapping[str, Any], position: str) -> None:
     reason = "do_cross_attention is True, and keys of an encoder have no"
     if position.startswith("alibi"):
-        refuse(f"position_embedding_type is {position}, {reason} ALiBi", "use learned_absolute")
+        refuse(
+            "gpt_attention.alibi_in_cross_attention",
+            f"position_embedding_type is {position}, {reason} ALiBi",
+            "use learned_absolute",
+        )
     if arguments["relative_attention_bias"] is not None:
-        refuse(f"relative_attention_bias is given, {reason} relative bias", "leave it out")
+        refuse(
+            "gpt_attention.bias_in_cross_attention",
+            f"relative_attention_bias is given, {reason} relative bias",
+            "leave it out",
+        )
     if arguments["streamingllm"]:
-        refuse(f"streamingllm is True, {reason} window to shift", "set it to False")
+        refuse(
+            "gpt_attention.streaming_in_cross_attention",
+            f"streamingllm is True, {reason} window to shift",
+            "set it to False",
+        )
 
 
 def _check_window(arguments: Mapping[str, Any], layer: int, cross: bool) -> tuple[int | None, int]:
@@ -191,20 +218,33 @@ def _check_window(arguments: Mapping[str, Any], layer: int, cross: bool) -> tupl
         if getattr(sink_argument, "ndim", 0):
             length = check_array(sink_name, sink_argument, INTEGERS)
             if length.shape != (1,):
-                refuse(f"{sink_name} has the shape {length.shape}", "give one integer, or an array of shape (1,)")
+                refuse(
+                    "gpt_attention.shape_mismatch",
+                    f"{sink_name} has the shape {length.shape}",
+                    "give one integer, or an array of shape (1,)",
+                )
             sink_argument = length[0]
         sinks = check_integer(sink_name, sink_argument, 0)
     sizes = arguments[name]
     if sizes is not None:
         if check_array(name, sizes, INTEGERS).ndim != 1 or not sizes.size:
-            refuse(f"{name} has the shape {sizes.shape}", "give one size for each layer, or one for all, of shape (n,)")
+            refuse(
+                "gpt_attention.shape_mismatch",
+                f"{name} has the shape {sizes.shape}",
+                "give one size for each layer, or one for all, of shape (n,)",
+            )
         window = int(sizes[layer % len(sizes)])
     if cross:  # cross attention ignores both
         return None, 0
     if window is not None and window < 1:
-        refuse(f"{name} gives layer {layer} a window of {window} tokens", "make it at least 1, or leave it out")
+        refuse(
+            "gpt_attention.window_not_positive",
+            f"{name} gives layer {layer} a window of {window} tokens",
+            "make it at least 1, or leave it out",
+        )
     if window is not None and sinks >= window:
         refuse(
+            "gpt_attention.sinks_exceed_window",
             f"{sink_name} is {sinks}, and {name} gives layer {layer} a window of {window} tokens, sinks included",
             "make the window larger, or the sinks fewer",
         )
@@ -216,7 +256,11 @@ def _check_numbers(arguments: Mapping[str, Any]) -> None:
     check_number("attn_logit_softcapping_scale", arguments["attn_logit_softcapping_scale"], minimum=0)
     ranks = check_integer("tp_size", arguments["tp_size"], 1)
     if check_integer("tp_rank", arguments["tp_rank"], 0) >= ranks:
-        refuse(f"tp_rank is {arguments['tp_rank']}, and tp_size {ranks}", "count ranks from 0 to tp_size - 1")
+        refuse(
+            "gpt_attention.rank_out_of_range",
+            f"tp_rank is {arguments['tp_rank']}, and tp_size {ranks}",
+            "count ranks from 0 to tp_size - 1",
+        )
     splits = arguments["multi_block_mode"]
     if splits is not None:
         check_integer("multi_block_mode", splits, 0)

@@ -104,11 +104,13 @@ def check_slots(
         b = find_first(wrong)
         if cache.block is None:
             refuse(
+                "gpt_attention.cache_too_small",
                 f"past_key_value has {cache.slots} slots for tokens, and request {b} needs slot {end[b] - 1}",
                 f"give a cache of at least {end.max()} slots",
             )
         columns = cache.slots // cache.block
         refuse(
+            "gpt_attention.block_table_too_small",
             f"kv_cache_block_offsets has {columns} columns of {cache.block} tokens, and request {b} needs column "
             f"{(end[b] - 1) // cache.block}",
             f"give at least {-(-int(end.max()) // cache.block)} columns",
@@ -139,6 +141,7 @@ class _BlockChecker:
         contexts = self.requests.contexts
         if self.beams < self.rows.beams and contexts < self.rows.requests:
             refuse(
+                "gpt_attention.beam_blocks_missing",
                 f"kv_cache_block_offsets is for one beam, and request {contexts}, in the generation phase, has "
                 f"{self.rows.beams}",
                 "give the blocks of each beam",
@@ -187,6 +190,7 @@ class _BlockChecker:
     def refuse_entry(self, wrong: np.ndarray) -> NoReturn:
         b, beam, kind, column = (int(index) for index in np.argwhere(wrong)[0])
         refuse(
+            "gpt_attention.block_out_of_range",
             f"the entry of kv_cache_block_offsets for {self.name_owner(b, beam)}, {'KV'[kind]}, column {column} is "
             f"{self.offsets[b, beam, kind, column]}, and entries of this layer in its pool are 0 to "
             f"{self.cache.entries - 1}",
@@ -226,10 +230,12 @@ class _BlockChecker:
         owners = [self.name_owner(int(request[n]), int(beam[n])) for n in (first_writer, second_writer)]
         if owners[0] == owners[1]:
             refuse(
+                "gpt_attention.block_written_twice",
                 f"kv_cache_block_offsets has {owners[0]} write twice to the block of entry {entry}",
                 "give a block of its own to K and to V of each column",
             )
         refuse(
+            "gpt_attention.block_written_twice",
             f"kv_cache_block_offsets has both {owners[0]} and {owners[1]} write to the block of entry {entry}",
             "give each a block of its own; blocks that are only read may be shared",
         )

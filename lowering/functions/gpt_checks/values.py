@@ -28,9 +28,11 @@ def refuse(code: str, problem: str, remedy: str) -> NoReturn:
 def check_array(name: str, value: Any, dtypes: Collection[np.dtype]) -> np.ndarray:
     if not isinstance(value, np.ndarray):
         actual = "missing" if value is None else f"of type {type(value).__name__}"
-        refuse(f"{name} is {actual}", f"give a NumPy array of {_list_dtypes(dtypes)}")
+        refuse("gpt_attention.array_required", f"{name} is {actual}", f"give a NumPy array of {_list_dtypes(dtypes)}")
     if value.dtype not in dtypes:
-        refuse(f"{name} is an array of {value.dtype}", f"make it {_list_dtypes(dtypes)}")
+        refuse(
+            "gpt_attention.dtype_unsupported", f"{name} is an array of {value.dtype}", f"make it {_list_dtypes(dtypes)}"
+        )
     return value
 
 
@@ -43,6 +45,7 @@ def check_shape(
         type(expected) is int and expected != size for expected, size in zip(shape, checked.shape)
     ):
         refuse(
+            "gpt_attention.shape_mismatch",
             f"{name} has the shape {_format_shape(checked.shape)}",
             f"make it {_format_shape(shape)}{reason and ', ' + reason}",
         )
@@ -56,7 +59,11 @@ def check_integer(name: str, value: Any, minimum: int | None = None) -> int:
         number = None
     if number is None or (minimum is not None and number < minimum):
         actual = "missing" if value is None else repr(value)
-        refuse(f"{name} is {actual}", "give an integer" + ("" if minimum is None else f" of at least {minimum}"))
+        refuse(
+            "gpt_attention.integer_invalid",
+            f"{name} is {actual}",
+            "give an integer" + ("" if minimum is None else f" of at least {minimum}"),
+        )
     return number
 
 
@@ -70,7 +77,7 @@ def check_number(name: str, value: Any, minimum: float = -math.inf, above: float
         limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
         if above > -math.inf:
             limit = f" greater than {above:g}"
-        refuse(f"{name} is {value!r}", f"give a finite number{limit}")
+        refuse("gpt_attention.number_invalid", f"{name} is {value!r}", f"give a finite number{limit}")
     return checked
 
 
@@ -78,7 +85,7 @@ def check_flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
     if not isinstance(value, (np.bool_, int, np.integer)) or value not in (0, 1):
-        refuse(f"{name} is {value!r}", "make it True or False")
+        refuse("gpt_attention.flag_invalid", f"{name} is {value!r}", "make it True or False")
     return bool(value)
 
 
@@ -90,7 +97,7 @@ def check_member(name: str, value: Any, names: Sequence[str]) -> str:
     elif isinstance(value, (int, np.integer)) and 0 <= value < len(names):
         return names[int(value)]
     listed = ", ".join(f"{listed} ({k})" for k, listed in enumerate(names))
-    refuse(f"{name} is {value!r}, which is none of its values", f"use one of {listed}")
+    refuse("gpt_attention.name_unknown", f"{name} is {value!r}, which is not one of its values", f"use one of {listed}")
 
 
 def as_int64(values: np.ndarray) -> np.ndarray:
