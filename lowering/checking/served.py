@@ -152,14 +152,23 @@ def build_served_requests(
     per_token = [specs[name] for name in (served.ids, *served.per_token)]
     spec = per_token[0]
     for name in served.fixed:
-        raise InputError(f"verify makes up tokens and sources, and requests have values of '{name}', too.")
+        raise InputError(
+            "verify.input_unsupported",
+            f"verify generates only tokens and sources, but requests also have values of '{name}'.",
+        )
     sources = [] if setup is None else [specs[item.name] for item in setup.inputs if item.name in specs]
     for name in user_arrays:
         if name not in {item.name for item in (*per_token, *sources)}:
-            raise InputError(f"a served decoder is given tokens and sources, and knows '{name}' itself: leave it out.")
+            raise InputError(
+                "verify.state_given",
+                f"'{name}' is managed by the served decoder itself, which is given only tokens and sources. Leave it "
+                "out.",
+            )
     for name in sizes:
         if name not in {spec.dims[1], *(dim for item in sources for dim in item.dims[1:])}:
-            raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
+            raise InputError(
+                "verify.dim_not_free", f"the calls of a decoder do not choose dimension '{name}'. Leave it out."
+            )
     roles = _find_roles(model, compiled.manifest)
     names = (
         *(item.name for item in per_token),
@@ -178,7 +187,10 @@ def build_served_requests(
             array[1, :block] = array[0, :block]
     tokens |= user_tokens
     if total > served.context:
-        raise InputError(f"the requests have {total} tokens, and the model was compiled for at most {served.context}.")
+        raise InputError(
+            "verify.context_exceeded",
+            f"the requests have {total} tokens, and the model was compiled for at most {served.context}.",
+        )
     prompts = rng.integers(1, max(1, total - 1), count, endpoint=True)
     if total > block:
         prompts[:2] = block + 1  # the first is still active, and has written a block, when the second arrives
@@ -198,6 +210,8 @@ def _check_all_inputs_covered(model: ir.Model, names: Collection[str], tokens: i
         is_spare = not value.uses() or (tokens is not None and len(sizes[name]) == 2 and sizes[name][1] != tokens)
         if name not in names and not is_spare:
             raise InputError(
-                f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
-                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past, nor is it a state."
+                "verify.input_unrecognized",
+                f"verify does not recognize the input '{value.name}' of this decoder: it has neither a column for "
+                "each key (as a mask), nor the shape of the tokens (as positions), nor the 4 dimensions of a past, "
+                "and is not a state.",
             )

@@ -256,8 +256,9 @@ def lower_model(
                 raise
             except Exception as error:
                 raise CompilerError(
-                    f"the compiler failed in its pass '{name}': a fault of ours, not of the model. Please report it "
-                    "with the model; the cause of this error has the details (-v on the command line)."
+                    "compiler.pass_failed",
+                    f"the compiler failed in its pass '{name}': a fault of the compiler, not of the model. Please "
+                    "report it with the model; the cause of this error has the details (-v on the command line).",
                 ) from error
             seconds = time.perf_counter() - begin
             progress.LOG.log(
