@@ -234,7 +234,7 @@ class Picky:
     def run(self, inputs: Any) -> Any:
         results = self.read(inputs)  # states are carried on before it fails
         if np.isin(inputs["ids"], self.unreadable).any():
-            raise InputError("a token has no row")
+            raise InputError("input.row_missing", "a token has no row")
         return results
 
 
@@ -280,7 +280,7 @@ def test_no_answer_is_lost_where_the_rest_is_cut_short(has_states: bool) -> None
     def failing(inputs: Any) -> Any:
         calls[0] += 1
         if calls[0] == 1:
-            raise InputError("a token has no row")
+            raise InputError("input.row_missing", "a token has no row")
         if calls[0] == 3:
             raise KeyboardInterrupt
         return run(inputs)
