@@ -23,6 +23,10 @@ MAX_NESTING = 200
 
 _WIDTHS = ("bool", "int32", "int64", "float32", "float64")
 
+_NOT_A_NUMBER = "a traced value is not a Python number: its value is unknown while the mod is traced."
+_CAPTURE_VALUES = "Compute values that do not depend on the row and key outside the mod, and capture them."
+_CAPTURE_ARRAY = "Capture the array: captures={'bias': array}, with a keyword-only parameter, def mod(..., *, bias)."
+
 
 class Traced:
     """A number or bool of a pair of query row and key."""
@@ -39,15 +43,12 @@ class Traced:
         if size > MAX_OPERATIONS:
             raise InputError(
                 "flex.expression_too_large",
-                f"the expression has more than {MAX_OPERATIONS} operations, written out as a tree: values that are "
-                "used twice count twice. Compute values that do not depend on the row and key outside the mod, and "
-                "capture them.",
+                f"the expression has more than {MAX_OPERATIONS} operations, as reused values count again. {_CAPTURE_VALUES}",
             )
         if depth > MAX_NESTING:
             raise InputError(
                 "flex.expression_too_deep",
-                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs, or compute values that do not "
-                "depend on the row and key outside the mod, and capture them.",
+                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs. {_CAPTURE_VALUES}",
             )
         self.expr = expr
         self.size: int = size
@@ -180,30 +181,20 @@ class Traced:
         raise InputError(
             "flex.traced_truth_value",
             "a traced value has no truth value, but `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such "
-            "as a < b < c need one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), and (a < b) & (b "
-            "< c).",
+            "as a < b < c need one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), (a < b) & (b < c).",
         )
 
     def __index__(self) -> NoReturn:
         raise InputError(
             "flex.traced_as_index",
-            "a traced value cannot be an index of an ordinary array, nor a number of steps. Capture the array: "
-            "captures={'bias': array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias).",
+            f"a traced value cannot be an index of an ordinary array, nor a number of steps. {_CAPTURE_ARRAY}",
         )
 
     def __int__(self) -> NoReturn:
-        raise InputError(
-            "flex.traced_as_number",
-            "a traced value is not a Python number: its value is unknown while the mod is traced. Use cast(x, "
-            "'int32').",
-        )
+        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'int32').")
 
     def __float__(self) -> NoReturn:
-        raise InputError(
-            "flex.traced_as_number",
-            "a traced value is not a Python number: its value is unknown while the mod is traced. Use cast(x, "
-            "'float32').",
-        )
+        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'float32').")
 
     def __iter__(self) -> NoReturn:
         raise InputError("flex.traced_iteration", "a traced value is one number, and cannot be iterated over.")
@@ -212,8 +203,7 @@ class Traced:
         raise InputError(
             "flex.traced_as_array",
             "a traced value is not an array, nor an index of one. Use the functions of lowering.flex, or NumPy's "
-            "functions of the same names; capture an array that is read, captures={'bias': array}, with a "
-            "keyword-only parameter of that name in the mod, def mod(..., *, bias).",
+            f"functions of the same names. {_CAPTURE_ARRAY}",
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -260,9 +250,7 @@ def trace_value(value: Any, like: str | None = None) -> Traced:
     if getattr(value, "ndim", 0) or type(value).__module__.split(".")[0] in ("torch", "numpy", "jax"):
         raise InputError(
             "flex.array_not_captured",
-            f"an array ({type(value).__name__}) from outside is used in the mod. Capture it: "
-            "captures={'bias': array}, with a keyword-only parameter of that name in the mod, def mod(..., *, "
-            "bias).",
+            f"an array ({type(value).__name__}) from outside is used in the mod. {_CAPTURE_ARRAY}",
         )
     raise InputError(
         "flex.value_type_unsupported",

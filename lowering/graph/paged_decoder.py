@@ -151,9 +151,7 @@ def _read_decoder(model: ir.Model, serve: Serve) -> _Decoder:
         check_attention(node, grown, positions)
     caches_read = {operand(node, k).producer() for node in attentions for k in (K, V)}
     if caches_read != {*grown}:
-        raise ModelError(
-            "serve.cache_unread", "serve: not every cache of the model is read by attention as its keys or its values."
-        )
+        raise ModelError("serve.cache_unread", "serve: not every cache is read by attention as its keys or its values.")
     cache_type = _choose_cache_type([*pasts, *reads.inputs], serve)
     is_int8, sources = cache_type == ir.DataType.INT8, None
     if reads.layers:
@@ -184,17 +182,11 @@ def _choose_cache_type(cached: list[ir.Value], serve: Serve) -> ir.DataType:
     types = {value.dtype for value in cached}
     element = types.pop() if types else ir.DataType.UNDEFINED
     if element is None or types:
-        raise ModelError(
-            "serve.cache_dtype_mismatch",
-            "serve: the caches of the layers have different element types, or none is declared.",
-        )
+        raise ModelError("serve.cache_dtype_mismatch", "serve: the caches have different or unknown element types.")
     if serve.cache == "model":
         return element
     if not cached:
-        raise ModelError(
-            "serve.cache_int8_unsupported",
-            "serve: the model has states and no KV cache, so that its cache cannot be int8. Leave `cache` out.",
-        )
+        raise ModelError("serve.cache_int8_unsupported", "serve: no KV cache can be stored as int8. Leave `cache` out.")
     return ir.DataType.INT8
 
 
@@ -357,7 +349,7 @@ class _DecoderRewrite:
         axis = row_axis(rows, self.decoder.tokens)
         if axis is None:
             raise ModelError(
-                "serve.output_rows_missing", f"serve: the first output, '{name}', does not have a row for each token."
+                "serve.output_rows_missing", f"serve: the first output, '{name}', has no row for each token."
             )
         new = Rewrite(reader)
         last_rows = new.emit("Gather", [rows, self.tables["last_rows"]], {"axis": axis})
