@@ -126,7 +126,7 @@ def _bound(call: Call) -> Callable[[], None]:
     kernel(*(layers[0][name] for name in names))
     expected = compute_reference(call.problem, **{name: x for name, x in inputs.items() if name != "y"})["y"]
     if (off := error(layers[0]["y"].numpy(), expected)) > TOLERANCE:
-        raise LoweringError(f"Y of {call} is off by {off:.1e} of its range.")
+        raise LoweringError("run.result_mismatch", f"Y of {call} is off by {off:.1e} of its range.")
     arguments = itertools.cycle([[tensors[name] for name in names] for tensors in layers])
 
     def run() -> None:

@@ -55,4 +55,4 @@ def evaluate_node(node: ast.expr, values: Mapping[str, int]) -> int:
             return _SIGNS[type(sign)](evaluate_node(a, values), evaluate_node(b, values))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[a, b]):
             return (min if name == "min" else max)(evaluate_node(a, values), evaluate_node(b, values))
-    raise ValueError(f"'{ast.unparse(node)}' is no arithmetic of {', '.join(values)}")
+    raise ValueError(f"'{ast.unparse(node)}' is not arithmetic of {', '.join(values)}")

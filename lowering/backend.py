@@ -56,7 +56,10 @@ class PreparedModel(BackendRep):
         if not isinstance(inputs, Mapping):
             if len(inputs) != len(self.names):
                 names = ", ".join(self.names)
-                raise InputError(f"{len(inputs)} inputs are given, and the model has {len(self.names)}: {names}.")
+                raise InputError(
+                    "input.count_mismatch",
+                    f"{len(inputs)} inputs are given, and the model has {len(self.names)}: {names}.",
+                )
             inputs = dict(zip(self.names, inputs))
         model = self._compile_for(inputs)
         results = model.run({name: _as_arrays(value) for name, value in inputs.items()})
@@ -144,7 +147,10 @@ class LoweringBackend(Backend):
             LoweringError: As `lowering.compile`.
         """
         if not cls.supports_device(device):
-            raise InputError(f"device '{device}' is not supported here. Use 'CPU', or 'CUDA' where there is a GPU.")
+            raise InputError(
+                "argument.device_unsupported",
+                f"device '{device}' is not supported on this machine. Use 'CPU', or 'CUDA' on a machine with a GPU.",
+            )
         target = _TARGETS[Device(device).type]
         if not _find_list_inputs(model):
             compiled = compile(model, target, **kwargs)

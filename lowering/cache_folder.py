@@ -49,7 +49,7 @@ def find_distrust_reason(folder: Path) -> str | None:
     try:
         resolved = folder.resolve()
     except (OSError, RuntimeError) as error:
-        return f"'{folder}' cannot be looked at: {error}"
+        return f"'{folder}' cannot be read: {error}"
     trusted_owners = (0, os.geteuid())
     for path in (resolved, *resolved.parents):
         try:
@@ -57,7 +57,7 @@ def find_distrust_reason(folder: Path) -> str | None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            return f"'{path}' cannot be looked at: {error.strerror}"
+            return f"'{path}' cannot be read: {error.strerror}"
         if status.st_uid not in trusted_owners:
             return f"'{path}' belongs to user {status.st_uid}"
         write_bits = stat.S_IWOTH if _has_own_group(status.st_gid, status.st_uid) else stat.S_IWOTH | stat.S_IWGRP

@@ -62,8 +62,8 @@ def runtime_alone() -> bool:
 
 
 def describe_missing_package(package: str, distribution: str = "") -> str:
-    """Return the sentence about a missing package, whose name on the package index is `distribution`."""
-    return f"{package} is not installed: pip install {distribution or package}."
+    """Return the sentences about a missing package, whose name on the package index is `distribution`."""
+    return f"{package} is not installed. Install it: pip install {distribution or package}."
 
 
 def install_command(extra: str = "", options: str = "") -> str:

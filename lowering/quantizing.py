@@ -104,23 +104,35 @@ def quantize(
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise InputError(describe_missing_package("onnxruntime")) from error
+        raise InputError("toolchain.package_missing", describe_missing_package("onnxruntime")) from error
     source, target = Path(model), Path(output)
     form = form or ("static" if calls else "dynamic")
     if form not in ("static", "dynamic") or weights not in ("int8", "uint8"):
-        raise InputError(f"form={form!r} and weights={weights!r}: use 'static' or 'dynamic', 'int8' or 'uint8'.")
+        raise InputError(
+            "quantize.option_unknown",
+            f"form={form!r} and weights={weights!r} are not supported. Use 'static' or 'dynamic' as form, and 'int8' "
+            "or 'uint8' as weights.",
+        )
     if form == "static" and not calls:
-        raise InputError("static scales are those of calls: give some (--calls FILE.npz), or quantize dynamically.")
+        raise InputError(
+            "quantize.calls_missing",
+            "static scales are computed from calls, and none are given. Give some (--calls FILE.npz), or quantize "
+            "dynamically.",
+        )
     if not target.parent.is_dir():
-        raise InputError(f"there is no folder '{target.parent}' to write '{target.name}' to.")
+        raise InputError(
+            "quantize.folder_missing", f"there is no folder '{target.parent}' to write '{target.name}' to."
+        )
     if target.exists() and source.exists() and target.samefile(source):
-        raise InputError(f"'{target}' is the model itself: name another file.")
+        raise InputError("quantize.output_is_model", f"'{target}' is the model itself. Name another file.")
     try:
         graph = onnx.load(source, load_external_data=False).graph
     except OSError as error:
-        raise InputError(f"the model '{source}' cannot be read: {error.strerror or error}.") from error
+        raise InputError(
+            "model.file_unreadable", f"the model '{source}' cannot be read: {error.strerror or error}."
+        ) from error
     except Exception as error:
-        raise InputError(f"'{source}' is no ONNX model: {error}.") from error
+        raise InputError("model.invalid_onnx", f"'{source}' is not an ONNX model: {error}.") from error
     excluded = _name_nodes(graph, exclude)
     with tempfile.TemporaryDirectory(prefix=".quantize-", dir=target.parent) as folder:
         quantized_path = Path(folder) / target.name
@@ -135,7 +147,9 @@ def quantize(
                 excluded,
             )
         except Exception as error:
-            raise InputError(f"onnxruntime's tool cannot quantize the model: {error}") from error
+            raise InputError(
+                "quantize.onnxruntime_failed", f"onnxruntime's tool cannot quantize the model: {error}"
+            ) from error
         report = _make_report(source, quantized_path, graph, calls or (), form)
         os.replace(quantized_path, target)
     return report
@@ -159,7 +173,8 @@ def _name_nodes(graph: onnx.GraphProto, exclude: Sequence[str]) -> list[str]:
             node_names = [node.name for node in nodes]
             shown_names = ", ".join(node_names[:8]) + (", ..." if len(node_names) > 8 else "")
             raise InputError(
-                f"exclude: the model has no {', '.join(MATMULS)} called '{name}'. It has {shown_names or 'none'}."
+                "quantize.node_unknown",
+                f"exclude: the model has no {', '.join(MATMULS)} called '{name}'. It has {shown_names or 'none'}.",
             )
     return [names[name] for name in exclude]
 
@@ -261,7 +276,9 @@ def _measure_errors(
         try:
             results = [session.run(list(names), dict(call)) for session in sessions]
         except Exception as error:
-            raise InputError(f"onnxruntime cannot run the model on these calls: {error}") from error
+            raise InputError(
+                "quantize.onnxruntime_run_failed", f"onnxruntime cannot run the model on these calls: {error}"
+            ) from error
         for name, float_result, quantized_result in zip(names, *results):
             exact = np.asarray(float_result, np.float64)
             squares[name][0] += float(np.square(np.asarray(quantized_result, np.float64) - exact).sum())

@@ -50,7 +50,7 @@ class Variant:
             tiles = {name: type(self.tiles[name]).from_data(fields) for name, fields in data["tiles"].items()}
             return Choice(data["variant"], tiles)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{text} is no choice of variant '{self.name}'.") from error
+            raise ValueError(f"{text} is not a choice of variant '{self.name}'.") from error
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CODE = re.compile(r"[a-z0-9_]+\.[a-z0-9_]+")
 ERRORS = frozenset(
     [
+        "LoweringError",
         "ModelError",
         "NodeError",
         "CompilerError",

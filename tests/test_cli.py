@@ -128,19 +128,19 @@ def test_who_stops_reading_is_told_nothing(model: Path) -> None:
         (["compile", "MODEL", "-o", "out", "--cc", "no-such-cc"], "'no-such-cc', which is not installed"),
         (["compile", "MODEL", "-o", "out", "--donate", "cache.*"], "matches no input. The inputs are: q, k, v."),
         (["compile", "MODEL", "-o", "out", "--donate", "q"], "input 'q' cannot be donated"),
-        (["compile", "MODEL", "-o", "out", "--dim", "S"], "write NAME=SIZE or NAME=LOW..HIGH"),
+        (["compile", "MODEL", "-o", "out", "--dim", "S"], "[argument.dim_invalid]"),
         (["compile", "MODEL", "-o", "out", "--dim", "Z=1..8"], "There are: B, S, T."),
         (["compile", "MODEL", "-o", "out", "--threads", "1025"], "threads must be a whole number from 1 to 1024"),
         (["compile", "MODEL", "-o", ".."], "which is not part of an artifact, and would be replaced."),
         (["compile", "MODEL", "-o", "out", "--sign", "MODEL"], "is not a private key of Ed25519."),
         (["run", "nowhere", "--threads", "2000"], "threads must be a whole number from 1 to 1024, not 2000."),
         (["run", "nowhere"], "nowhere"),
-        (["compile", ".", "-o", "out"], ". is a folder, and no .onnx file"),
+        (["compile", ".", "-o", "out"], ". is a folder, not an .onnx file"),
         (["check", "MODEL", "--dim", "S=9..8"], "the range of dimension 'S' is empty: 9 to 8."),
-        (["verify", "MODEL", "--dim", "S"], "write NAME=SIZE"),
+        (["verify", "MODEL", "--dim", "S"], "[argument.dim_invalid]"),
         (["verify", "MODEL", "--dim", "nosuch=3"], "no input has a symbolic dimension 'nosuch'. There are: B, S, T."),
         (["verify", "MODEL", "--input", "x=x.npy"], "there is no input 'x'. The inputs are q, k, v."),
-        (["verify", "MODEL", "--input", "q"], "write NAME=FILE.npy"),
+        (["verify", "MODEL", "--input", "q"], "[argument.input_invalid]"),
     ],
 )
 def test_errors_are_one_plain_sentence(
@@ -150,7 +150,7 @@ def test_errors_are_one_plain_sentence(
     np.save("x.npy", np.zeros(1))
     assert main([str(model) if a == "MODEL" else a for a in arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and "Traceback" not in error
+    assert error.startswith("error[") and message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
 
@@ -296,7 +296,7 @@ def test_outputs_that_do_not_fit_on_the_disk(
     with monkeypatch.context() as patches:
         patches.setattr(np, "save", no_room)
         assert main(["run", str(tmp_path / "artifact"), *inputs, "--output-dir", str(tmp_path / "out")]) == 1
-    assert re.fullmatch(rf"error: '{tmp_path}/out/y.npy' cannot be written: .*\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"error\[[a-z_.]+\]: '{tmp_path}/out/y.npy' cannot be written: .*\n", capsys.readouterr().err)
     assert not list((tmp_path / "out").iterdir())
     request.getfixturevalue("small_files")
     assert main(["run", str(tmp_path / "artifact"), *inputs]) == 1
@@ -328,4 +328,7 @@ def test_outputs_of_any_name_become_files_of_their_own(tmp_path: Path) -> None:
 def test_verbose_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "-v", "missing.onnx"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("Traceback") and error.splitlines()[-1] == "error: There is no file missing.onnx."
+    assert (
+        error.startswith("Traceback")
+        and error.splitlines()[-1] == "error[model.file_missing]: There is no file missing.onnx."
+    )

@@ -67,4 +67,6 @@ def test_scripts_are_legal(script: Path, shell: str) -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "argcomplete", None)
     assert main(["completion", "bash"]) == 1
-    assert capsys.readouterr().err == ("error: argcomplete is not installed: pip install argcomplete.\n")
+    assert capsys.readouterr().err == (
+        "error[toolchain.package_missing]: argcomplete is not installed. Install it: pip install argcomplete.\n"
+    )

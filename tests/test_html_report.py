@@ -249,7 +249,7 @@ def test_code(page: Element, made: Path, monkeypatch: pytest.MonkeyPatch, capsys
         (["--dim", "heads=3"], "no input has a symbolic dimension 'heads'"),
         (["--dim", "tokens=301"], "--dim tokens=301: the artifact was compiled for 1 to 300"),
         (["--dump", "other"], "'other' is the dump of another compilation"),
-        (["--dump", "nothing"], "'nothing' is no complete dump: it has no artifact.json"),
+        (["--dump", "nothing"], "'nothing' is not a complete dump: it has no artifact.json"),
         (["--bench", "other.json"], "--bench other.json: it is of another artifact"),
         (["--bench", "decoder.onnx"], "--bench decoder.onnx: it cannot be read"),
     ],
@@ -266,7 +266,7 @@ def test_what_does_not_belong_to_it(
             call["kernel"]["flops"] = "7"
         Path("other.json").write_text(json.dumps(measured))
     assert main(["inspect", "out", "--html", "none.html", *options]) == 1
-    assert f"error: {message}" in capsys.readouterr().err and not Path("none.html").exists()
+    assert f"]: {message}" in capsys.readouterr().err and not Path("none.html").exists()
 
 
 def test_code_for_a_gpu(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_code_for_a_gpu(tmp_path: Path) -> None:
 
 def test_options_of_the_page_want_a_page(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(made / "out"), "--dim", "batch=2"]) == 1
-    assert "--dump, --bench and --dim are for the page" in capsys.readouterr().err
+    assert "[argument.option_requires_other]" in capsys.readouterr().err
 
 
 PROBE = """<script>

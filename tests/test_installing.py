@@ -115,4 +115,4 @@ def test_a_missing_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(lowering.LoweringError) as error:
         lowering.verify(onnx.parser.parse_model(model), against="onnxruntime")
-    assert str(error.value) == "onnxruntime is not installed: pip install onnxruntime."
+    assert str(error.value) == "onnxruntime is not installed. Install it: pip install onnxruntime."

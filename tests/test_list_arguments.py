@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"s": 1},
         r"input 'o' is an optional value\. Whether it is None must.*: o=1 for a value, o=0 for None",
     ),
-    "a range": ({"s": (1, 2), "o": 0}, r"input 's' has one number of elements, not 1 to 2"),
+    "a range": ({"s": (1, 2), "o": 0}, r"input 's' must have one number of elements, not 1 to 2"),
     "below zero": ({"s": -1, "o": 0}, r"number of elements of input 's' must be a whole number from 0 to 512, not -1"),
     "too many": ({"s": 513, "o": 0}, r"number of elements of input 's' must be a whole number from 0 to 512"),
     "two values": ({"s": 1, "o": 2}, r"number of elements of input 'o' must be a whole number from 0 to 1, not 2"),
@@ -243,7 +243,7 @@ def test_numbers_that_are_refused(case: str) -> None:
 
 
 ILLEGAL = {
-    "g (seq(float) s, float[s] x) => (float[s] y) { y = Neg (x) }": "'s' is an input and a symbolic dimension",
+    "g (seq(float) s, float[s] x) => (float[s] y) { y = Neg (x) }": "'s' is both an input and a symbolic dimension",
     "g (seq(seq(float[N])) s) => (int64 y) { y = SequenceLength (s) }": r"Input 's' is Sequence\(Sequence",
     "g (float[N] x) => (seq(float[N]) y) { y = Neg (x) }": r"output 'y': it is declared Sequence.*float32 of rank 1",
     "g (float[N] x) => (float[N] y) { y = SequenceConstruct (x, x) }": "compute a sequence of 2 tensors of float32",

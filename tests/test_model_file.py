@@ -57,7 +57,7 @@ def test_before_the_compiler_is_imported(command: str, folder: Path) -> None:
     first, *others = command.split()
     done = subprocess.run([sys.executable, "-c", code, first, "mdoel.onnx", *others], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert done.stderr == "error: There is no file mdoel.onnx. Did you mean model.onnx?\n"
+    assert done.stderr == "error[model.file_missing]: There is no file mdoel.onnx. Did you mean model.onnx?\n"
 
 
 def test_from_python_before_the_compiler_is_imported(folder: Path) -> None:

@@ -96,9 +96,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["-o", "nowhere/q.onnx"], "there is no folder 'nowhere'"),
+        (["-o", "nowhere/q.onnx"], "[quantize.folder_missing]"),
         (["-o", "q.onnx", "--calls", "nothing.npz"], "nothing.npz: it cannot be read"),
-        (["-o", "model.onnx"], "is the model itself"),
+        (["-o", "model.onnx"], "[quantize.output_is_model]"),
     ],
 )
 def test_refusals(

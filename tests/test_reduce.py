@@ -73,7 +73,9 @@ def crash(graph: onnx.GraphProto) -> None:
     before = [node.op_type for node in graph.node]
     fused(graph)
     if [node.op_type for node in graph.node] != before:
-        raise CompilerError("the compiler failed in its pass 'fuse': a fault of ours, not of the model.")
+        raise CompilerError(
+            "compiler.pass_failed", "the compiler failed in its pass 'fuse': a fault of the compiler, not of the model."
+        )
 
 
 def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +224,7 @@ def test_folders_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[st
     onnx.save(network(), tmp_path / "m.onnx")
     for taken in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "small"):
         assert main(["verify", str(tmp_path / "m.onnx"), "--reduce", str(taken)]) == 1
-        assert "is there, and is no empty folder" in capsys.readouterr().err
+        assert "[argument.folder_not_empty]" in capsys.readouterr().err
     with pytest.raises(lowering.LoweringError, match="'/proc/small' cannot be written"):
         reproducer.write_reproducer(Submodel(load_model(network()), {}, (0,)), Path("/proc/small"), [])
     with pytest.raises(lowering.InputError, match="leave these out"):

@@ -153,16 +153,16 @@ def test_an_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 BAD: dict[str, tuple[list[str], str]] = {
     "another size": (["--dim", "B=2"], "dimension 'B' was compiled with the static size 1, and 2 was given"),
     "a size out of range": (["--dim", "T=9"], "the model takes 5 to 8"),
-    "an option of compile": (["--weights", "int8"], "leave out the options of compile"),
-    "a pattern of compile": (["--donate", "x"], "leave out the options of compile"),
-    "a part": (["--reduce", "new"], "leave these out"),
+    "an option of compile": (["--weights", "int8"], "[verify.artifact_with_options]"),
+    "a pattern of compile": (["--donate", "x"], "[verify.artifact_with_options]"),
+    "a part": (["--reduce", "new"], "[verify.reduce_with_artifact]"),
     "no artifact": (["--artifact", "empty"], "'empty' is not an artifact: it has no manifest.json"),
     "nothing": (["--artifact", "gone"], "gone"),
     "for another machine": (
         ["--artifact", "foreign"],
         "was built for a CPU with no_such_feature, which this one lacks",
     ),
-    "another model": (["--artifact", "other"], "not made of this model: it takes 'x', which the model does not"),
+    "another model": (["--artifact", "other"], "not compiled from this model: it takes 'x', which the model does not"),
     "other shapes": (["--artifact", "turned"], "it takes ids: int64[B, T, N], and the model int64[B,T]"),
     "not signed": (["--verify-key", "key.pub"], "is not signed"),
 }
@@ -193,7 +193,7 @@ def test_artifacts_that_will_not_do(
     model, chosen = artifact.parent / "m.onnx", [] if options[0] == "--artifact" else ["--artifact", str(artifact)]
     assert main(["verify", str(model), *chosen, *options]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and wanted in error and "Traceback" not in error, error
+    assert error.startswith("error[") and wanted in error and "Traceback" not in error, error
     assert not Path("new").exists()
 
 
@@ -229,10 +229,10 @@ def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     result = lowering.verify(DECODER, artifact=model, inputs={"input_ids": ids})
     assert result.first_difference is None and result.inputs["input_ids"] is ids
     for options, wanted in (
-        ({"inputs": {"past_0": np.zeros(1)}}, "a decoder keeps 'past_0' itself"),
+        ({"inputs": {"past_0": np.zeros(1)}}, "'past_0' is managed by the decoder itself"),
         ({"sizes": {"past": 2}}, "do not choose dimension 'past'"),
         ({"inputs": {"input_ids": np.zeros(3)}}, "'input_ids' must be integers \\[batch, tokens\\], not float64"),
-        ({"inputs": {"attention_mask": np.ones((1, 1))}}, "the mask must be of the tokens"),
+        ({"inputs": {"attention_mask": np.ones((1, 1))}}, "the mask must have the shape of the tokens"),
         ({"inputs": {"input_ids": np.zeros((1, 12), np.int64)}}, "the caches have 9 slots"),
     ):
         with pytest.raises(lowering.InputError, match=wanted):
@@ -275,12 +275,12 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, wanted in (
         (
             {"inputs": {"attention_mask": np.ones((1, 1))}},
-            "tokens and sources, and knows 'attention_mask' itself",
+            "'attention_mask' is managed by the served decoder itself",
         ),
         ({"sizes": {"past": 2}}, "do not choose dimension 'past'"),
         ({"sizes": {"tokens": 41}}, "the requests have 41 tokens, and the model was compiled for at most 40"),
         ({"inputs": {"input_ids": np.zeros(3)}}, "'input_ids' must be integers \\[batch, tokens\\], not float64"),
-        ({"serve": lowering.Serve(40)}, "leave out the options of compile"),
+        ({"serve": lowering.Serve(40)}, "Leave out the options of compile"),
     ):
         with pytest.raises(lowering.InputError, match=wanted):
             lowering.verify(DECODER, artifact=model, **options)
@@ -363,7 +363,7 @@ def test_serve_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "allowed: 0.1 of an output's rms, for cache int8" in out and "logits of request 4, token" in out
     assert main(["verify", str(DECODER), "--serve", "24", "--reduce", "small"]) == 1
     assert main(["verify", str(DECODER), "--cache", "int8"]) == 1
-    assert "give both" in capsys.readouterr().err
+    assert "[argument.option_requires_other]" in capsys.readouterr().err
 
 
 def test_halved_caches_are_compared_as_what_they_were() -> None:

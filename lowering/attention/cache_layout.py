@@ -88,7 +88,7 @@ class KvQuantization:
 
     def __post_init__(self) -> None:
         if self.group and (self.channels or self.dtype == "int4"):
-            raise ValueError("scales of groups go with codes of 8 bits, and without scales of channels")
+            raise ValueError("scales of groups need 8-bit quantized values, and exclude scales of channels")
 
     @property
     def storage_dtype(self) -> str:
@@ -123,9 +123,9 @@ class CacheLayout:
         if {*self.axes} - {*"lc"} != expected_axes or len({*self.axes}) < len(self.axes) or self.axes[-1] not in "de":
             raise ValueError(f"a cache of {self.slots} cannot have the axes '{self.axes}'")
         if isinstance(self.slots, Pages) and self.slots.apart and "c" in self.axes:
-            raise ValueError("pages apart tell keys and values from each other, as an axis c does")
+            raise ValueError("separate pages of keys and values exclude an axis c")
         if isinstance(self.slots, Pages) and self.slots.size is None and self.slots.entries != "page":
-            raise ValueError("pages by their first slot have a size")
+            raise ValueError("pages that are addressed by their first slot need a size")
 
     @property
     def packing(self) -> int:

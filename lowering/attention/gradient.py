@@ -43,11 +43,9 @@ class GradientProblem:
         p = self.forward
         is_supported = p.is_dense and p.row_axes == p.layout.axes == "bhtd" and p.qk_mode is None and not p.max
         if not is_supported or not p.lse or p.sink or p.softcap or p.window or p.lengths or p.scale is None:
-            raise ValueError(
-                "gradients are of dense attentions that give lse, without windows, lengths, caps and sinks"
-            )
+            raise ValueError("gradients need dense attention with output lse, without windows, lengths, caps and sinks")
         if isinstance(p.mask, Mask) or (p.mask is not None and p.mask.dtype != "bool"):
-            raise ValueError("gradients are of attentions whose mask is a formula that selects")
+            raise ValueError("gradients need attention whose mask is a boolean formula")
         _ = self.derivatives
 
     @property

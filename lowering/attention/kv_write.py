@@ -91,16 +91,16 @@ class KvWrite:
 
     def __post_init__(self) -> None:
         if self.layout.is_joint and self.head_dim != self.v_head_dim:
-            raise ValueError("keys and values in one buffer have one size")
+            raise ValueError("keys and values in one buffer must have the same size")
         quantization = self.layout.quantization
         if quantization is not None and quantization.group and quantization.dtype != "int8":
-            raise ValueError("scales of groups are made for int8")
+            raise ValueError("scales of groups need int8 quantized values")
         if quantization is not None and quantization.channels and self.v_head_dim > self.head_dim:
-            raise ValueError("factors of channels are as many as a key has elements")
+            raise ValueError("scales of channels must cover the elements of a value: head_dim is less than v_head_dim")
         if self.head_dim % self.layout.packing or self.v_head_dim % self.layout.packing:
-            raise ValueError("codes that share bytes come in pairs")
+            raise ValueError("quantized values that share bytes need even head sizes")
         if self.bias and self.columns is None:
-            raise ValueError("a bias is that of columns")
+            raise ValueError("a bias needs columns")
 
     def caches(self) -> tuple[str, ...]:
         """Return the names of the buffers that are written."""

@@ -64,11 +64,13 @@ class LinearAttention:
 
     def __post_init__(self) -> None:
         if min(self.q_heads, self.k_heads, self.v_heads, self.head_dim, self.v_head_dim) < 1:
-            raise ValueError("a linear attention has heads, and heads have a size")
+            raise ValueError("a linear attention needs at least one head, of size 1 or more")
         if self.v_heads % self.k_heads or max(self.q_heads, self.v_heads) % min(self.q_heads, self.v_heads):
-            raise ValueError(f"heads do not divide: q {self.q_heads}, k {self.k_heads}, v {self.v_heads}")
+            raise ValueError(
+                f"heads are not multiples of each other: q {self.q_heads}, k {self.k_heads}, v {self.v_heads}"
+            )
         if self.decay not in (0, 1, self.head_dim) or self.betas not in (0, 1, self.v_heads):
-            raise ValueError("decay is by head or by element, beta for all heads or by head")
+            raise ValueError("decay must be by head or by element, and beta for all heads or by head")
 
     @property
     def group(self) -> int:

@@ -128,27 +128,29 @@ class AttentionProblem:
         if {*self.row_axes} - {"b"} not in ({*"htd"}, {*"te"}) or len({*self.row_axes}) < len(self.row_axes):
             raise ValueError(f"query rows cannot have the axes '{self.row_axes}'")
         if (self.is_ragged and self.q_len == 0) or (self.layout.is_mapped and self.kv_len == 0):
-            raise ValueError("the most rows or keys of a batch is None or at least 1")
+            raise ValueError("the maximum of rows or keys of a batch must be None or at least 1")
         if self.is_ragged and self.layout.has_lookup and not self.lengths:
-            raise ValueError("no parameter tells the batch size: lengths would")
+            raise ValueError("no parameter determines the batch size: the lengths parameter is missing")
         if self.layout.is_joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
-            raise ValueError("keys and values in one buffer have one size and one type")
+            raise ValueError("keys and values in one buffer must have the same size and type")
         if self.head_dim % self.layout.packing or self.v_head_dim % self.layout.packing:
-            raise ValueError("codes that share bytes come in pairs")
+            raise ValueError("quantized values that share bytes need even head sizes")
         if self.is_ragged and self.qk_mode is not None:
-            raise ValueError("packed rows have no qk output")
+            raise ValueError("ragged batches have no qk output")
         if isinstance(self.mask, Mask) and (self.is_ragged or self.mask.starts) and self.mask.dims[0] != 1:
-            raise ValueError("the mask of packed rows or keys has no batches")
+            raise ValueError("the mask of ragged rows or keys must have a batch size of 1")
         operands = {self.dtype, self.v_dtype, self.mask.dtype if self.mask is not None else ""}
         if self.acc_dtype not in ("float32", "float64") or (self.acc_dtype == "float32" and "float64" in operands):
-            raise ValueError(f"acc_dtype {self.acc_dtype} is not wide enough: float32, or float64 for float64 operands")
+            raise ValueError(
+                f"acc_dtype {self.acc_dtype} is not wide enough: use float32, or float64 for float64 operands"
+            )
         names = [name for formula in self._formulas() for name in formula.names()]
         if len({*names}) < len(names):
-            raise ValueError("the mask and the change of scores read parameters of one name")
+            raise ValueError("the mask and the score modification read parameters of the same name")
         if self.splits is not None and not 1 <= self.splits <= MAX_SPLITS:
-            raise ValueError(f"splits is None or 1 to {MAX_SPLITS}, not {self.splits}")
+            raise ValueError(f"splits must be None or 1 to {MAX_SPLITS}, not {self.splits}")
         if self.qk_mode not in (None, 0, 1, 2, 3):
-            raise ValueError(f"qk_mode is None, 0, 1, 2 or 3, not {self.qk_mode}")
+            raise ValueError(f"qk_mode must be None, 0, 1, 2 or 3, not {self.qk_mode}")
 
     @property
     def group(self) -> int:

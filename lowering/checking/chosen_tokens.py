@@ -33,7 +33,10 @@ def select_tokens(specs: Sequence[TensorSpec], given: Mapping[str, Any]) -> Toke
     tokens = {spec.name: _check_token_array(given[spec.name], spec) for spec in specs if spec.name in given}
     shapes = {array.shape[:2] for array in tokens.values()}
     if len(shapes) > 1:
-        raise InputError(f"{', '.join(tokens)} must have the same [batch, tokens], not {sorted(shapes)}.")
+        raise InputError(
+            "verify.token_shapes_differ",
+            f"{', '.join(tokens)} must have the same [batch, tokens], not {sorted(shapes)}.",
+        )
     return tokens
 
 
@@ -63,5 +66,7 @@ def _check_token_array(value: Any, spec: TensorSpec) -> np.ndarray:
     if not fits:
         form = ", ".join(map(str, ("batch", "tokens", *width)))
         kind = "integers" if is_id else "numbers"
-        raise InputError(f"'{spec.name}' must be {kind} [{form}], not {array.dtype}{list(array.shape)}.")
+        raise InputError(
+            "verify.array_mismatch", f"'{spec.name}' must be {kind} [{form}], not {array.dtype}{list(array.shape)}."
+        )
     return array

@@ -158,12 +158,15 @@ def build_decoding_session(
     caches, ids, mask = {*compiled.manifest.donated, *spec.states, slots.length}, spec.ids, spec.mask
     if not ids:
         raise InputError(
-            "verify finds no tokens of this decoder: no input [batch, tokens] picks rows of a table, nor is one float "
-            "[batch, tokens, width]."
+            "verify.ids_missing",
+            "verify cannot find the tokens of this decoder: no input [batch, tokens] selects rows of a table, and "
+            "no input is a float array [batch, tokens, width].",
         )
     for name in user_arrays:
         if name in caches or name == spec.positions:
-            raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
+            raise InputError(
+                "verify.state_given", f"'{name}' is managed by the decoder itself, and begins empty. Leave it out."
+            )
     per_token = [specs[name] for name in (ids, *spec.per_token)]
     constant_specs = list_fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
     check_fixed_dimensions(sizes, compiled.manifest.ranges)
@@ -171,7 +174,9 @@ def build_decoding_session(
     free_dims |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
     for name in sizes:
         if name not in free_dims:
-            raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
+            raise InputError(
+                "verify.dim_not_free", f"the calls of a decoder do not choose dimension '{name}'. Leave it out."
+            )
     batch, tokens = (_read_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT_TOKENS)))
     user_tokens = select_tokens(per_token, user_arrays)
     if user_tokens:
@@ -235,8 +240,9 @@ def create_empty_past(past: ir.Value, batch: int) -> np.ndarray:
     heads, length, size = (sizes[axis] for axis in (1, 2, 3)) if len(sizes) == 4 else (None, None, None)
     if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
         raise InputError(
-            f"the past '{past.name}' is {past.shape}, and cannot begin empty: "
-            "verify follows decoders whose past has a symbolic length, and no other symbolic size but its batch."
+            "verify.past_unsupported",
+            f"the past '{past.name}' is {past.shape}, and cannot begin empty: verify supports decoders whose past "
+            "has a symbolic length, and no other symbolic size but its batch.",
         )
     return np.zeros((*leading_dims, batch, heads, 0, size), past.dtype.numpy())
 
@@ -251,5 +257,8 @@ def broadcast_positions(positions: np.ndarray, value: ir.Value) -> np.ndarray:
 def _check_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     array = np.asarray(mask)
     if array.shape != shape:
-        raise InputError(f"the mask must be of the tokens, {list(shape)}, and is {list(array.shape)}.")
+        raise InputError(
+            "verify.mask_shape_mismatch",
+            f"the mask must have the shape of the tokens, {list(shape)}, not {list(array.shape)}.",
+        )
     return array.astype(np.int64)

@@ -26,7 +26,7 @@ def check_provenance(manifest: Manifest, model: ir.Model) -> None:
     )
     difference = next(differences, None)
     if difference is not None:
-        raise ArtifactError(f"the artifact was not made of this model: {difference}.")
+        raise ArtifactError("verify.artifact_mismatch", f"the artifact was not compiled from this model: {difference}.")
 
 
 def _find_differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:

@@ -34,7 +34,7 @@ def load_reference(model: ir.Model, against: Against) -> Evaluate:
     try:
         run = _create_runner(model, against)
     except ImportError as error:
-        raise LoweringError(describe_missing_package("onnxruntime")) from error
+        raise LoweringError("toolchain.package_missing", describe_missing_package("onnxruntime")) from error
     except Exception as error:
         raise _make_error(against, error) from error
 
@@ -106,5 +106,7 @@ def count_weight_bytes(model: ir.Model) -> int:
 
 def _make_error(against: Against, error: Exception) -> LoweringError:
     first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    hint = " --against onnxruntime may." if against == "reference" else ""
-    return LoweringError(f"the {against} evaluator cannot run this model: {first_line}{hint}")
+    hint = " Try --against onnxruntime." if against == "reference" else ""
+    return LoweringError(
+        "verify.reference_failed", f"the {against} evaluator cannot run this model: {first_line}{hint}"
+    )

@@ -47,7 +47,8 @@ def check_folder_is_free(folder: Path) -> None:
         if os.path.lexists(ancestor):
             if not ancestor.is_dir() or (ancestor == folder and os.listdir(folder)):
                 raise InputError(
-                    f"'{ancestor}' is there, and is no empty folder: name a new one for the reduced model."
+                    "argument.folder_not_empty",
+                    f"'{ancestor}' exists and is not an empty folder. Name a new folder for the reduced model.",
                 )
             return
 
@@ -79,7 +80,9 @@ def write_reproducer(submodel: Submodel, folder: Path, options: Sequence[str]) -
             )
             staging.rename(folder)
     except OSError as error:
-        raise LoweringError(f"'{folder}' cannot be written: {error.strerror or error}.") from error
+        raise LoweringError(
+            "argument.path_unwritable", f"'{folder}' cannot be written: {error.strerror or error}."
+        ) from error
     return command
 
 

@@ -89,7 +89,10 @@ def generate_request_sources(
     lengths = rng.integers(1, rows, requests, endpoint=True) if is_chosen else np.full(requests, rows)
     for key, array in arrays.items():
         if len(array) != requests:
-            raise InputError(f"'{key}' has {len(array)} rows for {requests} requests: give one for each.")
+            raise InputError(
+                "verify.row_count_mismatch",
+                f"'{key}' has {len(array)} rows for {requests} requests. Give one row for each request.",
+            )
     dtypes = {spec.name: ElementType(spec.dtype, spec.storage).numpy for spec in manifest.setup.inputs}
     extra_specs = tuple(spec for spec in specs.values() if spec.name not in names)
     return RequestSources(arrays, lengths, str(size), rows, dtypes, tuple(map(specs.__getitem__, names)), extra_specs)

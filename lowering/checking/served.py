@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..graph.joint_kv_caches import find_joint_caches
 from ..graph.roles import InputRoles, find_roles
 from ..graph.served_states import is_state_operator, past_state
-from ..manifest import Manifest, ServedCache
+from ..manifest import Manifest, ServedCache, TensorSpec
 from ..runtime.model import Model
 from ..serving.batcher import Batcher
 from .chosen_tokens import Tokens, generate_tokens, read_token_shape, select_tokens, slice_tokens, to_decoder_argument
@@ -151,15 +151,8 @@ def build_served_requests(
     specs, setup = {spec.name: spec for spec in read_input_specs(model)}, compiled.manifest.setup
     per_token = [specs[name] for name in (served.ids, *served.per_token)]
     spec = per_token[0]
-    for name in served.fixed:
-        raise InputError(f"verify makes up tokens and sources, and requests have values of '{name}', too.")
     sources = [] if setup is None else [specs[item.name] for item in setup.inputs if item.name in specs]
-    for name in user_arrays:
-        if name not in {item.name for item in (*per_token, *sources)}:
-            raise InputError(f"a served decoder is given tokens and sources, and knows '{name}' itself: leave it out.")
-    for name in sizes:
-        if name not in {spec.dims[1], *(dim for item in sources for dim in item.dims[1:])}:
-            raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
+    _check_choices(served, [*per_token, *sources], sources, user_arrays, sizes)
     roles = _find_roles(model, compiled.manifest)
     names = (
         *(item.name for item in per_token),
@@ -178,12 +171,42 @@ def build_served_requests(
             array[1, :block] = array[0, :block]
     tokens |= user_tokens
     if total > served.context:
-        raise InputError(f"the requests have {total} tokens, and the model was compiled for at most {served.context}.")
+        raise InputError(
+            "verify.context_exceeded",
+            f"the requests have {total} tokens, and the model was compiled for at most {served.context}.",
+        )
     prompts = rng.integers(1, max(1, total - 1), count, endpoint=True)
     if total > block:
         prompts[:2] = block + 1  # the first is still active, and has written a block, when the second arrives
     sources_of_requests = generate_request_sources(model, compiled.manifest, names, user_arrays, sizes, count, rng)
     return ServedRequests(model, compiled, served, tokens, prompts, sources_of_requests)
+
+
+def _check_choices(
+    served: ServedCache,
+    inputs: Sequence[TensorSpec],
+    sources: Sequence[TensorSpec],
+    user_arrays: Mapping[str, Any],
+    sizes: Mapping[str, int],
+) -> None:
+    """Raise InputError for arrays and sizes that are not those of requests. The first of the inputs are the ids."""
+    for name in served.fixed:
+        raise InputError(
+            "verify.input_unsupported",
+            f"verify generates only tokens and sources, but requests also have values of '{name}'.",
+        )
+    for name in user_arrays:
+        if name not in {item.name for item in inputs}:
+            raise InputError(
+                "verify.state_given",
+                f"'{name}' is managed by the served decoder itself, which is given only tokens and sources. Leave it "
+                "out.",
+            )
+    for name in sizes:
+        if name not in {inputs[0].dims[1], *(dim for item in sources for dim in item.dims[1:])}:
+            raise InputError(
+                "verify.dim_not_free", f"the calls of a decoder do not choose dimension '{name}'. Leave it out."
+            )
 
 
 def _check_all_inputs_covered(model: ir.Model, names: Collection[str], tokens: int | str | None) -> None:
@@ -198,6 +221,8 @@ def _check_all_inputs_covered(model: ir.Model, names: Collection[str], tokens: i
         is_spare = not value.uses() or (tokens is not None and len(sizes[name]) == 2 and sizes[name][1] != tokens)
         if name not in names and not is_spare:
             raise InputError(
-                f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
-                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past, nor is it a state."
+                "verify.input_unrecognized",
+                f"verify does not recognize the input '{value.name}' of this decoder: it has neither a column for "
+                "each key (as a mask), nor the shape of the tokens (as positions), nor the 4 dimensions of a past, "
+                "and is not a state.",
             )

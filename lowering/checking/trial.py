@@ -185,8 +185,9 @@ def _evaluate_tensors(feeds: Feeds, outputs: Sequence[Argument], evaluate: Evalu
         values = [value] if output.kind == "tensor" else [] if value is None else list(value)
         if len(values) != len(output.tensors):
             raise LoweringError(
+                "verify.list_length_mismatch",
                 f"output '{output.name}' has {len(values)} elements by the reference, and {len(output.tensors)} by the "
-                "compiled model."
+                "compiled model.",
             )
         tensors += values
     return tensors

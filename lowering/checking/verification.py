@@ -125,14 +125,22 @@ def verify(
     )
     folder = None if reduce is None else Path(reduce)
     if artifact is not None and trial.has_compile_options:
-        raise InputError("an artifact says itself how it was compiled: leave out the options of compile.")
+        raise InputError(
+            "verify.artifact_with_options",
+            "an artifact was compiled with options of its own. Leave out the options of compile.",
+        )
     if folder is not None:
         if artifact is not None or static_cache is not None or serve is not None:
             raise InputError(
-                "reduce compiles parts of a model, which are no artifacts and no decoders: leave these out."
+                "verify.reduce_with_artifact",
+                "reduce compiles parts of a model, and neither artifacts nor decoders. Leave out artifact, "
+                "static_cache and serve.",
             )
         if calls:
-            raise InputError("reduce compiles parts of a model, of which calls of the whole are none: leave calls out.")
+            raise InputError(
+                "verify.reduce_with_calls",
+                "reduce compiles parts of a model, to which calls of the whole model do not apply. Leave calls out.",
+            )
         reproducer.check_folder_is_free(folder)
     _check_inputs(user_arrays, loaded)
     _refuse_random(loaded)
@@ -151,7 +159,7 @@ def verify(
             raise
         feeds = build_feeds(loaded, read_input_specs(loaded), {}, user_arrays, sizes, rng)
         raise CompilerError(
-            f"{_describe_fault(error)} {_describe_reduction(trial, loaded, feeds, folder, error)}"
+            "compiler.crashed", f"{_describe_fault(error)} {_describe_reduction(trial, loaded, feeds, folder, error)}"
         ) from error
     feeds, allowed, comparisons = trial.compare_model(loaded, compiled, user_arrays, sizes, rng, evaluate)
     result = Verification(tuple(comparisons), feeds, str(allowed))
@@ -181,7 +189,10 @@ def _split_lists(
 
 def _load_artifact(artifact: str | Path | Model, threads: int | None, model: ir.Model) -> Model:
     if isinstance(artifact, Model) and threads is not None:
-        raise InputError("a model that is loaded has its threads: leave threads out, or give the artifact's folder.")
+        raise InputError(
+            "verify.model_with_threads",
+            "a loaded model has its own threads. Leave threads out, or give the artifact's folder.",
+        )
     compiled = artifact if isinstance(artifact, Model) else load(artifact, threads)
     check_provenance(compiled.manifest, model)
     return compiled
@@ -191,15 +202,18 @@ def _check_inputs(user_arrays: Feeds, model: ir.Model) -> None:
     input_names = [value.name or "" for value in list_call_inputs(model)]
     unknown = next((name for name in user_arrays if name not in input_names), None)
     if unknown is not None:
-        raise InputError(f"there is no input '{unknown}'. The inputs are {', '.join(input_names)}.")
+        raise InputError(
+            "input.name_unknown", f"there is no input '{unknown}'. The inputs are {', '.join(input_names)}."
+        )
 
 
 def _refuse_random(model: ir.Model) -> None:
     """Raise InputError for a model that draws random numbers."""
     for node in (node for graph in iterate_graphs(model) for node in graph if can_draw_random(node)):
         raise InputError(
-            f"verify: node '{node.name}' ({node.op_type}) draws random numbers, and every runtime draws others. "
-            "Give the model such numbers by an input in place of the node."
+            "verify.model_random",
+            f"verify: node '{node.name}' ({node.op_type}) draws random numbers, which differ between runtimes. "
+            "Replace the node by an input of the model with such numbers.",
         )
 
 
@@ -211,7 +225,7 @@ def _is_fault(error: Exception) -> bool:
 def _describe_fault(error: Exception) -> str:
     if isinstance(error, CompilerError):
         return str(error)
-    return f"the compiler failed ({type(error).__name__}): a fault of ours, not of the model."
+    return f"the compiler failed ({type(error).__name__}): a fault of the compiler, not of the model."
 
 
 def _describe_reduction(

@@ -61,9 +61,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     inputs, runs = load_arrays(arguments.input), parse_runs(arguments.dim)
     if len(runs) > 1 and (arguments.trace or arguments.png):
-        raise InputError("--trace and --png are of one run: give each --dim one size.")
+        raise InputError("argument.run_count_mismatch", "--trace and --png show one run. Give each --dim one size.")
     if arguments.callers is not None and (arguments.trace or arguments.png or arguments.against):
-        raise InputError("--callers measures requests, and --against, --trace and --png kernels: leave one out.")
+        raise InputError(
+            "argument.conflicting_options",
+            "--callers measures requests, and --against, --trace and --png measure kernels. Leave one of them out.",
+        )
     model = load(arguments.artifact, verify_key=arguments.verify_key)
     return (_measure_kernels if arguments.callers is None else _measure_requests)(arguments, model, inputs, runs)
 

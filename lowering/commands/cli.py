@@ -107,7 +107,8 @@ def _format_error(arguments: argparse.Namespace, error: BaseException) -> str:
         return f"error: {command} needs the compiler, which onnx-lowering-runtime leaves out: {get_compiler()}."
     if isinstance(error, MemoryError):
         return f"error: {command} needs more memory than there is"
-    return f"error: {command} failed by a fault of ours ({type(error).__name__}); please report it with what -v prints"
+    fault = f"{command} failed by a fault of the compiler ({type(error).__name__})"
+    return f"error: {fault}. Please report it with the output of -v"
 
 
 def create_parser() -> argparse.ArgumentParser:

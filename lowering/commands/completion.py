@@ -40,6 +40,6 @@ def _completion(arguments: argparse.Namespace) -> int:
     try:
         import argcomplete
     except ImportError as error:
-        raise InputError(describe_missing_package("argcomplete")) from error
+        raise InputError("toolchain.package_missing", describe_missing_package("argcomplete")) from error
     print(argcomplete.shellcode(["onnx-lowering"], shell=arguments.shell))
     return 0

@@ -48,7 +48,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         return _write_html(arguments, files, manifest)
     if arguments.dump or arguments.bench or arguments.dim:
-        raise InputError("--dump, --bench and --dim are for the page that --html FILE writes.")
+        raise InputError(
+            "argument.option_requires_other",
+            "--dump, --bench and --dim are only for the page that --html FILE writes. Give --html as well.",
+        )
     if arguments.json:
         manifest_fields = dataclasses.asdict(manifest)
         names = [name for name in manifest.hashes if name in files]

@@ -71,7 +71,10 @@ def parse_sizes(options: list[str]) -> dict[str, int]:
     """
     parsed = parse_runs(options)
     if len(parsed) > 1:
-        raise InputError("--dim: this command runs a model at one size of each dimension: leave the others out.")
+        raise InputError(
+            "argument.run_count_mismatch",
+            "--dim: this command runs a model at one size of each dimension. Leave the other sizes out.",
+        )
     return parsed[0]
 
 
@@ -86,14 +89,19 @@ def parse_runs(options: list[str]) -> list[dict[str, int]]:
         if ".." in value:
             last = value.rpartition("..")[2]
             raise InputError(
-                f"--dim {name}={value}: a range bounds sizes for compile and check, and this command runs at one size: "
-                f"write --dim {name}={last if last.isdecimal() else 128}."
+                "argument.range_unsupported",
+                f"--dim {name}={value}: ranges are for compile and check, and this command runs at one size. Write "
+                f"--dim {name}={last if last.isdecimal() else 128}.",
             )
         lists[name] = [_parse_size(name, size) for size in value.split(",")]
     count = max(map(len, lists.values()), default=1)
     for name, sizes_of_dim in lists.items():
         if len(sizes_of_dim) not in (1, count):
-            raise InputError(f"--dim {name}: {len(sizes_of_dim)} sizes are given, and {count} of another dimension.")
+            raise InputError(
+                "argument.size_counts_differ",
+                f"--dim {name}: {len(sizes_of_dim)} sizes are given, but {count} of another dimension. Give each "
+                "dimension one size, or equally many.",
+            )
     return [{name: sizes_of_dim[k % len(sizes_of_dim)] for name, sizes_of_dim in lists.items()} for k in range(count)]
 
 
@@ -107,20 +115,22 @@ def _split_options(options: list[str]) -> dict[str, str]:
     for text in options:
         name, equals, value = text.rpartition("=")
         if not (name and equals):
-            raise InputError(f"--dim {text}: {_USAGE}")
+            raise InputError("argument.dim_invalid", f"--dim {text}: the name or the size is missing. {_USAGE}")
         if name in parsed:
-            raise InputError(f"--dim {text}: '{name}' is {parsed[name]} already: give each dimension once.")
+            raise InputError(
+                "argument.dim_repeated", f"--dim {text}: '{name}' is {parsed[name]} already. Give each dimension once."
+            )
         parsed[name] = value
     return parsed
 
 
 def _parse_size(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,13}", text) or int(text) > LARGEST_SIZE:
-        raise InputError(f"--dim {name}: {text!r} is no size: {_USAGE}")
+        raise InputError("argument.dim_invalid", f"--dim {name}: {text!r} is not a size. {_USAGE}")
     return int(text)
 
 
-_USAGE = f"write NAME=SIZE or NAME=LOW..HIGH, for instance batch=2 or tokens=1..512; sizes are 0 to {LARGEST_SIZE}."
+_USAGE = f"Write NAME=SIZE or NAME=LOW..HIGH, for instance batch=2 or tokens=1..512; sizes are 0 to {LARGEST_SIZE}."
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -131,7 +141,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
-        raise InputError(f"{text!r}: write HOST:PORT.")
+        raise InputError("argument.address_invalid", f"{text!r} is not an address. Write HOST:PORT.")
     return host, int(port)
 
 
@@ -142,7 +152,9 @@ def _parse_number(kind: type, minimum: float, text: str) -> Any:
     except ValueError:
         number = math.nan
     if not minimum <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {minimum} on")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a {'whole ' if kind is int else ''}number of {minimum} or more"
+        )
     return number
 
 
@@ -150,7 +162,7 @@ def parse_duration(text: str) -> float:
     """Return a duration in seconds; raise ArgumentTypeError for texts of another form."""
     parsed = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", text)
     if parsed is None or float(parsed[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no length of time, such as 90s, 20m or 2h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90s, 20m or 2h")
     return float(parsed[1]) * {"s": 1, "m": 60, "h": 3600}[parsed[2]]
 
 
@@ -171,17 +183,22 @@ def load_arrays(options: list[str]) -> dict[str, Any]:
     for option in options:
         name, _, path = option.rpartition("=")
         if not name:
-            raise InputError(f"--input {option}: write NAME=FILE.npy.")
+            raise InputError("argument.input_invalid", f"--input {option}: the name is missing. Write NAME=FILE.npy.")
         try:
             with Path(path).open("rb") as file:
                 parsed[name] = np.lib.format.read_array(file, allow_pickle=False)
         except OSError as error:
-            raise InputError(f"--input {option}: {path} cannot be read: {error.strerror or error}.") from error
+            raise InputError(
+                "argument.file_unreadable", f"--input {option}: {path} cannot be read: {error.strerror or error}."
+            ) from error
         except MemoryError as error:
-            raise InputError(f"--input {option}: {path} says that it holds more than fits into memory.") from error
+            raise InputError(
+                "argument.file_too_large", f"--input {option}: {path} declares more data than fits into memory."
+            ) from error
         except Exception as error:  # NumPy and Python's parser raise many types for a bad header
             raise InputError(
-                f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
+                "argument.file_invalid",
+                f"--input {option}: {path} is not a .npy file, or is truncated. Write it by numpy.save.",
             ) from error
     return parsed
 
@@ -204,7 +221,10 @@ def build_serve(arguments: argparse.Namespace) -> Serve | None:
     """
     if arguments.serve is None:
         if arguments.cache is not None:
-            raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
+            raise InputError(
+                "argument.option_requires_other",
+                "--cache is only for --serve CONTEXT: it chooses how keys and values are stored. Give --serve as well.",
+            )
         return None
     from ..graph.serve import Serve
 
@@ -233,6 +253,10 @@ def load_call(path: Path) -> dict[str, Any]:
                 raise ValueError("one array")
             return {name: file[name] for name in file.files if not name.startswith("=")}
     except OSError as error:
-        raise InputError(f"--calls {path}: it cannot be read: {error.strerror or error}.") from error
+        raise InputError(
+            "argument.file_unreadable", f"--calls {path}: it cannot be read: {error.strerror or error}."
+        ) from error
     except Exception as error:
-        raise InputError(f"--calls {path}: it is no .npz file of arrays (numpy.savez writes one).") from error
+        raise InputError(
+            "argument.file_invalid", f"--calls {path}: it is not a .npz file of arrays. Write it by numpy.savez."
+        ) from error

@@ -23,7 +23,9 @@ def replace_file(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        raise LoweringError(f"'{path}' cannot be written: {error.strerror or error}.") from error
+        raise LoweringError(
+            "argument.path_unwritable", f"'{path}' cannot be written: {error.strerror or error}."
+        ) from error
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -41,7 +41,9 @@ def _package(arguments: argparse.Namespace) -> int:
     if arguments.wheel:
         return _write_wheel(arguments)
     if arguments.name is not None or arguments.version is not None:
-        raise InputError("--name and --version are of a --wheel: give it too.")
+        raise InputError(
+            "argument.option_requires_other", "--name and --version are only for --wheel. Give --wheel as well."
+        )
     from ..packaging.folder import package_artifact
 
     manifest = package_artifact(arguments.artifact, arguments.to, arguments.runtime)
@@ -57,7 +59,9 @@ def _write_wheel(arguments: argparse.Namespace) -> int:
 
     if arguments.runtime is not None:
         raise InputError(
-            "--runtime is for C++ applications: a --wheel needs onnx-lowering-runtime, which has the libraries."
+            "argument.conflicting_options",
+            "--runtime is for C++ applications, but a --wheel needs onnx-lowering-runtime, which has the libraries. "
+            "Leave --runtime out.",
         )
     path = write_model_wheel(arguments.artifact, arguments.to, arguments.name, arguments.version or "0.1.0")
     if arguments.json:

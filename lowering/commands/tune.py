@@ -175,9 +175,12 @@ def _read_tracker(arguments: argparse.Namespace) -> tuple[str, int] | None:
         InputError: Options do not go together.
     """
     if arguments.runner == "rpc" and (arguments.tracker is None or not arguments.key):
-        raise InputError("--runner rpc needs --tracker HOST:PORT and --key NAME.")
+        raise InputError("argument.option_missing", "--runner rpc needs --tracker HOST:PORT and --key NAME.")
     if arguments.runner == "local" and (arguments.tracker is not None or arguments.key):
-        raise InputError("--tracker and --key are for --runner rpc.")
+        raise InputError(
+            "argument.option_requires_other",
+            "--tracker and --key are only for --runner rpc. Leave them out, or give --runner rpc.",
+        )
     return None if arguments.tracker is None else parse_address(arguments.tracker)
 
 

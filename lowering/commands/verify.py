@@ -90,7 +90,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.artifact is not None:
         artifact = load(arguments.artifact, arguments.threads, verify_key=arguments.verify_key)
     elif arguments.verify_key is not None:
-        raise InputError("--verify-key is of an artifact: give --artifact as well.")
+        raise InputError(
+            "argument.option_requires_other", "--verify-key is only for an artifact. Give --artifact as well."
+        )
     with progress_bar.show_progress_bar():
         result = verify(
             arguments.model,

@@ -93,7 +93,7 @@ def get(key: ArtifactKey, target: Path, sign_key: SigningKey | None = None) -> M
         files = ArtifactFiles(entry)
         manifest = read_manifest(files)
         if any(_hash_file(entry / name).hex() != manifest.hashes[name] for name in manifest.hashes if name != FILE):
-            raise ArtifactError(f"'{entry}' is damaged.")
+            raise ArtifactError("artifact.file_damaged", f"'{entry}' is damaged.")
     except (ArtifactError, OSError):
         shutil.rmtree(entry, ignore_errors=True)
         return None

@@ -56,7 +56,9 @@ def build(module: tvm.IRModule, target: Target, kernels: objects.KernelCompiler)
             ]
             executable.export_library(str(path), fcompile=_Linker(target, options))
         except (RuntimeError, OSError) as error:
-            raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
+            raise TargetError(
+                "toolchain.link_failed", f"'{target.linker}' could not link for target '{target.name}': {error}"
+            ) from error
         return path.read_bytes()
 
 
@@ -94,8 +96,9 @@ def check_linker(target: Target) -> None:
     """Raise TargetError if the linker is missing."""
     if shutil.which(target.linker) is None:
         raise TargetError(
+            "toolchain.linker_missing",
             f"Target '{target.name}' is linked by '{target.linker}', which is not installed. "
-            "Install it or name another with --cc."
+            "Install it or name another with --cc.",
         )
 
 

@@ -31,8 +31,9 @@ def diagnose_code_failure(module: tvm.IRModule, calls: Sequence[CallSpec], targe
         what = f"no code could be generated for the kernel '{kernel}'"
     elsewhere = " Compile for a CPU until it is repaired." if target.architecture else ""
     return CompilerError(
+        "compiler.code_generation_failed",
         f"{where}: {what} on target '{target.name}': a fault of the compiler, not of the model.{elsewhere} Please "
-        "report it with the model; the cause of this error has the details (-v on the command line)."
+        "report it with the model; the cause of this error has the details (-v on the command line).",
     )
 
 

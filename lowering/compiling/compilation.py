@@ -65,8 +65,9 @@ def compiled(
         check_linker(resolved)
     if options.precision in TF32 and not all(target.architecture for target in targets):
         raise InputError(
-            f"precision='{options.precision}' is how tensor cores of GPUs multiply float32, and "
-            f"target='{options.target}' has none. Leave it out: a CPU computes such matmuls in float32."
+            "precision.target_unsupported",
+            f"precision='{options.precision}' multiplies float32 on tensor cores of GPUs, which "
+            f"target='{options.target}' does not have. Leave precision out: a CPU computes such matmuls in float32.",
         )
     prepared = prepare_model(model, options, targets, dump)
     caches = prepared.caches

@@ -47,21 +47,32 @@ class Options:
             slots = check_integer(self.static_cache, "static_cache", 1, 2**31 - 1)
             object.__setattr__(self, "static_cache", slots)
         if self.static_cache is not None and self.serve is not None:
-            raise InputError("static_cache and serve are two ways to keep caches: choose one.")
+            raise InputError(
+                "option.static_cache_with_serve",
+                "static_cache and serve are both given, but only one of them can manage the caches. Choose one of "
+                "them.",
+            )
         if self.checks not in (True, False):
-            raise InputError(f"checks={self.checks!r} is neither True nor False.")
+            raise InputError("option.checks_invalid", f"checks={self.checks!r} is neither True nor False.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise InputError(
-                f"precision={self.precision!r} is no type to compute matmuls in. Use {', '.join(PRECISIONS)}, or "
-                "leave it out: then every node is computed in the model's own type."
+                "precision.name_unknown",
+                f"precision={self.precision!r} is not a supported precision. Use {', '.join(PRECISIONS)}, or leave "
+                "it out: then every node is computed in the model's own type.",
             )
         if isinstance(self.calls, Mapping) or not all(isinstance(call, Mapping) for call in self.calls):
-            raise InputError("calls= is a list of calls, each a dictionary of arrays by the names of inputs.")
+            raise InputError(
+                "option.calls_invalid", "calls= must be a list of calls, each a dictionary of arrays by input name."
+            )
         if self.calls and self.precision != "float16":
             raise InputError(
-                "calls= show which numbers precision='float16' cannot hold; leave them out for anything else."
+                "option.calls_unused",
+                "calls= are only for precision='float16', to find the numbers that float16 cannot represent. Leave "
+                "them out for other precisions.",
             )
         if self.weights is not None and self.weights not in SCHEMES:
             raise InputError(
-                f"weights={self.weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out."
+                "weights.scheme_unknown",
+                f"weights={self.weights!r} is not a supported compression of weights. Use {', '.join(SCHEMES)}, or "
+                "leave it out.",
             )

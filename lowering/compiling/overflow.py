@@ -43,7 +43,9 @@ def find_overflowing_values(
         try:
             largest = module.run(dict(call))
         except InputError as error:
-            raise InputError(f"call {number} of calls= is none of this model: {error}") from error
+            raise InputError(
+                "option.calls_mismatch", f"call {number} of calls= does not fit the model: {error}"
+            ) from error
         beyond = {n for n, name in enumerate(names) if not largest[name] <= LIMIT}
         values |= {value for n, value in enumerate(_iterate_float_outputs(model.graph)) if n in beyond}
     return values

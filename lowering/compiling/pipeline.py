@@ -204,6 +204,6 @@ def _run_pass(entry: Pass, state: CompileState) -> CompileState:
     except Exception as error:
         raise CompilerError(
             "compiler.pass_failed",
-            f"the compiler failed in its pass '{entry.name}': a fault of ours, not of the model. Please report it "
-            "with the model; the cause of this error has the details (-v on the command line).",
+            f"the compiler failed in its pass '{entry.name}': a fault of the compiler, not of the model. Please report "
+            "it with the model; the cause of this error has the details (-v on the command line).",
         ) from error

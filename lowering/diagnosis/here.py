@@ -82,7 +82,7 @@ def _examine_folder(report: DiagnosisReport, name: str, folder: Path) -> None:
     blocks = name != "cache"
     if not os.access(existing, os.W_OK | os.X_OK):
         report.add_problem(
-            f"'{existing}', for {name}, cannot be written.", f"Set {variable} to a folder that can.", blocks
+            f"'{existing}', for {name}, cannot be written.", f"Set {variable} to a folder that can be written.", blocks
         )
     elif name == "cache" and (why := find_distrust_reason(folder)) is not None:
         remedy = "Make it yours alone (chmod go-w), or set ONNX_LOWERING_CACHE to a folder that is."

@@ -42,7 +42,9 @@ def examine(report: DiagnosisReport) -> None:
     try:
         requirements = metadata.requires(_OWN_PACKAGE) or []
     except metadata.PackageNotFoundError:
-        report.add_problem(f"{_OWN_PACKAGE} is not installed, only found: requirements are unknown.", install_command())
+        report.add_problem(
+            f"{_OWN_PACKAGE} is importable but not installed: its requirements are unknown.", install_command()
+        )
         requirements = []
     lacking: dict[str, list[str]] = {}
     for text in requirements:

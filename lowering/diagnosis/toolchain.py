@@ -73,7 +73,7 @@ def _examine_driver(report: DiagnosisReport) -> None:
         report.add_problem(problem, "Install driver 580 or later.")
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status:
-        report.add_problem(f"the NVIDIA driver is there and says error {status}.", "Run nvidia-smi, which says more.")
+        report.add_problem(f"the NVIDIA driver is installed and reports error {status}.", "Run nvidia-smi for details.")
     for number in range(count.value):
         name, size, capability = ctypes.create_string_buffer(100), ctypes.c_size_t(), [ctypes.c_int(), ctypes.c_int()]
         driver.cuDeviceGetName(name, len(name), number)

@@ -34,7 +34,10 @@ def serve(tracker: tuple[str, int], key: str, host: str = "0.0.0.0", ports: tupl
     Raises InputError if the extra `fleet` is not installed.
     """
     if find_spec("cloudpickle") is None:
-        raise InputError(f"A device needs what TVM's server is made of: {install_command('fleet')}.")
+        raise InputError(
+            "toolchain.package_missing",
+            f"A device needs the packages of TVM's server. Install them: {install_command('fleet')}.",
+        )
     server = rpc.Server(
         host, *ports, tracker_addr=tracker, key=key, silent=True, server_init_callback=register_functions
     )

@@ -48,18 +48,23 @@ class Fleet:
         count = self._count_devices()
         if not count:
             raise InputError(
-                f"The tracker at {tracker[0]}:{tracker[1]} has no device with the key '{key}': start "
-                f"`onnx-lowering device --tracker {tracker[0]}:{tracker[1]} --key {key}` on one."
+                "fleet.device_missing",
+                f"The tracker at {tracker[0]}:{tracker[1]} has no device with the key '{key}'. Start `onnx-lowering "
+                f"device --tracker {tracker[0]}:{tracker[1]} --key {key}` on one.",
             )
         first = Connection(tracker, key)
         try:
             self.described: dict[str, Any] = first.ask("machine", gpu, seconds=_PATIENCE)
         except LostError as error:
-            raise InputError(f"No device with the key '{key}' can be reached: {error}.") from error
+            raise InputError(
+                "fleet.device_unreachable", f"No device with the key '{key}' can be reached: {error}."
+            ) from error
         finally:
             first.close()
         if "missing" in self.described:
-            raise InputError(f"Devices with the key '{key}' have no GPU that works: {self.described['missing']}")
+            raise InputError(
+                "fleet.gpu_unusable", f"Devices with the key '{key}' have no usable GPU: {self.described['missing']}"
+            )
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
         self._lock, self._left = threading.Lock(), count
         for worker in self._workers:
@@ -101,11 +106,13 @@ class Fleet:
             socket.create_connection(self.tracker, _TRACKER_SECONDS).close()  # TVM would try for a minute
             summary = rpc.connect_tracker(*self.tracker).summary()
         except (OSError, RuntimeError) as error:
-            raise InputError(f"No tracker answers at {self.tracker[0]}:{self.tracker[1]}: {error}.") from error
+            raise InputError(
+                "fleet.tracker_unreachable", f"No tracker answers at {self.tracker[0]}:{self.tracker[1]}: {error}."
+            ) from error
         return sum(info["key"] == f"server:{self.key}" for info in summary["server_info"])
 
     def _no_device_error(self) -> InputError:
-        return InputError(f"No device with the key '{self.key}' is left.")
+        return InputError("fleet.no_device_left", f"No device with the key '{self.key}' is left.")
 
     def _work(self) -> None:
         """Run as one worker: a connection to a device, and its current measurement."""
@@ -116,7 +123,10 @@ class Fleet:
                 device = device or _Device(self.tracker, self.key, self._gpu)
                 if device.machine != self.machine:
                     what = "GPUs" if self._gpu else "caches"
-                    raise InputError(f"Devices with the key '{self.key}' have different {what}: give each kind a key.")
+                    raise InputError(
+                        "fleet.devices_differ",
+                        f"Devices with the key '{self.key}' have different {what}. Give each kind a key of its own.",
+                    )
                 work.done.set_result(device.measure(work, self._threads))
                 failures = 0
             except (CandidateFailure, InputError) as error:

@@ -65,7 +65,10 @@ def flex_attention(
     captures = {} if captures is None else check_names(captures)
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
-            raise InputError(f"block_mask is a {type(block_mask).__name__}. Make one by create_block_mask.")
+            raise InputError(
+                "flex.block_mask_invalid",
+                f"block_mask is a {type(block_mask).__name__}. Create one by create_block_mask.",
+            )
         mask_mod, captures = block_mask.merge_call(mask_mod, captures)
         arrays["block_states"] = block_mask.states
     if captures:
@@ -126,7 +129,7 @@ def _get_model(
 ) -> Model:
     for name in "qkv":
         if not hasattr(arguments[name], "shape") or not hasattr(arguments[name], "dtype"):
-            raise InputError(f"{name} is a {type(arguments[name]).__name__}, no array.")
+            raise InputError("flex.operand_not_array", f"{name} is a {type(arguments[name]).__name__}, not an array.")
     shapes = {name: tuple(map(int, arguments[name].shape)) for name in "qkv"}
     dtypes = {name: str(arguments[name].dtype).rpartition(".")[2] for name in "qkv"}
     check_operands(shapes, dtypes, enable_gqa)

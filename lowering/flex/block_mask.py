@@ -81,7 +81,9 @@ class BlockMask:
         size = block_size(BLOCK_SIZE)
         lists = dict(zip(_LISTS, (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)))
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise InputError("full_kv_num_blocks and full_kv_indices come together: give both, or none.")
+            raise InputError(
+                "flex.list_missing", "full_kv_num_blocks and full_kv_indices belong together. Give both or neither."
+            )
         arrays = {name: _check_integers(name, values) for name, values in lists.items() if values is not None}
         states = np.zeros(_check_shapes(arrays), np.int8)
         for prefix, state in (("", PARTIAL), ("full_", FULL)):
@@ -90,11 +92,15 @@ class BlockMask:
         total_lengths = states.shape[2] * size[0], states.shape[3] * size[1]
         lengths = total_lengths if seq_lengths is None else (int(seq_lengths[0]), int(seq_lengths[1]))
         if min(lengths) < 0:
-            raise InputError(f"seq_lengths is {lengths}: give numbers of rows and keys.")
+            raise InputError(
+                "flex.seq_lengths_invalid",
+                f"seq_lengths is {lengths}. Give the numbers of rows and keys, each 0 or more.",
+            )
         for unit, length, count, extent in zip(("rows", "keys"), lengths, states.shape[2:], size):
             if -(-length // extent) != count:
                 raise InputError(
-                    f"{length} {unit} are {-(-length // extent)} blocks of {extent}, and the lists have {count}."
+                    "flex.block_count_mismatch",
+                    f"{length} {unit} are {-(-length // extent)} blocks of {extent}, and the lists have {count}.",
                 )
         return BlockMask(states, size, lengths, mask_mod, captures)
 
@@ -167,7 +173,10 @@ class BlockMask:
         """
         for unit, new, old in (("rows", q_len, self.seq_lengths[0]), ("keys", kv_len, self.seq_lengths[1])):
             if not 0 <= new <= old:
-                raise InputError(f"the block mask is for {old} {unit}, and cannot be one for {new}: create a new one.")
+                raise InputError(
+                    "flex.mask_too_short",
+                    f"the block mask is for {old} {unit}, and cannot be adjusted to {new}. Create a new one.",
+                )
         rows, keys = (-(-length // size) for length, size in zip((q_len, kv_len), self.BLOCK_SIZE))
         states = np.ascontiguousarray(self.states[:, :, :rows, :keys])
         return BlockMask(states, self.BLOCK_SIZE, (q_len, kv_len), self.mask_mod, self.captures)
@@ -179,7 +188,10 @@ class BlockMask:
         """
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > 2:
-            raise InputError("a block mask is cut by batch and head; `adjust` cuts rows and keys.")
+            raise InputError(
+                "flex.mask_index_count",
+                "a block mask is indexed by batch and head only. Use `adjust` for rows and keys.",
+            )
         slices = tuple(slice(item, item + 1 or None) if isinstance(item, (int, np.integer)) else item for item in index)
         states = np.ascontiguousarray(self.states[slices])
         return BlockMask(states, self.BLOCK_SIZE, self.seq_lengths, self.mask_mod, self.captures)
@@ -219,21 +231,28 @@ class BlockMask:
     def merge_call(self, mask_mod: Mod | None, captures: Mapping[str, Any]) -> tuple[Mod | None, dict[str, Any]]:
         """Return the mask_mod and captured arrays of a call with these arguments: the call's arrays take precedence."""
         if mask_mod is not None and self.mask_mod is not None and mask_mod is not self.mask_mod:
-            raise InputError("mask_mod is given twice, in block_mask and beside it: join them by and_masks.")
+            raise InputError(
+                "flex.mask_mod_repeated",
+                "mask_mod is given twice, in block_mask and as an argument. Combine them by and_masks.",
+            )
         return self.mask_mod if mask_mod is None else mask_mod, {**self.captures, **captures}
 
     def check(self, q: Sequence[int], k: Sequence[int]) -> None:
         """Raise InputError for shapes of q and k that the mask does not fit."""
         for unit, mask_size, size in zip(("batches", "heads"), self.states.shape, q):
             if mask_size not in (1, size):
-                raise InputError(f"block_mask is for {mask_size} {unit}, and q has {size}: give it 1 or as many.")
+                raise InputError(
+                    "flex.mask_size_mismatch",
+                    f"block_mask is for {mask_size} {unit}, but q has {size}. Create it for 1 or {size} {unit}.",
+                )
         rows, keys = q[2], k[2]
         if (rows, keys) != self.seq_lengths:
             shorter = rows <= self.seq_lengths[0] and keys <= self.seq_lengths[1]
-            remedy = f"use block_mask.adjust({rows}, {keys})" if shorter else "create a new one"
+            remedy = f"Use block_mask.adjust({rows}, {keys})" if shorter else "Create a new one"
             raise InputError(
-                f"block_mask is for {self.seq_lengths[0]} rows and {self.seq_lengths[1]} keys, and there are "
-                f"{rows} and {keys}: {remedy}."
+                "flex.mask_length_mismatch",
+                f"block_mask is for {self.seq_lengths[0]} rows and {self.seq_lengths[1]} keys, but there are {rows} "
+                f"and {keys}. {remedy}.",
             )
 
     def __repr__(self) -> str:
@@ -253,7 +272,9 @@ def block_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return rows and keys of a block."""
     sizes = size if isinstance(size, (tuple, list)) else (size, size)
     if len(sizes) != 2 or any(not isinstance(n, (int, np.integer)) or not 1 <= n < 2**31 for n in sizes):
-        raise InputError(f"BLOCK_SIZE is {size!r}: give rows and keys of a block, 1 or more.")
+        raise InputError(
+            "flex.block_size_invalid", f"BLOCK_SIZE is {size!r}. Give the rows and keys of a block, each 1 or more."
+        )
     return int(sizes[0]), int(sizes[1])
 
 
@@ -262,7 +283,9 @@ def _check_integers(name: str, values: Any) -> np.ndarray:
     rank = 3 if name.endswith("num_blocks") else 4
     if array.dtype.kind not in "iu" or array.ndim != rank:
         dims = "[B, H, row blocks]" if rank == 3 else "[B, H, row blocks, key blocks]"
-        raise InputError(f"{name} is {array.dtype} of rank {array.ndim}: make it int32 {dims}.")
+        raise InputError(
+            "flex.list_type_mismatch", f"{name} is {array.dtype} of rank {array.ndim}. Make it int32 {dims}."
+        )
     return array
 
 
@@ -270,7 +293,10 @@ def _check_shapes(arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
     shape = arrays["kv_indices"].shape
     for name, array in arrays.items():
         if array.shape != shape[: array.ndim]:
-            raise InputError(f"{name} has the shape {list(array.shape)}, and kv_indices has {list(shape)}.")
+            raise InputError(
+                "flex.list_shape_mismatch",
+                f"{name} has the shape {list(array.shape)}, and kv_indices has {list(shape)}.",
+            )
     return shape
 
 
@@ -280,12 +306,18 @@ def _set_states(states: np.ndarray, counts: np.ndarray, indices: np.ndarray, sta
     outside = np.argwhere((counts < 0) | (counts > columns))
     if len(outside):
         position = tuple(outside[0])
-        raise InputError(f"{prefix}kv_num_blocks{list(map(int, position))} is {counts[position]}, of {columns} blocks.")
+        raise InputError(
+            "flex.list_count_out_of_range",
+            f"{prefix}kv_num_blocks{list(map(int, position))} is {counts[position]}, but must be 0 to {columns}.",
+        )
     listed = np.arange(columns) < counts[..., None]
     wrong = np.argwhere(listed & ((indices < 0) | (indices >= columns)))
     if len(wrong):
         position = tuple(wrong[0])
-        raise InputError(f"{prefix}kv_indices{list(map(int, position))} is {indices[position]}, of {columns} blocks.")
+        raise InputError(
+            "flex.list_index_out_of_range",
+            f"{prefix}kv_indices{list(map(int, position))} is {indices[position]}, but must be 0 to {columns - 1}.",
+        )
     b, h, row, column = np.nonzero(listed)
     blocks = indices[b, h, row, column]
     times = np.zeros(states.shape, np.int32)
@@ -294,7 +326,8 @@ def _set_states(states: np.ndarray, counts: np.ndarray, indices: np.ndarray, sta
     if len(twice):
         first = list(map(int, twice[0]))
         raise InputError(
-            f"block {first[3]} of row block {first[2]} (batch {first[0]}, head {first[1]}) is listed twice."
+            "flex.block_listed_twice",
+            f"block {first[3]} of row block {first[2]} (batch {first[0]}, head {first[1]}) is listed twice.",
         )
     states[b, h, row, blocks] = state
 

@@ -31,7 +31,10 @@ def read_array_specs(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
     specs = {}
     for name, array in captures.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise InputError(f"captures has the name {name!r}, which no parameter of a mod can have.")
+            raise InputError(
+                "flex.capture_name_invalid",
+                f"captures has the name {name!r}, which cannot be a parameter of a mod. Use a Python identifier.",
+            )
         if isinstance(array, ArraySpec):
             specs[name] = array
             continue
@@ -40,7 +43,8 @@ def read_array_specs(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
         dtype = str(array.dtype).rpartition(".")[2]
         if dtype not in _TYPES:
             raise InputError(
-                f"the captured array '{name}' has elements of type {dtype}. Use one of {', '.join(_TYPES)}."
+                "flex.capture_dtype_unsupported",
+                f"the captured array '{name}' has elements of type {dtype}. Use one of {', '.join(_TYPES)}.",
             )
         specs[name] = ArraySpec(dtype, len(array.shape))
     return specs
@@ -72,18 +76,25 @@ class Captured:
         return self._sizes[len(self._indices) :]
 
     def __len__(self) -> int:
-        raise InputError(f"the size of the captured array '{self.name}' is not known yet. Use {self.name}.shape[0].")
+        raise InputError(
+            "flex.capture_size_unknown",
+            f"the size of the captured array '{self.name}' is not known while a mod is traced. Use "
+            f"{self.name}.shape[0].",
+        )
 
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim:
             raise InputError(
-                f"the captured array '{self.name}' has {_format_rank(self.spec.rank)}, and is read by more."
+                "flex.capture_index_count",
+                f"the captured array '{self.name}' has {_format_rank(self.spec.rank)}, but is read by {len(index)} "
+                "indices.",
             )
         for item in index:
             if isinstance(item, (slice, type(None), type(Ellipsis))):
                 raise InputError(
-                    f"the captured array '{self.name}' is read by one index for each dimension, not {item}."
+                    "flex.capture_index_unsupported",
+                    f"the captured array '{self.name}' must be read by one index for each dimension, not by {item}.",
                 )
         indices = (*self._indices, *map(self._read_index, index))
         if len(indices) < self.spec.rank:
@@ -94,14 +105,18 @@ class Captured:
         index = t.trace_value(item)
         if "float" in index.dtype or index.dtype == "bool":
             raise InputError(
-                f"the captured array '{self.name}' is read by an index of type {index.dtype}, no integer. Use //, or "
-                "cast(x, 'int32')."
+                "flex.capture_index_dtype",
+                f"the captured array '{self.name}' is read by an index of type {index.dtype}, which is not an "
+                "integer. Use //, or cast(x, 'int32').",
             )
         return index
 
     def reject_whole_array(self, *_: Any) -> Any:
         """Raise InputError: the array is not a number."""
-        raise InputError(f"the captured array '{self.name}' takes part as a whole. Read one element: {self.name}[...].")
+        raise InputError(
+            "flex.capture_as_number",
+            f"the captured array '{self.name}' is used as a number. Read one element: {self.name}[...].",
+        )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = reject_whole_array
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = reject_whole_array

@@ -78,7 +78,7 @@ def create_block_mask(
     lengths = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, length in lengths.items():
         if not isinstance(length, (int, np.integer)) or not 0 <= length < 2**31:
-            raise InputError(f"{name} is {length!r}: give a number from 0 to {2**31 - 1}.")
+            raise InputError("flex.length_out_of_range", f"{name} is {length!r}. Give a number from 0 to {2**31 - 1}.")
     size, arrays = block_size(BLOCK_SIZE), check_names({} if captures is None else captures)
     specs = read_array_specs(arrays)
     settings = build_settings(None, mask_mod, specs, "float32", 1.0, 1, size)

@@ -112,7 +112,8 @@ def save_figure(
         from matplotlib.patches import Patch
     except ImportError as error:
         raise InputError(
-            f"'{path}' is not drawn: {describe_missing_package('matplotlib')} An SVG needs none."
+            "toolchain.package_missing",
+            f"'{path}' cannot be drawn: {describe_missing_package('matplotlib')} An SVG file does not need it.",
         ) from error
     colors = LinearSegmentedColormap.from_list("states", ["#f2f4f7", "#9dc0e4", _COLOR])
     drawing = Figure(figsize=(6, 6.5), layout="constrained")
@@ -131,5 +132,8 @@ def save_figure(
     drawing.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False)
     if path.suffix[1:] not in drawing.canvas.get_supported_filetypes():
         endings = ", ".join(sorted(drawing.canvas.get_supported_filetypes()))
-        raise InputError(f"'{path}' is not drawn: give it one of the endings {endings}.")
+        raise InputError(
+            "flex.drawing_format_unsupported",
+            f"'{path}' cannot be drawn in this format. Use one of the endings {endings}.",
+        )
     drawing.savefig(path, dpi=150)

@@ -244,7 +244,10 @@ def sliding_tile(shape: Sequence[int], tile: int | Sequence[int], window: int | 
     """
     tile_sizes = _expand_per_axis("tile", tile, shape)
     if any(extent % size for extent, size in zip(shape, tile_sizes)):
-        raise InputError(f"tiles of {list(tile_sizes)} do not cut {list(shape)} without rest. Pad the image.")
+        raise InputError(
+            "flex.tile_not_divisible",
+            f"tiles of {list(tile_sizes)} do not divide the image of {list(shape)}. Pad the image.",
+        )
     extents = tuple(extent // size for extent, size in zip(shape, tile_sizes))
     sizes = _expand_per_axis("window", window, extents)
     count = math.prod(tile_sizes)
@@ -300,7 +303,9 @@ def _expand_per_axis(name: str, value: int | Sequence[int], axes: Sequence[int])
     """
     sizes = (value,) * len(axes) if isinstance(value, (int, np.integer)) else tuple(value)
     if len(sizes) != len(axes) or any(size < 1 for size in sizes):
-        raise InputError(f"{name} is {value!r}: give one number, or {len(axes)}, of 1 or more.")
+        raise InputError(
+            "flex.size_out_of_range", f"{name} is {value!r}. Give one number, or {len(axes)} numbers, of 1 or more."
+        )
     return sizes
 
 

@@ -33,7 +33,9 @@ class ModSignature:
         try:
             parameters = inspect.signature(mod).parameters.values()
         except (TypeError, ValueError) as error:
-            raise InputError(f"{mod!r} is no function that can be traced: {error}.") from error
+            raise InputError(
+                "flex.mod_not_traceable", f"{mod!r} is not a function that can be traced: {error}."
+            ) from error
         kinds = inspect.Parameter
         self.count = sum(p.kind in _ORDINARY and p.default is kinds.empty for p in parameters)
         self.max_count = sum(p.kind in _ORDINARY for p in parameters)
@@ -57,18 +59,23 @@ def describe_mod(mod: Mod) -> str:
 def check_signature(mod: Mod, kind: Kind, captures: Iterable[str]) -> ModSignature:
     """Return the signature of a mod. Raises InputError if it cannot be called as one of its kind."""
     if not callable(mod):
-        raise InputError(f"{kind} is {mod!r}, no function. Write def mod({', '.join(_POSITIONAL[kind])}).")
+        raise InputError(
+            "flex.mod_not_callable",
+            f"{kind} is {mod!r}, not a function. Write def mod({', '.join(_POSITIONAL[kind])}).",
+        )
     signature, names = ModSignature(mod), _POSITIONAL[kind]
     if not signature.count <= len(names) <= signature.max_count:
         raise InputError(
-            f"{kind} {describe_mod(mod)} takes {signature.count} arguments, and a {kind} takes {len(names)}: "
-            f"({', '.join(names)}), then captured arrays behind a *."
+            "flex.mod_signature_mismatch",
+            f"{kind} {describe_mod(mod)} takes {signature.count} arguments, but a {kind} takes {len(names)}: "
+            f"({', '.join(names)}), then captured arrays after a *.",
         )
     missing = [name for name in signature.captures if name not in captures]
     if missing:
         raise InputError(
+            "flex.capture_missing",
             f"{kind} {describe_mod(mod)} reads the array '{missing[0]}', which is not among captures. Pass "
-            f"captures={{'{missing[0]}': array}}."
+            f"captures={{'{missing[0]}': array}}.",
         )
     return signature
 
@@ -77,7 +84,10 @@ def trace_score(mod: Mod, captures: Mapping[str, ArraySpec], dtype: str) -> Expr
     """Return the new score as an expression of INDICES, in the type of the scores: float32 or float64."""
     result = _call(mod, "score_mod", INDICES, captures, dtype)
     if result.dtype == "bool":
-        raise InputError(f"score_mod {describe_mod(mod)} gives a truth value. Give a score, or pass it as mask_mod.")
+        raise InputError(
+            "flex.score_mod_returns_bool",
+            f"score_mod {describe_mod(mod)} returns a truth value. Return a score, or pass it as mask_mod.",
+        )
     return cast(result, dtype).expr
 
 
@@ -86,8 +96,9 @@ def trace_mask(mod: Mod, captures: Mapping[str, ArraySpec]) -> Expr:
     result = _call(mod, "mask_mod", PAIR, captures, "float32")
     if result.dtype != "bool":
         raise InputError(
-            f"mask_mod {describe_mod(mod)} gives a number ({result.dtype}), no truth value. Compare it, or pass the "
-            "mod as score_mod."
+            "flex.mask_mod_returns_number",
+            f"mask_mod {describe_mod(mod)} returns a number ({result.dtype}), not a truth value. Compare it, or pass "
+            "the mod as score_mod.",
         )
     return result.expr
 
@@ -100,12 +111,14 @@ def _call(mod: Mod, kind: Kind, names: tuple[str, ...], captures: Mapping[str, A
     try:
         result = mod(*ordered, **arrays)
         if isinstance(result, Captured):
-            raise InputError(f"it gives the whole array '{result.name}'.")
+            raise InputError("flex.mod_returns_array", f"it returns the whole array '{result.name}'.")
         return trace_value(result)
     except InputError as error:
-        raise InputError(f"{kind} {describe_mod(mod)}{_line(mod, error)}: {error}") from error
+        raise InputError(error.code, f"{kind} {describe_mod(mod)}{_line(mod, error)}: {error}") from error
     except RecursionError as error:
-        raise InputError(f"{kind} {describe_mod(mod)}{_line(mod, error)}: it calls itself without end.") from error
+        raise InputError(
+            "flex.mod_recursive", f"{kind} {describe_mod(mod)}{_line(mod, error)}: it calls itself without end."
+        ) from error
     except (TypeError, AttributeError) as error:
         if not re.search("Traced|Captured", str(error)):
             raise
@@ -116,8 +129,9 @@ def _call(mod: Mod, kind: Kind, names: tuple[str, ...], captures: Mapping[str, A
             .replace("Traced", "traced value")
         )
         raise InputError(
-            f"{kind} {describe_mod(mod)}{_line(mod, error)}: {message}. A traced value is one number: it has Python's "
-            "operators and the functions of lowering.flex, nothing else."
+            "flex.operation_unsupported",
+            f"{kind} {describe_mod(mod)}{_line(mod, error)}: {message}. A traced value is one number: it supports "
+            "only Python's operators and the functions of lowering.flex.",
         ) from error
 
 

@@ -102,8 +102,9 @@ def t5_buckets(buckets: int = 32, max_distance: int = 128, bidirectional: bool =
     exact = count // 2
     if exact < 1 or max_distance <= exact:
         raise InputError(
-            f"{buckets} buckets up to a distance of {max_distance}: give {4 if bidirectional else 2} buckets or more, "
-            f"and a distance beyond the {exact} that have a bucket each."
+            "flex.bucket_count_invalid",
+            f"{buckets} buckets up to a distance of {max_distance} are too few, or the distance is too small. Choose "
+            f"{4 if bidirectional else 2} buckets or more, and a distance above the {exact} that have a bucket each.",
         )
     steps = count - exact
     starts = tuple(_find_log_bucket_start(exact, max_distance, k, steps) for k in range(1, steps))

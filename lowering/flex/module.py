@@ -81,10 +81,10 @@ class FlexModule:
             InputError: before any call, and for a module that was compiled without backward=True.
         """
         if self.gradient is None:
-            raise InputError("the module has no gradients: compile it with backward=True.")
+            raise InputError("flex.gradient_missing", "the module has no gradients. Compile it with backward=True.")
         context = self._last if context is None else context
         if context is None:
-            raise InputError("there is nothing to go back through: call the module first.")
+            raise InputError("flex.call_missing", "there is no call to compute gradients of. Call the module first.")
         return run_kernel(self.gradient, {**context, "dy": dy})
 
     def save(self, folder: str | Path) -> None:
@@ -102,7 +102,10 @@ class FlexModule:
         foreign = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         foreign = [name for name in foreign if name not in (_FORWARD, _BACKWARD)]
         if foreign or folder.is_file():
-            raise ArtifactError(f"'{folder}' holds '{foreign[0] if foreign else folder.name}': name a new folder.")
+            raise ArtifactError(
+                "argument.folder_not_empty",
+                f"'{folder}' contains '{foreign[0] if foreign else folder.name}'. Name a new folder.",
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self.forward.save(folder / _FORWARD)
         self.gradient.save(folder / _BACKWARD)
@@ -194,5 +197,8 @@ def _read_dtype(operand: Any, dtype: str) -> str:
     if isinstance(operand, Sequence):
         return dtype
     if not hasattr(operand, "dtype"):
-        raise InputError(f"q, k and v are arrays or shapes, and one is a {type(operand).__name__}.")
+        raise InputError(
+            "flex.operand_type_unsupported",
+            f"q, k and v must be arrays or shapes, and one is a {type(operand).__name__}.",
+        )
     return str(operand.dtype).rpartition(".")[2]

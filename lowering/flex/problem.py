@@ -169,11 +169,12 @@ def build_settings(
     unknown = [name for name in specs if name not in keyword_names]
     if unknown:
         raise InputError(
-            f"captures has '{unknown[0]}', which no mod names. A mod names what it reads after a *: "
-            f"def mod(..., *, {unknown[0]})."
+            "flex.capture_unused",
+            f"captures has '{unknown[0]}', which is not a parameter of any mod. Add it to a mod after a *: def "
+            f"mod(..., *, {unknown[0]}).",
         )
     if scale is not None and not isinstance(scale, (int, float, np.integer, np.floating)):
-        raise InputError(f"scale is {scale!r}. Give a number: it is part of the kernel.")
+        raise InputError("flex.scale_invalid", f"scale is {scale!r}. Give a number: it is part of the kernel.")
     scale = 1 / math.sqrt(head_dim or 1) if scale is None else float(scale)
     return FlexAttentionSettings(scale, score, mask, tuple(specs), block_size)
 
@@ -181,9 +182,14 @@ def build_settings(
 def check_names(captures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the captured arrays, with numbers and lists as arrays. Raises InputError for reserved names."""
     if not isinstance(captures, Mapping):
-        raise InputError(f"captures is a {type(captures).__name__}. Pass a dictionary, {{'name': array}}.")
+        raise InputError(
+            "flex.captures_invalid", f"captures is a {type(captures).__name__}. Pass a dictionary, {{'name': array}}."
+        )
     for name in _RESERVED & captures.keys():
-        raise InputError(f"a captured array cannot be called '{name}', as an input or output is. Rename it.")
+        raise InputError(
+            "flex.capture_name_reserved",
+            f"a captured array cannot be called '{name}', which is the name of an input or output. Rename it.",
+        )
     return {name: array if hasattr(array, "dtype") else np.asarray(array) for name, array in captures.items()}
 
 
@@ -193,37 +199,49 @@ def run_kernel(model: Model, arrays: Mapping[str, Any]) -> dict[str, Any]:
         return model.run(arrays)
     except InputError as error:
         _, separator, text = str(error).partition(_CHECKED_BY)
-        raise InputError(text) if separator else error from error.__cause__
+        raise InputError(error.code, text) if separator else error from error.__cause__
 
 
 def check_operands(shapes: Mapping[str, Sequence[Any]], dtypes: Mapping[str, str], enable_gqa: bool) -> None:
     """Raise InputError for q, k and v that do not fit together; sizes that are names fit any."""
     for name, shape in shapes.items():
         if len(shape) != 4:
-            raise InputError(f"{name} has the shape {_format_shape(shape)}: make it [batch, heads, length, head size].")
+            raise InputError(
+                "flex.rank_unsupported",
+                f"{name} has the shape {_format_shape(shape)}. Make it [batch, heads, length, head size].",
+            )
     if len({*dtypes.values()}) > 1:
         text = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-        raise InputError(f"{text}: give them one type.")
+        raise InputError("flex.dtype_mismatch", f"{text}. Give them one element type.")
     if dtypes["q"] not in TYPES:
-        raise InputError(f"q, k and v are {dtypes['q']}. Use one of {', '.join(TYPES)}.")
+        raise InputError("flex.dtype_unsupported", f"q, k and v are {dtypes['q']}. Use one of {', '.join(TYPES)}.")
     q, k, v = (shapes[name] for name in "qkv")
     for unit, axis in (("batches", 0), ("heads", 1), ("keys", 2)):
         if _are_different(k[axis], v[axis]):
-            raise InputError(f"k has {k[axis]} {unit} and v has {v[axis]}.")
+            raise InputError("flex.shape_mismatch", f"k has {k[axis]} {unit} and v has {v[axis]}.")
     if _are_different(q[0], k[0]) and k[0] != 1:
-        raise InputError(f"q has {q[0]} batches and k has {k[0]}: give them one batch size, or k and v one batch.")
+        raise InputError(
+            "flex.batch_mismatch",
+            f"q has {q[0]} batches and k has {k[0]}. Give them one batch size, or give k and v one batch.",
+        )
     if _are_different(q[3], k[3]):
-        raise InputError(f"the head size of q is {q[3]} and that of k is {k[3]}.")
+        raise InputError("flex.head_size_mismatch", f"the head size of q is {q[3]} and that of k is {k[3]}.")
     for name, axis in (("q", 1), ("k", 1), ("q", 3), ("v", 3)):
         if not isinstance(shapes[name][axis], int):
-            raise InputError(f"dimension {axis} of {name} is '{shapes[name][axis]}': kernels are made for a number.")
+            raise InputError(
+                "flex.size_symbolic",
+                f"dimension {axis} of {name} is '{shapes[name][axis]}', but kernels need a static size. Give a number.",
+            )
     if q[1] != k[1]:
         if not enable_gqa:
             raise InputError(
-                f"q has {q[1]} heads and k has {k[1]}: pass enable_gqa=True if heads of q share those of k."
+                "flex.heads_mismatch",
+                f"q has {q[1]} heads and k has {k[1]}. Pass enable_gqa=True if heads of q share those of k.",
             )
         if not k[1] or q[1] % k[1]:
-            raise InputError(f"the {q[1]} heads of q do not divide into the {k[1]} of k and v.")
+            raise InputError(
+                "flex.heads_not_divisible", f"the {q[1]} heads of q are not a multiple of the {k[1]} heads of k and v."
+            )
 
 
 def _are_different(a: Any, b: Any) -> bool:

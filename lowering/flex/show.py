@@ -175,15 +175,22 @@ def show(
     """
     if isinstance(mask, BlockMask):
         if any(x is not None for x in (B, H, Q_LEN, KV_LEN, captures)):
-            raise InputError("a BlockMask has its own B, H, Q_LEN, KV_LEN and captures: show it without.")
+            raise InputError(
+                "flex.conflicting_arguments",
+                "a BlockMask has its own B, H, Q_LEN, KV_LEN and captures. Leave these arguments out.",
+            )
     elif Q_LEN is None or KV_LEN is None:
-        raise InputError("a mask_mod has no size: give Q_LEN and KV_LEN, the numbers of rows and keys to show.")
+        raise InputError(
+            "flex.length_missing",
+            "a mask_mod has no size. Give Q_LEN and KV_LEN, the numbers of rows and keys to show.",
+        )
     else:
         mask = create_block_mask(mask, B, H, Q_LEN, KV_LEN, BLOCK_SIZE, captures)
     for axis, index, count in zip(("batch", "head"), (batch, head), mask.shape):
         if not 0 <= index < count:
             raise InputError(
-                f"{axis} {index} is not shown: the mask has {count}. Give B and H where mask_mod reads b and h."
+                "flex.index_out_of_range",
+                f"{axis} {index} cannot be shown: the mask has {count}. Give B and H where mask_mod reads b and h.",
             )
     return MaskPicture(mask, batch, head)
 

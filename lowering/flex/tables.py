@@ -31,12 +31,15 @@ def documents(lengths: Sequence[int], prefixes: Sequence[int] | None = None) -> 
         parents = np.asarray(prefixes, np.int64)
         if parents.shape != counts.shape:
             raise InputError(
-                f"there are {len(counts)} lengths and {len(parents)} prefixes: give one for each document."
+                "flex.prefix_count_mismatch",
+                f"there are {len(counts)} lengths and {len(parents)} prefixes. Give one prefix for each document.",
             )
         for k, prefix in enumerate(parents.tolist()):
             if not -1 <= prefix < len(counts) or prefix == k:
                 raise InputError(
-                    f"document {k} continues document {prefix}: give another one's number, of {len(counts)}, or -1."
+                    "flex.prefix_invalid",
+                    f"document {k} continues document {prefix}. Give the number of another document, of "
+                    f"{len(counts)}, or -1.",
                 )
         # An empty document begins where the next one does, and shows nothing.
         begins = np.where((parents >= 0) & (counts[parents] > 0), starts[parents], -1) if len(parents) else parents
@@ -62,20 +65,26 @@ def pages(page_table: Any, lengths: Any, page_size: int, count: int) -> dict[str
     table, keys = np.asarray(page_table), np.asarray(lengths)
     if table.ndim != 2 or keys.shape != table.shape[:1]:
         raise InputError(
-            f"page_table has the shape {list(table.shape)} and lengths {list(keys.shape)}: make them [B, n] and [B]."
+            "flex.page_table_shape_mismatch",
+            f"page_table has the shape {list(table.shape)} and lengths {list(keys.shape)}. Make them [B, n] and [B].",
         )
     logical = np.full((len(table), count), -1, np.int32)
     for b, (row, length) in enumerate(zip(table.tolist(), keys.tolist())):
         for page in row:
             if page >= count:
-                raise InputError(f"page_table of batch {b} has page {page}, of {count}.")
+                raise InputError(
+                    "flex.page_out_of_range", f"page_table of batch {b} has page {page}, but there are {count} pages."
+                )
         needed = row[: -(-length // page_size)]
         if len(needed) * page_size < length or any(page < 0 for page in needed):
-            raise InputError(f"batch {b} has {length} keys, for which page_table has too few pages of {page_size}.")
+            raise InputError(
+                "flex.page_count_too_small",
+                f"batch {b} has {length} keys, for which page_table has too few pages of {page_size}.",
+            )
         used = [(index, page) for index, page in enumerate(row) if page >= 0]
         for index, page in used:
             if logical[b, page] != -1:
-                raise InputError(f"page_table of batch {b} has page {page} twice.")
+                raise InputError("flex.page_repeated", f"page_table of batch {b} has page {page} twice.")
             logical[b, page] = index
     return {"logical": logical, "lengths": keys.astype(np.int32)}
 
@@ -92,7 +101,9 @@ def ancestors_of(parents: Sequence[int]) -> np.ndarray:
     bits = np.zeros((len(parents), -(-len(parents) // 32)), np.uint32)
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise InputError(f"the parent of node {node} is {parent}: give a node before it, or -1.")
+            raise InputError(
+                "flex.tree_parent_invalid", f"the parent of node {node} is {parent}. Give an earlier node, or -1."
+            )
         if parent >= 0:
             bits[node] = bits[parent]
         bits[node, node // 32] |= np.uint32(1 << node % 32)

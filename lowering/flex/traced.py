@@ -23,6 +23,10 @@ MAX_NESTING = 200
 
 _WIDTHS = ("bool", "int32", "int64", "float32", "float64")
 
+_NOT_A_NUMBER = "a traced value is not a Python number: its value is unknown while the mod is traced."
+_CAPTURE_VALUES = "Compute values that do not depend on the row and key outside the mod, and capture them."
+_CAPTURE_ARRAY = "Capture the array: captures={'bias': array}, with a keyword-only parameter, def mod(..., *, bias)."
+
 
 class Traced:
     """A number or bool of a pair of query row and key."""
@@ -38,13 +42,13 @@ class Traced:
         size, depth = 1 + sum(x.size for x in operands), 1 + max((x.depth for x in operands), default=0)
         if size > MAX_OPERATIONS:
             raise InputError(
-                f"the expression has more than {MAX_OPERATIONS} operations, written out as a tree: values that are "
-                "used twice count twice. Compute what does not depend on the pair outside, and capture it."
+                "flex.expression_too_large",
+                f"the expression has more than {MAX_OPERATIONS} operations, as reused values count again. {_CAPTURE_VALUES}",
             )
         if depth > MAX_NESTING:
             raise InputError(
-                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs, or compute what does not depend "
-                "on the pair outside, and capture it."
+                "flex.expression_too_deep",
+                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs. {_CAPTURE_VALUES}",
             )
         self.expr = expr
         self.size: int = size
@@ -175,31 +179,31 @@ class Traced:
 
     def __bool__(self) -> NoReturn:
         raise InputError(
-            "a traced value has no truth value: `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such as "
-            "a < b < c ask for one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), and "
-            "(a < b) & (b < c)."
+            "flex.traced_truth_value",
+            "a traced value has no truth value, but `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such "
+            "as a < b < c need one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), (a < b) & (b < c).",
         )
 
     def __index__(self) -> NoReturn:
         raise InputError(
-            "a traced value is no index of an ordinary array, and no number of steps. Name the array: "
-            "captures={'bias': array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias)."
+            "flex.traced_as_index",
+            f"a traced value cannot be an index of an ordinary array, nor a number of steps. {_CAPTURE_ARRAY}",
         )
 
     def __int__(self) -> NoReturn:
-        raise InputError("a traced value is no Python number: its value is not known. Use cast(x, 'int32').")
+        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'int32').")
 
     def __float__(self) -> NoReturn:
-        raise InputError("a traced value is no Python number: its value is not known. Use cast(x, 'float32').")
+        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'float32').")
 
     def __iter__(self) -> NoReturn:
-        raise InputError("a traced value is one number, and cannot be iterated over.")
+        raise InputError("flex.traced_iteration", "a traced value is one number, and cannot be iterated over.")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise InputError(
-            "a traced value is no array, and no index of one. Use the functions of lowering.flex, or NumPy's that they "
-            "name; an array that is read is named, captures={'bias': array}, with a keyword-only parameter of that "
-            "name in the mod, def mod(..., *, bias)."
+            "flex.traced_as_array",
+            "a traced value is not an array, nor an index of one. Use the functions of lowering.flex, or NumPy's "
+            f"functions of the same names. {_CAPTURE_ARRAY}",
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -235,7 +239,7 @@ def trace_value(value: Any, like: str | None = None) -> Traced:
             return Traced(make_number(float(value), like))
         wide = like == "int64" or not -(2**31) <= value < 2**31
         if not -(2**63) <= value < 2**63:
-            raise InputError(f"the number {value} does not fit in 64 bits.")
+            raise InputError("flex.number_out_of_range", f"the number {value} does not fit in 64 bits.")
         return Traced(make_number(int(value), "int64" if wide else "int32"))
     if isinstance(value, (float, np.floating)):
         return Traced(make_number(float(value), like if like is not None and "float" in like else "float32"))
@@ -245,10 +249,13 @@ def trace_value(value: Any, like: str | None = None) -> Traced:
         value.reject_whole_array()
     if getattr(value, "ndim", 0) or type(value).__module__.split(".")[0] in ("torch", "numpy", "jax"):
         raise InputError(
-            f"an array ({type(value).__name__}) from outside takes part in the mod. Name it: captures={{'bias': "
-            "array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias)."
+            "flex.array_not_captured",
+            f"an array ({type(value).__name__}) from outside is used in the mod. {_CAPTURE_ARRAY}",
         )
-    raise InputError(f"a mod computes with numbers, and {value!r} ({type(value).__name__}) is none.")
+    raise InputError(
+        "flex.value_type_unsupported",
+        f"a mod computes with numbers, but {value!r} ({type(value).__name__}) is not a number.",
+    )
 
 
 def make_number_like(value: float, like: Traced) -> Traced:
@@ -298,7 +305,7 @@ def compute_remainder(a: Any, b: Any) -> Traced:
 def _check_divisor(b: Traced) -> Traced:
     """Return a divisor that is not a literal 0. A quotient by 0 at run time is meaningless but harmless."""
     if b.expr.op == "number" and not b.expr.number:
-        raise InputError("a mod divides by 0.")
+        raise InputError("flex.division_by_zero", "a mod divides by 0.")
     return b
 
 
@@ -321,7 +328,7 @@ def compare(op: str, a: Any, b: Any) -> Traced:
 def apply_bitwise(op: str, a: Any, b: Any) -> Traced:
     a, b = promote(a, b)
     if "float" in a.dtype:
-        raise InputError(f"`{op}` joins truth values or integers, not {a.dtype}.")
+        raise InputError("flex.bitwise_dtype_unsupported", f"`{op}` needs truth values or integers, not {a.dtype}.")
     if a.dtype != "bool":
         return make_operation(f"bit_{op}", a.dtype, a, b)
     return make_operation("ne", "bool", a, b) if op == "xor" else make_operation(op, "bool", a, b)
@@ -330,7 +337,7 @@ def apply_bitwise(op: str, a: Any, b: Any) -> Traced:
 def shift_bits(op: str, a: Any, b: Any) -> Traced:
     a, b = promote(a, b)
     if "float" in a.dtype or "bool" in a.dtype:
-        raise InputError(f"shifts are of integers, not of {a.dtype}.")
+        raise InputError("flex.bitwise_dtype_unsupported", f"shifts need integers, not {a.dtype}.")
     bits = 63 if a.dtype == "int64" else 31
     return make_operation(op, a.dtype, a, apply_arithmetic("max", apply_arithmetic("min", b, bits), 0))
 
@@ -386,4 +393,7 @@ def promote_dtype(dtype: Any) -> str:
         return "int32"
     if name == "uint32":
         return "int64"
-    raise InputError(f"mods do not compute with elements of type {name}. Use one of {', '.join(_WIDTHS)}.")
+    raise InputError(
+        "flex.element_dtype_unsupported",
+        f"mods do not compute with elements of type {name}. Use one of {', '.join(_WIDTHS)}.",
+    )

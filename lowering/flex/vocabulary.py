@@ -143,7 +143,9 @@ def call_numpy_function(function: Any, method: str, args: Any, options: Any) -> 
     """Call the counterpart of NumPy's function for traced values."""
     counterpart = _FUNCTIONS.get(function.__name__)
     if counterpart is None or method != "__call__" or options.keys() - {"a_min", "a_max", "min", "max"}:
-        raise InputError(f"mods have no function numpy.{function.__name__}{_list_functions()}")
+        raise InputError(
+            "flex.function_unsupported", f"mods do not support numpy.{function.__name__}{_list_functions()}"
+        )
     # NumPy passes its own numbers as arrays without dimensions.
     args = [x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in args]
     return counterpart(*args, *options.values())
@@ -154,9 +156,9 @@ def call_torch_function(function: Any, args: Any, options: Any) -> Any:
     name = getattr(function, "__name__", str(function)).strip("_")
     counterpart = _FUNCTIONS.get(name)
     if counterpart is None or options:
-        raise InputError(f"mods have no function torch.{name}{_list_functions()}")
+        raise InputError("flex.function_unsupported", f"mods do not support torch.{name}{_list_functions()}")
     return counterpart(*args)
 
 
 def _list_functions() -> str:
-    return ": they compute one number from numbers. There are " + ", ".join(sorted(_FUNCTIONS)) + "."
+    return ", as they compute one number from numbers. Use one of " + ", ".join(sorted(_FUNCTIONS)) + "."

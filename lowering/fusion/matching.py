@@ -155,8 +155,9 @@ class Rewrite:
             dtype = inputs[0].dtype
         if dtype is None:
             raise ModelError(
-                f"nobody knows the element type of what node '{self.origin}' reads: a node before it has inputs that "
-                "its operator does not take."
+                "model.dtype_unknown",
+                f"the element type of the inputs of node '{self.origin}' is unknown: a node before it has inputs "
+                "that its operator does not accept.",
             )
         name = f"{self.origin}/{operator}"
         earlier_count = sum(node.op_type == operator for node in self.nodes)

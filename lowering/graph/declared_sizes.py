@@ -98,13 +98,14 @@ def _read_bounds(dims: Dims) -> dict[str, tuple[int, int]]:
     for name, size_or_bounds in dims.items():
         if name in _UNKNOWN:
             raise InputError(
-                f"dimension '{name}' says nothing of a size: such sizes are called by the input and the axis, for "
-                "instance x_0."
+                "dims.name_unspecific",
+                f"dims: '{name}' does not identify a dimension. Name the dimension by its input and axis, for "
+                "instance x_0.",
             )
         bounds = size_or_bounds if isinstance(size_or_bounds, tuple) else (size_or_bounds, size_or_bounds)
         low, high = (check_integer(size, f"the size of dimension '{name}'", 0, 2**63 - 1) for size in bounds)
         if low > high:
-            raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
+            raise InputError("dims.range_empty", f"the range of dimension '{name}' is empty: {low} to {high}.")
         bounds_by_name[name] = (low, high)
     return bounds_by_name
 

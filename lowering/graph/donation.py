@@ -40,17 +40,22 @@ def find_donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, st
         try:
             matched = [v.name or "" for v in inputs if re.fullmatch(pattern, v.name or "")]
         except re.error as error:
-            raise InputError(f"donate pattern '{pattern}' is no regular expression: {error}.") from error
+            raise InputError(
+                "donate.pattern_invalid", f"donate pattern '{pattern}' is not a regular expression: {error}."
+            ) from error
         if not matched:
             names = ", ".join(v.name or "" for v in inputs)
-            raise InputError(f"donate pattern '{pattern}' matches no input. The inputs are: {names}.")
+            raise InputError(
+                "donate.pattern_unmatched", f"donate pattern '{pattern}' matches no input. The inputs are: {names}."
+            )
         for name in matched:
             if name not in roots:
                 raise InputError(
-                    f"input '{name}' cannot be donated: no chain of TensorScatter or LinearAttention nodes leads from "
-                    "it to an output, nor of serving operators that give their cache out, nor of com.microsoft "
-                    "attention nodes for which the model declares past and present with one shape, "
-                    f"so no output can take over its memory. Narrow the donate pattern '{pattern}'."
+                    "donate.output_missing",
+                    f"input '{name}' cannot be donated, as no output can reuse its memory: no chain of TensorScatter "
+                    "or LinearAttention nodes leads from it to an output, nor of serving operators that return "
+                    "their cache, nor of com.microsoft attention nodes for which the model declares past and "
+                    f"present with the same shape. Narrow the donate pattern '{pattern}'.",
                 )
             pairs[name] = roots[name]
     return pairs

@@ -63,8 +63,9 @@ def check_domains(model: ir.Model) -> None:
         internal = next((node for node in graph if node.domain == OWN_DOMAIN and node.op_type != "Attention"), None)
         if internal is not None:
             raise ModelError(
-                f"node '{internal.name}' ({internal.op_type}) is of the domain {OWN_DOMAIN}, in which the "
-                "compiler keeps its own operators. Compile the model that it was made from."
+                "model.domain_reserved",
+                f"node '{internal.name}' ({internal.op_type}) is of the domain {OWN_DOMAIN}, which is reserved for "
+                "operators of the compiler. Compile the model from which this model was made.",
             )
 
 
@@ -79,20 +80,25 @@ def check_bodies(model: ir.Model) -> None:
         sizes[name] = _count_expanded(nodes, bodies, calls, sizes)
         if sizes[name][1] > MAX_DEPTH:
             raise ModelError(
-                f"function '{_format_identifier(name)}' calls functions and has bodies {sizes[name][1]} deep; at most "
-                f"{MAX_DEPTH} are compiled. Inline the inner ones."
+                "model.nesting_too_deep",
+                f"function '{_format_identifier(name)}' nests calls and bodies {sizes[name][1]} deep; at most "
+                f"{MAX_DEPTH} levels are supported. Inline the inner functions.",
             )
     nodes, calls, bodies = _count_nodes(model.graph, "the graph")
     expanded, depth = _count_expanded(nodes, bodies, calls, sizes)
     limit = MAX_NODES + MAX_NODES_PER_NODE * (written + nodes)
     if depth > MAX_DEPTH:
-        raise ModelError(f"the graph has bodies and functions {depth} deep; at most {MAX_DEPTH} are compiled.")
+        raise ModelError(
+            "model.nesting_too_deep",
+            f"the graph nests bodies and functions {depth} deep; at most {MAX_DEPTH} levels are supported.",
+        )
     if calls and expanded > limit:
         largest = max(calls, key=lambda name: sizes.get(name, (0, 0))[0])
         raise ModelError(
+            "model.node_count_too_large",
             f"with its functions inlined, the model has {expanded:,} nodes; a file of {written + nodes:,} nodes may "
-            f"have {limit:,}. Most are in function '{_format_identifier(largest)}', which stands for "
-            f"{sizes[largest][0]:,}: its functions call each other too often."
+            f"have at most {limit:,}. Most are in function '{_format_identifier(largest)}', which expands to "
+            f"{sizes[largest][0]:,}. Reduce the calls between its functions.",
         )
 
 
@@ -104,7 +110,10 @@ def _count_nodes(body: Body, where: str) -> tuple[int, list[ir.OperatorIdentifie
         inner, depth = todo.pop()
         deepest = max(deepest, depth)
         if depth > MAX_DEPTH:
-            raise ModelError(f"{where} has bodies {depth} deep (If, Loop, Scan); at most {MAX_DEPTH} are compiled.")
+            raise ModelError(
+                "model.nesting_too_deep",
+                f"{where} nests bodies {depth} deep (If, Loop, Scan); at most {MAX_DEPTH} levels are supported.",
+            )
         for node in inner:
             nodes += 1
             operators.append(node.op_identifier())
@@ -142,7 +151,10 @@ def _order_by_callees(model: ir.Model) -> list[ir.OperatorIdentifier]:
         following: ir.OperatorIdentifier | None = start
         while following is not None:
             if following in path:
-                raise ModelError(f"function '{_format_identifier(following)}' calls itself, which ONNX does not allow.")
+                raise ModelError(
+                    "model.function_recursive",
+                    f"function '{_format_identifier(following)}' calls itself, which ONNX does not allow.",
+                )
             if following not in done:
                 _, operators, _ = _count_nodes(
                     model.functions[following], f"function '{_format_identifier(following)}'"
@@ -176,13 +188,15 @@ def check_tensors(model: ir.Model) -> None:
         for value in [*graph.inputs, *graph.outputs]:
             _check_value(value)
             if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
-                raise ModelError(f"'{value.name}' has no element type; inputs and outputs must declare one.")
+                raise ModelError(
+                    "model.dtype_missing", f"'{value.name}' has no element type; inputs and outputs must declare one."
+                )
         for node in graph:
             for value in node.outputs:
                 _check_value(value)
         for value in graph.initializers.values():
             if value.const_value is None:
-                raise ModelError(f"initializer '{value.name}' has no data.")
+                raise ModelError("model.initializer_data_missing", f"initializer '{value.name}' has no data.")
             _check_tensor(f"initializer '{value.name}'", value.const_value)
 
 
@@ -194,7 +208,7 @@ def _check_names(graph: ir.Graph) -> None:
         values += node.outputs
     for name in (*names, *(value.name for value in values)):
         if isinstance(name, bytes):
-            raise ModelError(f"the name {name!r} is no text: its bytes are no UTF-8.")
+            raise ModelError("model.text_not_utf8", f"the name {name!r} is not text: its bytes are not UTF-8.")
 
 
 def check_attributes(model: ir.Model) -> None:
@@ -207,27 +221,34 @@ def check_attributes(model: ir.Model) -> None:
             f"{_format_identifier(node.op_identifier())} '{node.name or ', '.join(v.name or '' for v in node.outputs)}'"
         )
         if not node.outputs:
-            raise ModelError(f"{where} has no output.")
+            raise ModelError("model.node_output_missing", f"{where} has no output.")
         for attribute in node.attributes.values():
             _check_attribute(f"attribute '{attribute.name}' of {where}", attribute)
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attributes) != 1:
             names = ", ".join(node.attributes) or "none"
-            raise ModelError(f"{where} must have one attribute, its value, but has {names}.")
+            raise ModelError(
+                "model.constant_attribute_count", f"{where} must have one attribute, its value, but has {names}."
+            )
 
 
 def _check_attribute(where: str, attribute: ir.Attr) -> None:
     kinds = ir.AttributeType
     if attribute.is_ref():
         raise ModelError(
-            f"{where} stands for attribute '{attribute.ref_attr_name}' of a function, but the node is in no function."
+            "model.attribute_reference_invalid",
+            f"{where} refers to attribute '{attribute.ref_attr_name}' of a function, but the node is not in a "
+            "function.",
         )
     if attribute.type == kinds.UNDEFINED or attribute.value is None:
-        raise ModelError(f"{where} has no value.")
+        raise ModelError("model.attribute_value_missing", f"{where} has no value.")
     if attribute.name in _BOUNDED:
         legal = _BOUNDED[attribute.name]
         for number in {kinds.INT: (attribute.value,), kinds.INTS: attribute.value}.get(attribute.type, ()):
             if number not in legal:
-                raise ModelError(f"{where} is {number}; it can be from {legal.start} to {legal.stop - 1}.")
+                raise ModelError(
+                    "model.attribute_out_of_range",
+                    f"{where} is {number}; it must be from {legal.start} to {legal.stop - 1}.",
+                )
     if attribute.type == kinds.TENSOR:
         _check_tensor(where, attribute.as_tensor())
     elif attribute.type == kinds.TENSORS:
@@ -235,7 +256,7 @@ def _check_attribute(where: str, attribute: ir.Attr) -> None:
             _check_tensor(where, tensor)
     texts = {kinds.STRING: (attribute.value,), kinds.STRINGS: attribute.value}.get(attribute.type, ())
     if any(isinstance(text, bytes) for text in texts):
-        raise ModelError(f"{where} is no text: its bytes are no UTF-8.")
+        raise ModelError("model.text_not_utf8", f"{where} is not text: its bytes are not UTF-8.")
 
 
 def iterate_graphs(model: ir.Model) -> Iterator[ir.Graph]:
@@ -255,9 +276,15 @@ def _check_value(value: ir.Value) -> None:
 def _check_sizes(where: str, dims: list[int]) -> None:
     for axis, size in enumerate(dims):
         if not 0 <= size <= LARGEST_SIZE:
-            raise ModelError(f"{where} has size {size} along axis {axis}; sizes are 0 to {LARGEST_SIZE} (2^40).")
+            raise ModelError(
+                "model.size_out_of_range",
+                f"{where} has size {size} along axis {axis}; sizes are 0 to {LARGEST_SIZE} (2^40).",
+            )
     if math.prod(dims) > LARGEST_SIZE:
-        raise ModelError(f"{where} has {math.prod(dims)} elements, {dims}; tensors have at most {LARGEST_SIZE} (2^40).")
+        raise ModelError(
+            "model.tensor_too_large",
+            f"{where} has {math.prod(dims)} elements, {dims}; tensors have at most {LARGEST_SIZE} (2^40).",
+        )
 
 
 def _check_tensor(where: str, tensor: ir.TensorProtocol) -> None:
@@ -266,31 +293,45 @@ def _check_tensor(where: str, tensor: ir.TensorProtocol) -> None:
     except ValueError:
         has_dtype = False
     if not has_dtype:
-        raise ModelError(f"{where} has no element type, or one that ONNX does not have.")
+        raise ModelError(
+            "model.tensor_dtype_unknown", f"{where} has no element type, or one that ONNX does not define."
+        )
     dims = list(tensor.shape.numpy())
     _check_sizes(where, dims)
     kind = f"{tensor.dtype}{dims}"
     if isinstance(tensor, ir.ExternalTensor):
         path = Path(tensor.path)
         if not path.is_file():
-            raise ModelError(f"{where} is in the file {path}, which does not exist.")
+            raise ModelError("model.data_file_missing", f"{where} is in the file {path}, which does not exist.")
         begin, length, file_size = tensor.offset or 0, tensor.length, path.stat().st_size
         if length is not None and length != tensor.nbytes:
-            raise ModelError(f"{where} is {kind}, which takes {tensor.nbytes} bytes; its data has {length}.")
+            raise ModelError(
+                "model.data_size_mismatch",
+                f"{where} is {kind}, which takes {tensor.nbytes} bytes; its data has {length}.",
+            )
         if begin < 0 or begin + tensor.nbytes > file_size:
             raise ModelError(
-                f"{where} is in bytes {begin} to {begin + tensor.nbytes} of {path}, which has {file_size}. "
-                "The file is cut off, or another model's."
+                "model.data_file_truncated",
+                f"{where} is in bytes {begin} to {begin + tensor.nbytes} of {path}, which has {file_size} bytes. "
+                "Restore the file: it is truncated, or belongs to another model.",
             )
         return
     raw = tensor.raw if isinstance(tensor, ir.TensorProtoTensor) else None
     if raw is not None and raw.HasField("raw_data"):
         if len(raw.raw_data) != tensor.nbytes:
-            raise ModelError(f"{where} is {kind}, which takes {tensor.nbytes} bytes; its data has {len(raw.raw_data)}.")
+            raise ModelError(
+                "model.data_size_mismatch",
+                f"{where} is {kind}, which takes {tensor.nbytes} bytes; its data has {len(raw.raw_data)}.",
+            )
         return
     try:
         element_count = tensor.numpy().size
     except Exception as error:
-        raise ModelError(f"{where} is {kind}, and its data has another number of elements.") from error
+        raise ModelError(
+            "model.data_size_mismatch", f"{where} is {kind}, and its data has another number of elements."
+        ) from error
     if element_count != tensor.size:
-        raise ModelError(f"{where} is {kind}, which has {tensor.size} elements; its data has {element_count}.")
+        raise ModelError(
+            "model.data_size_mismatch",
+            f"{where} is {kind}, which has {tensor.size} elements; its data has {element_count}.",
+        )

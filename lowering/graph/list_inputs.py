@@ -50,7 +50,10 @@ def split_list_inputs(model: ir.Model, dims: Dims) -> SplitInputs:
     if not lists:
         return SplitInputs(set_sizes(model, dims), (), dims)
     for name in lists & list_symbolic_dimensions(model) & dims.keys():
-        raise InputError(f"dims: '{name}' is an input and a symbolic dimension. Rename one of them in the model.")
+        raise InputError(
+            "dims.name_ambiguous",
+            f"dims: '{name}' is both an input and a symbolic dimension. Rename one of them in the model.",
+        )
     tensor_dims = {name: bounds for name, bounds in dims.items() if name not in lists}
     model = set_sizes(model, tensor_dims).clone()
     used_names = _list_names(model)
@@ -111,7 +114,10 @@ def _read_count(value: ir.Value, dims: Dims) -> int:
     is_sequence = isinstance(inner, ir.SequenceType)
     tensor = inner.elem_type if isinstance(inner, ir.SequenceType) else inner
     if not isinstance(tensor, ir.TensorType):
-        raise ModelError(f"Input '{name}' is {kind}. Inputs are tensors, or sequences and optional values of tensors.")
+        raise ModelError(
+            "model.input_type_unsupported",
+            f"Input '{name}' is {kind}. Inputs are tensors, or sequences and optional values of tensors.",
+        )
     limit = MAX_SEQUENCE_ELEMENTS if is_sequence else 1
     bounds = dims.get(name)
     if bounds is None:
@@ -119,17 +125,22 @@ def _read_count(value: ir.Value, dims: Dims) -> int:
         how = "NAME=K for K tensors" if is_sequence else "NAME=1 for a value"
         none_hint = ", NAME=0 for None" if is_optional else ""
         raise InputError(
-            f"input '{name}' is {what} must be known to compile the model. Say it with dims= (--dim): "
-            f"{(how + none_hint).replace('NAME', name)}."
+            "dims.element_count_missing",
+            f"input '{name}' is {what} must be known to compile the model. Give it with dims= (--dim): "
+            f"{(how + none_hint).replace('NAME', name)}.",
         )
     low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
     if low != high:
-        raise InputError(f"dims: input '{name}' has one number of elements, not {low} to {high}. Give that number.")
+        raise InputError(
+            "dims.element_count_not_single",
+            f"dims: input '{name}' must have one number of elements, not {low} to {high}. Give that number.",
+        )
     count = check_integer(low, f"dims: the number of elements of input '{name}'", 0, limit)
     if count and value.shape is None:
         raise ModelError(
-            f"Input '{name}' is {kind} of no declared shape. Declare it in the model, in the tensor_type of "
-            "model.graph.input[...].type; dimensions may be symbolic names, whose sizes dims= (--dim) can give."
+            "model.input_shape_missing",
+            f"Input '{name}' is {kind} without a declared shape. Declare it in the model, in the tensor_type of "
+            "model.graph.input[...].type; dimensions may be symbolic names, whose sizes dims= (--dim) can give.",
         )
     return count
 

@@ -74,13 +74,18 @@ def find_patterns(positions: Positions, attentions: Sequence[ir.Node], context: 
         pattern = match_pattern(array, past)
         if pattern is None:
             raise ModelError(
-                f"serve: {visibility} follows no rule that is known for up to {context} tokens: each sees itself and "
-                "earlier ones, all or the last so many, with something added by key or by distance."
+                "serve.mask_unsupported",
+                f"serve: {visibility} follows no supported rule for up to {context} tokens: each token must see "
+                "itself and earlier tokens, all of them or a fixed number of the last ones, with a bias by key or "
+                "by distance.",
             )
         patterns[visibility] = pattern
     violation = _find_violation(positions, patterns, context)
     if violation is not None:
-        raise ModelError(f"serve: what {violation} hides from a token depends on more than its position.")
+        raise ModelError(
+            "serve.mask_depends_on_data",
+            f"serve: the keys that {violation} hides from a token depend on more than the token's position.",
+        )
     return {node: patterns[visibility] for node, visibility in zip(attentions, visible)}
 
 
@@ -200,7 +205,9 @@ class KeyVisibility:
             return seen[None]
         by_head, keys = _split_heads_of_mask(mask), past + new
         if by_head.shape[-1] < keys:
-            raise ModelError(f"serve: {self} has {by_head.shape[-1]} keys, and attention has {keys}.")
+            raise ModelError(
+                "serve.mask_size_mismatch", f"serve: {self} has {by_head.shape[-1]} keys, and attention has {keys}."
+            )
         by_head = np.broadcast_to(by_head[..., :keys], (len(by_head), new, keys))
         if seen.all():
             return by_head

@@ -33,9 +33,10 @@ def to_attention(node: ir.Node) -> ir.Node:
     emitted = emit(node, _NodeInputs(node))
     if emitted is None:
         raise ModelError(
-            f"node '{node.name}' ({node.op_type}) keeps its past in a form that static_cache and serve do not know: "
-            "quantized caches, packed inputs, or lengths that are not the sums of an attention mask. Export it "
-            "with past_key and past_value of ai.onnx Attention."
+            "model.cache_unsupported",
+            f"node '{node.name}' ({node.op_type}) stores its past in a form that static_cache and serve do not "
+            "support: quantized caches, packed inputs, or lengths that are not the sums of an attention mask. "
+            "Export it with past_key and past_value of ai.onnx Attention.",
         )
     new, operands, attributes = emitted
     return _replace(node, new, operands, attributes)

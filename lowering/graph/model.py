@@ -65,11 +65,14 @@ def load_model(model: ModelLike) -> ir.Model:
     except ModelError:
         raise
     except onnx.checker.ValidationError as error:
-        raise ModelError(f"{_label(model)} is no legal ONNX model: {str(error).strip()}") from error
+        raise ModelError(
+            "model.invalid_onnx", f"{_label(model)} is not a valid ONNX model: {str(error).strip()}"
+        ) from error
     except Exception as error:
         raise ModelError(
-            f"{_label(model)} cannot be read as an ONNX model: it is damaged, or holds something that no reader knows. "
-            "The cause of this error has the details (-v on the command line)."
+            "model.file_unreadable",
+            f"{_label(model)} cannot be read as an ONNX model: it is damaged, or its contents are not supported by "
+            "the readers. The cause of this error has the details (-v on the command line).",
         ) from error
 
 
@@ -100,8 +103,9 @@ def _read(model: ModelLike) -> ir.Model:
         return _read_checked(lambda: onnx.checker.check_model(str(path)), lambda: _read_file(path))
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(
-            f"A {type(model).__name__} is no ONNX model: give a path, bytes, an onnx.ModelProto or an onnx_ir.Model. "
-            "torch.onnx.export makes one of a PyTorch module."
+            "model.type_unsupported",
+            f"A {type(model).__name__} is not an ONNX model. Pass a path, bytes, an onnx.ModelProto or an "
+            "onnx_ir.Model; torch.onnx.export makes one from a PyTorch module.",
         )
     proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
     if proto.ByteSize() > _MAX_PROTOBUF_BYTES:
@@ -173,5 +177,5 @@ def _clear_unused_declarations(model: ir.Model) -> None:
 def dtype_name(dtype: ir.DataType | None) -> str:
     """Return NumPy's or ml_dtypes' name of an ONNX element type, or "string"."""
     if dtype is None:
-        raise ModelError("A value of the model has no element type.")
+        raise ModelError("model.dtype_missing", "A value of the model has no element type.")
     return "string" if dtype == ir.DataType.STRING else dtype.numpy().name

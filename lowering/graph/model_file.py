@@ -19,11 +19,12 @@ def check_model_file(path: Path) -> None:
     """Raise ModelError for a missing file, with similar names in its folder."""
     if path.is_dir():
         what = "a compiled artifact" if (path / FILE).is_file() else "a folder"
-        raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
+        raise ModelError("model.file_is_folder", f"{path} is {what}, not an .onnx file. Name the model's file.")
     if not path.is_file():
         similar = _find_similar(path)
         raise ModelError(
-            f"There is no file {path}." + (f" Did you mean {' or '.join(map(str, similar))}?" if similar else "")
+            "model.file_missing",
+            f"There is no file {path}." + (f" Did you mean {' or '.join(map(str, similar))}?" if similar else ""),
         )
 
 
@@ -36,7 +37,7 @@ def check_format(path: Path) -> None:
         if problem is None and has_format(header):
             problem = message
     if problem is not None:
-        raise ModelError(f"{path} is not an ONNX model: {problem}")
+        raise ModelError("model.format_unknown", f"{path} is not an ONNX model: {problem}")
 
 
 def _is_safetensors(header: bytes) -> bool:
@@ -51,7 +52,7 @@ _FORMATS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
         lambda b: b[:1] == b"\x80" and b[1:2] in b"\2\3\4\5",
         f"it is a pickle, as old PyTorch checkpoints are. {_EXPORT}",
     ),
-    (_is_safetensors, f"it holds weights alone, as safetensors. {_EXPORT}"),
+    (_is_safetensors, f"it is a safetensors file, which contains only weights. {_EXPORT}"),
     (lambda b: b.startswith(b"GGUF"), "it is a GGUF file. Export the model it was made of."),
     (lambda b: b[4:8] == b"ORTM", "it is in ONNX Runtime's own format. Compile the .onnx file it was made of."),
     (

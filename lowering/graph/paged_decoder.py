@@ -131,9 +131,10 @@ def _read_decoder(model: ir.Model, serve: Serve) -> _Decoder:
     carriers = [node for node in model.graph if is_state_operator(node)]
     if not grown and not carriers:
         raise ModelError(
-            "serve: no output of the model is a past input [batch, heads, length, size] with new rows behind it, "
-            "joined by Concat or by an attention operator, or the next value of a state that LinearAttention or "
-            "CausalConvWithState carries on. Export the model with past_key_values as inputs and outputs."
+            "serve.cache_missing",
+            "serve: no output of the model is a past input [batch, heads, length, size] extended by new rows (by "
+            "Concat or an attention operator), or the next value of a state that LinearAttention or "
+            "CausalConvWithState updates. Export the model with past_key_values as inputs and outputs.",
         )
     pasts, states = [operand(node, 0) for node in grown], [past_state(node) for node in carriers]
     dropped = [value for value in (*pasts, *states, mask, position_ids) if value is not None]
@@ -150,7 +151,7 @@ def _read_decoder(model: ir.Model, serve: Serve) -> _Decoder:
         check_attention(node, grown, positions)
     caches_read = {operand(node, k).producer() for node in attentions for k in (K, V)}
     if caches_read != {*grown}:
-        raise ModelError("serve: the model's caches are not each read by attention, as its keys or its values.")
+        raise ModelError("serve.cache_unread", "serve: not every cache is read by attention as its keys or its values.")
     cache_type = _choose_cache_type([*pasts, *reads.inputs], serve)
     is_int8, sources = cache_type == ir.DataType.INT8, None
     if reads.layers:
@@ -181,11 +182,11 @@ def _choose_cache_type(cached: list[ir.Value], serve: Serve) -> ir.DataType:
     types = {value.dtype for value in cached}
     element = types.pop() if types else ir.DataType.UNDEFINED
     if element is None or types:
-        raise ModelError("serve: the caches of the layers have several types, or do not tell it.")
+        raise ModelError("serve.cache_dtype_mismatch", "serve: the caches have different or unknown element types.")
     if serve.cache == "model":
         return element
     if not cached:
-        raise ModelError("serve: the model has states and no cache, which cannot be int8: leave `cache` out.")
+        raise ModelError("serve.cache_int8_unsupported", "serve: no KV cache can be stored as int8. Leave `cache` out.")
     return ir.DataType.INT8
 
 
@@ -347,7 +348,9 @@ class _DecoderRewrite:
             reader, rows = earlier
         axis = row_axis(rows, self.decoder.tokens)
         if axis is None:
-            raise ModelError(f"serve: the first output, '{name}', has no row for each token.")
+            raise ModelError(
+                "serve.output_rows_missing", f"serve: the first output, '{name}', has no row for each token."
+            )
         new = Rewrite(reader)
         last_rows = new.emit("Gather", [rows, self.tables["last_rows"]], {"axis": axis})
         new.insert()
@@ -380,8 +383,9 @@ class _DecoderRewrite:
             use = next(iter(value.uses()), None)
             if use is not None:
                 raise ModelError(
-                    f"serve: node '{use.node.name}' ({use.node.op_type}) reads '{value.name}', or asks how long it is, "
-                    "for something that is no mask and no row of a position."
+                    "serve.input_use_unsupported",
+                    f"serve: node '{use.node.name}' ({use.node.op_type}) reads '{value.name}', or its length, for "
+                    "something that is neither a mask nor a row for each position.",
                 )
             self.graph.inputs.remove(value)
 

@@ -92,8 +92,9 @@ class Positions:
         except Exception as error:
             names = ", ".join(f"'{value.name}'" for value in values)
             raise ModelError(
-                f"serve: {names}, which the model computes of positions, cannot be computed for positions "
-                f"{past} to {past + new - 1}: {error}. Is `context` longer than the model's own limit?"
+                "serve.positions_out_of_range",
+                f"serve: {names}, which the model computes from positions, cannot be computed for positions {past} "
+                f"to {past + new - 1}: {error}. Choose a `context` within the model's own limit.",
             ) from error
         return [np.asarray(array) for array in arrays]
 
@@ -150,11 +151,15 @@ class Positions:
                     feeds[str(value.name)] = _read_elements(value)
                 elif value in self._data and not value.is_graph_input():
                     raise ModelError(
-                        f"serve: node '{node.name}' ({node.op_type}) asks for the shape of '{value.name}', which the "
-                        "size of no input tells."
+                        "serve.shape_unknown",
+                        f"serve: node '{node.name}' ({node.op_type}) reads the shape of '{value.name}', which the "
+                        "sizes of the inputs do not determine.",
                     )
                 elif value in self._data and str(value.name) not in feeds:
-                    raise ModelError(f"serve: the model has an input '{value.name}' beside tokens and caches.")
+                    raise ModelError(
+                        "serve.input_unsupported",
+                        f"serve: the model has an input '{value.name}' other than tokens and caches.",
+                    )
                 pending.append(value.producer())
 
 
@@ -183,8 +188,9 @@ def evaluate_rows(
         for array, (first, count) in zip(compared, (_SHORT_CALL, _LATER_CALL)) if value in axes else ():
             if not np.allclose(array, np.take(rows[value], range(first, first + count), axes[value]), 1e-6, 1e-6):
                 raise ModelError(
-                    f"serve: '{value.name}' of one position depends on how long its sequence is, as dynamic and long "
-                    "rotary scalings do."
+                    "serve.position_depends_on_length",
+                    f"serve: '{value.name}' of one position depends on the length of its sequence, as dynamic and "
+                    "long rotary scaling do.",
                 )
     return {value: (rows[value], axis) for value, axis in axes.items()}
 
@@ -195,10 +201,16 @@ def _find_row_axis(value: ir.Value, short: np.ndarray, longer: np.ndarray, later
     if short.ndim == longer.ndim == later.ndim and not axes:
         # Integers that differ are sizes, from now on those of the packed rows.
         if short.dtype.kind != "i" and not (np.array_equal(short, longer) and np.array_equal(short, later)):
-            raise ModelError(f"serve: '{value.name}' depends on how many tokens a call has, or came before.")
+            raise ModelError(
+                "serve.value_depends_on_length",
+                f"serve: '{value.name}' depends on how many tokens a call has, or how many came before.",
+            )
         return None
     if len(axes) != 1 or later.shape[axes[0]] != _LATER_CALL[1]:
-        raise ModelError(f"serve: '{value.name}' is neither a row for each position nor the same for all.")
+        raise ModelError(
+            "serve.value_shape_unsupported",
+            f"serve: '{value.name}' is neither a row for each position nor the same for all positions.",
+        )
     return axes[0]
 
 

@@ -20,13 +20,17 @@ def add_seed_input(model: ir.Model, name: str) -> None:
     taken = {value.name for graph in iterate_graphs(model) for value in (*graph.inputs, *graph.initializers.values())}
     taken.update(value.name for graph in iterate_graphs(model) for node in graph for value in node.outputs)
     if not name or name in taken:
-        raise InputError(f"seed={name!r}: the model cannot have a new input of this name. Choose another name.")
+        raise InputError(
+            "option.seed_name_invalid",
+            f"seed={name!r}: the model cannot have a new input of this name. Choose another name.",
+        )
     if not any(
         can_draw_random(node) and "seed" not in node.attributes for graph in iterate_graphs(model) for node in graph
     ):
         raise InputError(
-            f"seed={name!r}: no node would read this input, as no random node is without an attribute seed. "
-            "Leave the option out."
+            "option.seed_unused",
+            f"seed={name!r}: no node would read this input, as the model has no random node without an attribute "
+            "seed. Leave the option out.",
         )
     shape, kind = ir.Shape([]), ir.TensorType(ir.DataType.INT64)
     model.graph.inputs.append(ir.Value(name=name, shape=shape, type=kind))

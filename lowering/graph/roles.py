@@ -54,7 +54,7 @@ def find_roles(model: ir.Model, named: InputRoles, used: Collection[str]) -> Inp
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     for name in (named.ids, named.mask, named.positions):
         if name and name not in inputs:
-            raise InputError(f"there is no input '{name}'. The inputs are {', '.join(inputs)}.")
+            raise InputError("input.name_unknown", f"there is no input '{name}'. The inputs are {', '.join(inputs)}.")
     free = {name: value for name, value in inputs.items() if name not in used}
     ids = named.ids or _find_ids(model, free)
     if not ids or len(dims(inputs[ids])) < 2:

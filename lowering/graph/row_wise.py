@@ -34,9 +34,11 @@ def check_row_wise(nodes: list[ir.Node], tokens: Size) -> None:
         if not _is_row_wise(node, tokens):
             shapes = [list(map(str, dims(v))) for v in node.inputs if v is not None]
             raise ModelError(
-                f"serve: node '{node.name}' ({node.op_type}) of inputs {shapes} is not known to compute each token by "
-                "itself, and tokens of several requests lie side by side. Only attention over a growing cache, and "
-                "LinearAttention and CausalConvWithState with a state from call to call, may look at other tokens."
+                "serve.node_not_row_wise",
+                f"serve: node '{node.name}' ({node.op_type}) of inputs {shapes} may not compute each token "
+                "independently, but tokens of several requests are batched together. Only attention over a growing "
+                "cache, and LinearAttention and CausalConvWithState with a state from call to call, may read other "
+                "tokens.",
             )
 
 

@@ -52,8 +52,9 @@ def check_capacity(scattered: ScatteredCaches, capacity: int) -> None:
     """Raise ModelError if the model has caches of another capacity."""
     if scattered.capacity != capacity:
         raise ModelError(
+            "static_cache.capacity_mismatch",
             f"static_cache: the model writes caches of {scattered.capacity} slots itself, not of {capacity}. Compile "
-            f"with static_cache={scattered.capacity}, or export it with other caches."
+            f"with static_cache={scattered.capacity}, or export it with other caches.",
         )
 
 

@@ -39,6 +39,8 @@ class Serve:
         check_integer(self.context, "serve: context", 1, 2**24)
         size: Any = check_integer(self.tokens_per_block, "serve: tokens_per_block", 1, 2**16)
         if size & (size - 1):
-            raise InputError(f"serve: tokens_per_block must be a power of two, not {size}.")
+            raise InputError("serve.block_size_invalid", f"serve: tokens_per_block must be a power of two, not {size}.")
         if self.cache not in ("model", "int8"):
-            raise InputError(f'serve: cache must be "model" or "int8", not {self.cache!r}.')
+            raise InputError(
+                "serve.cache_dtype_unknown", f'serve: cache must be "model" or "int8", not {self.cache!r}.'
+            )

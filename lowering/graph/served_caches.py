@@ -37,7 +37,11 @@ def assign_cache_layers(attentions: list[ir.Node]) -> dict[ir.Node, CacheLayer]:
         k, v = operand(node, K), operand(node, V)
         sizes = read_static_sizes((dims(k)[1], dims(v)[1], dims(k)[3], dims(v)[3]))
         if sizes is None or sizes[0] != sizes[1]:
-            raise ModelError(f"serve: node '{node.name}' (Attention) does not tell the heads or sizes of its caches.")
+            raise ModelError(
+                "serve.cache_size_unknown",
+                f"serve: node '{node.name}' (Attention) has caches of unknown or different numbers of heads, or of "
+                "unknown sizes.",
+            )
         shape = sizes[0], max(sizes[2:])
         is_new = (k, v) not in layers
         if is_new:
@@ -64,15 +68,23 @@ def build_cache_pools(layers: dict[ir.Node, CacheLayer], name: str = CACHE, scal
 def check_attention(node: ir.Node, grown: list[ir.Node], positions: Positions) -> None:
     if not can_read_slots(node, grown):
         raise ModelError(
-            f"serve: node '{node.name}' (Attention) is not over one growing cache of keys and one of values, with all "
-            "that it may see said by its mask, or by is_causal and windows that end with the newest token."
+            "serve.attention_unsupported",
+            f"serve: node '{node.name}' (Attention) is not attention over one growing cache of keys and one of "
+            "values, whose visible keys are determined by its mask, or by is_causal and windows that end with the "
+            "newest token.",
         )
     mask, sink = (attention_input(node, position) for position in (MASK, SINK))
     if positions.is_data(sink) or positions.varies(sink):
-        raise ModelError(f"serve: node '{node.name}' (Attention) has sinks that are not constants.")
+        raise ModelError(
+            "serve.sinks_not_constant", f"serve: node '{node.name}' (Attention) has sinks that are not constants."
+        )
     if mask is not None and mask not in positions:
-        raise ModelError(f"serve: node '{node.name}' (Attention) has a mask made of data, not of positions.")
+        raise ModelError(
+            "serve.mask_depends_on_data",
+            f"serve: node '{node.name}' (Attention) has a mask computed from data, not from positions.",
+        )
     if mask is None and not attribute(node, "is_causal", 0):
         raise ModelError(
-            f"serve: node '{node.name}' (Attention) has no mask: its tokens would see later ones of their request."
+            "serve.mask_missing",
+            f"serve: node '{node.name}' (Attention) has no mask: its tokens would see later tokens of their request.",
         )

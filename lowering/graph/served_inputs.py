@@ -42,8 +42,9 @@ def find_inputs(model: ir.Model, serve: Serve) -> ServedInputs:
     if ids is None or len(dims(ids)) not in (2, 3):
         names = ", ".join(str(name) for name in inputs)
         raise InputError(
-            "serve: no input [batch, tokens] is known to hold token ids, and none [batch, tokens, width] embeddings. "
-            f"Name it as `ids`: {names}."
+            "serve.ids_missing",
+            "serve: no input [batch, tokens] was recognized as token ids, and no input [batch, tokens, width] as "
+            f"embeddings. Name one of the inputs as `ids`: {names}.",
         )
     per_token = [inputs[name] for name in roles.per_token]
     return ServedInputs(ids, inputs.get(roles.mask), inputs.get(roles.positions), per_token)
@@ -62,8 +63,9 @@ def find_batch_dimension(model: ir.Model, serve: Serve) -> str | None:
     batch, tokens = dims(ids)[:2]
     if isinstance(tokens, int) or (isinstance(batch, int) and batch != 1):
         raise ModelError(
-            f"serve: '{ids.name}' is {[str(batch), str(tokens)]}: export the model with any number of tokens, and "
-            "with any number of sequences or with one."
+            "serve.size_static",
+            f"serve: '{ids.name}' is {[str(batch), str(tokens)]}. Export the model with a symbolic number of tokens, "
+            "and with a symbolic number of sequences or with one.",
         )
     return None if isinstance(batch, int) else batch.value
 
@@ -89,11 +91,13 @@ def reject_inputs(inputs: list[ir.Value], setup: ir.Model | None) -> None:
         if setup is not None and any(value.name == output.name for output in setup.graph.outputs):
             node, names = next(iter(value.uses())).node, ", ".join(f"'{source.name}'" for source in setup.graph.inputs)
             raise ModelError(
-                f"serve: node '{node.name}' ({node.op_type}) reads what is computed of {names} alone, and is not "
-                "attention over keys and values [batch, heads, rows, size] of a source, all of which it sees."
+                "serve.source_use_unsupported",
+                f"serve: node '{node.name}' ({node.op_type}) reads values computed from {names} only, but is not "
+                "attention to all keys and values [batch, heads, rows, size] of a source.",
             )
         raise ModelError(
-            f"serve: the model has an input '{value.name}' beside tokens, mask, positions, growing caches, what "
-            "attention over an encoder's output has keys and values of, and states that LinearAttention or "
-            "CausalConvWithState carries on. Export recurrences over any number of tokens, as these operators."
+            "serve.input_unsupported",
+            f"serve: the model has an input '{value.name}' other than tokens, mask, positions, growing caches, "
+            "sources of keys and values for attention over an encoder's output, and states that LinearAttention or "
+            "CausalConvWithState updates. Export recurrences over any number of tokens, as these operators.",
         )

@@ -90,7 +90,7 @@ def add_input(graph: ir.Graph, name: str, dtype: ir.DataType | None, shape: Sequ
     """
     assert dtype is not None
     if any(value.name == name for value in graph.inputs):
-        raise ModelError(f"serve: the model has an input '{name}' already.")
+        raise ModelError("serve.input_name_taken", f"serve: the model already has an input '{name}'. Rename it.")
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
     graph.inputs.append(value)
     return value

@@ -69,8 +69,9 @@ class SourceReads:
         axes = [(str(v.name), axis) for v in graph.inputs for axis, size in enumerate(dims(v)) if size in lengths]
         if len(lengths) != 1 or not axes:
             raise ModelError(
-                f"serve: keys and values of sources have {', '.join(map(str, lengths))} rows, and a source has one "
-                "number of rows, that of an input. Export the encoder as a model of its own."
+                "serve.source_lengths_differ",
+                f"serve: keys and values of sources have {', '.join(map(str, lengths))} rows, but must have the one "
+                "number of rows of an input. Export the encoder as a model of its own.",
             )
         return setup, axes[0]
 
@@ -159,9 +160,10 @@ def _check_visibility(node: ir.Node, hides_padding: Callable[[ir.Value], bool]) 
     has_lengths = lengths is not None and lengths.name != SOURCE_LENGTHS
     if has_past or is_aligned or has_lengths or not (mask is None or hides_padding(mask)):
         raise ModelError(
-            f"serve: node '{node.name}' (Attention) reads keys '{operand(node, K).name}' of a source, and does not see "
-            "all that count: it has a past, a window or lengths of its own, or a mask that is not that of an input "
-            "[batch, rows]. Export it without; each request says how many rows its source has."
+            "serve.source_attention_unsupported",
+            f"serve: node '{node.name}' (Attention) reads keys '{operand(node, K).name}' of a source, but does not "
+            "attend to all of its rows: it has a past, a window or lengths of its own, or a mask other than that of "
+            "an input [batch, rows]. Export it without these; each request gives the number of rows of its source.",
         )
 
 

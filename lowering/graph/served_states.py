@@ -68,8 +68,9 @@ def _read_kind(node: ir.Node) -> tuple[tuple[int, ...], str]:
     shape = read_static_sizes(dims(past)[1:])
     if len(past.uses()) > 1 or present.uses() or shape is None or past.dtype is None:
         raise ModelError(
-            f"serve: the state '{past.name}' of node '{node.name}' ({node.op_type}) is not of a fixed size and type, "
-            "or something else reads it or its next value."
+            "serve.state_unsupported",
+            f"serve: the state '{past.name}' of node '{node.name}' ({node.op_type}) has no static size and type, or "
+            "another node reads it or its next value.",
         )
     has_channels_first = node.op_type == _CONVOLUTION and not attribute(node, "channels_last", 0)
     return tuple(reversed(shape) if has_channels_first else shape), past.dtype.numpy().name

@@ -70,13 +70,19 @@ def _make_dense_tensor(tensor: onnx.SparseTensorProto, name: str, folder: str) -
     values = numpy_helper.to_array(tensor.values, folder)
     indices = numpy_helper.to_array(tensor.indices, folder)
     if min(dims, default=0) < 0 or math.prod(dims) * values.itemsize > _MAX_BYTES:
-        raise ModelError(f"sparse tensor '{name}' of dims {list(dims)} would take more than 2 GiB: store it dense.")
+        raise ModelError(
+            "model.sparse_tensor_too_large",
+            f"sparse tensor '{name}' of dims {list(dims)} would take more than 2 GiB. Store it as a dense tensor.",
+        )
     flat = indices
     if indices.ndim == 2:
         is_inside = ((indices >= 0) & (indices < np.array(dims))).all()
         flat = np.ravel_multi_index(tuple(indices.T), dims) if is_inside and len(dims) else np.full(1, -1)
     if values.ndim != 1 or flat.shape != values.shape or ((flat < 0) | (flat >= math.prod(dims))).any():
-        raise ModelError(f"sparse tensor '{name}' of dims {list(dims)} has indices that are none of its elements.")
+        raise ModelError(
+            "model.sparse_indices_invalid",
+            f"sparse tensor '{name}' of dims {list(dims)} has indices that do not each select one of its elements.",
+        )
     dense = np.zeros(math.prod(dims), values.dtype)
     dense[flat] = values
     return numpy_helper.from_array(dense.reshape(dims), name)

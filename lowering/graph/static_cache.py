@@ -56,12 +56,16 @@ def use_static_caches(model: ir.Model, capacity: int, roles: InputRoles) -> Stat
     grown = [node for node in model.graph if is_growing_cache(node)]
     if not grown:
         raise ModelError(
-            "static_cache: no output of the model is a past input [batch, heads, length, size] with new rows behind "
-            "it, joined by Concat or by an attention operator, and no input is a state. Export the model with "
-            "past_key_values as inputs and outputs."
+            "static_cache.cache_missing",
+            "static_cache: no output of the model is a past input [batch, heads, length, size] extended by new rows "
+            "(by Concat or an attention operator), and no input is a state. Export the model with past_key_values "
+            "as inputs and outputs.",
         )
     if opset(model) < OPSET - 1:
-        raise ModelError(f"static_cache: the model has opset {opset(model)}, which cannot be converted to {OPSET}.")
+        raise ModelError(
+            "static_cache.opset_unsupported",
+            f"static_cache: the model has opset {opset(model)}, which cannot be converted to {OPSET}.",
+        )
     tokens = _find_input_axis(model.graph, dims(operand(grown[0], 1))[LENGTH_AXIS])
     use_opset_24(model)
     slotted = [node for node in model.graph if is_attention(node) and can_read_slots(node, grown)]

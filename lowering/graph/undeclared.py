@@ -85,9 +85,11 @@ def declare_inputs(model: ir.Model) -> None:
             name, possible = missing[0].name, ranks[missing[0]]
             allowed = ", ".join(map(str, possible)) or "none"
             raise ModelError(
-                f"Input '{name}' has no shape, and what reads it does not tell how many dimensions it has (possible of "
-                f"0 to {_MAX_RANK}: {allowed}). Declare its shape in the model, model.graph.input[...].type."
-                "tensor_type.shape; dimensions may be symbolic names, whose sizes dims= (--dim) can give."
+                "model.input_shape_missing",
+                f"Input '{name}' has no shape, and its uses do not determine how many dimensions it has (possible of "
+                f"0 to {_MAX_RANK}: {allowed}). Declare its shape in the model, "
+                "model.graph.input[...].type.tensor_type.shape; dimensions may be symbolic names, whose sizes dims= "
+                "(--dim) can give.",
             )
 
 

@@ -75,8 +75,9 @@ class _WrittenOutputs:
         original = next((source for source, latest in self.newest.items() if latest is value), value)
         if original.is_initializer():
             raise ModelError(
-                f"node '{node.name or node.op_type}' writes to the constant '{original.name}'. Make it an input of the "
-                "model: what it holds is the caller's, from call to call."
+                "model.constant_written",
+                f"node '{node.name or node.op_type}' writes to the constant '{original.name}'. Make it an input of "
+                "the model, whose contents the caller keeps from call to call.",
             )
         if output >= len(node.outputs):
             node.resize_outputs(output + 1)

@@ -96,7 +96,7 @@ def load_contents(folder: Path, index: Arguments) -> np.ndarray:
     memory = np.frombuffer(pages, np.uint8)
     with (folder / _CONTENTS).open("rb") as file:
         if file.readinto(memory.data) < index.nbytes:
-            raise ValueError(f"'{folder / _CONTENTS}' is shorter than its list says")
+            raise ValueError(f"'{folder / _CONTENTS}' is shorter than its list declares")
     return memory
 
 

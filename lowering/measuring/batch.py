@@ -82,11 +82,15 @@ def read_batch(folder: Path) -> Batch:
     try:
         batch = decode(Batch, json.loads((folder / BATCH).read_text()), BATCH)
     except FileNotFoundError as error:
-        raise InputError(f"'{folder}' holds no candidates: {BATCH} is missing.") from error
+        raise InputError(
+            "measure.candidates_missing", f"'{folder}' contains no candidates: {BATCH} is missing."
+        ) from error
     except (OSError, ValueError) as error:
-        raise InputError(f"'{folder / BATCH}' cannot be read: {error}.") from error
+        raise InputError("measure.file_unreadable", f"'{folder / BATCH}' cannot be read: {error}.") from error
     if batch.format != FORMAT:
-        raise InputError(f"'{folder}' has format {batch.format}, and this version reads {FORMAT}.")
+        raise InputError(
+            "measure.format_unsupported", f"'{folder}' has format {batch.format}, and this version reads {FORMAT}."
+        )
     return batch
 
 
@@ -103,7 +107,7 @@ def read_results(folder: Path) -> tuple[TuningMachine, list[Result]] | None:
         lines = text[: text.rfind("\n") + 1].splitlines()
         return measured_on, [decode(Result, json.loads(line), RESULTS) for line in lines]
     except (OSError, ValueError) as error:
-        raise InputError(f"The results in '{folder}' cannot be read: {error}.") from error
+        raise InputError("measure.file_unreadable", f"The results in '{folder}' cannot be read: {error}.") from error
 
 
 def measure_batch(
@@ -120,14 +124,17 @@ def measure_batch(
     here, previous = read_tuning_machine(bool(batch.architecture)), read_results(folder)
     if batch.architecture and not runs_on(batch.architecture, read_gpu_architecture(0)):
         raise ArtifactError(
-            f"'{folder}' holds candidates for GPUs of architecture {batch.architecture} and the one here is "
-            f"{read_gpu_architecture(0)}: measure it on one that it is for."
+            "measure.gpu_mismatch",
+            f"'{folder}' contains candidates for GPUs of architecture {batch.architecture}, but the GPU here is "
+            f"{read_gpu_architecture(0)}. Measure it on a GPU of its architecture.",
         )
     if previous is None:
         (folder / MACHINE).write_text(json.dumps(asdict(here)))
     elif previous[0] != here:
         other = f"another GPU ({previous[0].gpu})" if here.gpu else "a machine with other caches"
-        raise InputError(f"'{folder}' was begun on {other}. Go on there, or remove {RESULTS}.")
+        raise InputError(
+            "measure.machine_mismatch", f"'{folder}' was begun on {other}. Continue there, or remove {RESULTS}."
+        )
     repair_lines(folder / RESULTS)
     run = _Run(folder, batch, here, [] if previous is None else previous[1], report)
     try:

@@ -45,7 +45,9 @@ def package_artifact(artifact: str | Path, to: str | Path, runtime: str | Path |
         _write_tarball(files, manifest, libraries, to)
         return manifest
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ArtifactError(f"'{to}' is there and not empty: name a new folder, or remove it.")
+        raise ArtifactError(
+            "argument.folder_not_empty", f"'{to}' exists and is not an empty folder. Name a new folder, or remove it."
+        )
     with replace_folder(to) as staging:
         _fill_folder(staging, files, manifest, libraries)
     return manifest
@@ -62,7 +64,9 @@ def _write_tarball(files: ArtifactFiles, manifest: Manifest, libraries: Librarie
                 tar.add(folder, folder.name, filter=_remove_metadata)
             os.replace(Path(temporary) / to.name, to)
     except OSError as error:
-        raise ArtifactError(f"'{to}' cannot be written: {error.strerror or error}.") from error
+        raise ArtifactError(
+            "argument.path_unwritable", f"'{to}' cannot be written: {error.strerror or error}."
+        ) from error
 
 
 def _remove_metadata(member: tarfile.TarInfo) -> tarfile.TarInfo:

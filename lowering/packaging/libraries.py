@@ -54,7 +54,10 @@ def find_libraries(folder: Path | None = None, machine: str | None = None) -> Li
     def file(package: str, path: str) -> Path:
         file_path = Path(str(distributions[package].locate_file(path)))
         if not file_path.exists():
-            raise ArtifactError(f"'{file_path}' is missing: install {package}=={distributions[package].version} again.")
+            raise ArtifactError(
+                "package.file_missing",
+                f"'{file_path}' is missing. Install {package}=={distributions[package].version} again.",
+            )
         return file_path
 
     licenses = {
@@ -78,8 +81,9 @@ def find_libraries(folder: Path | None = None, machine: str | None = None) -> Li
     if machine not in (None, libraries.machine):
         where = "installed here" if folder is None else f"in '{folder}'"
         raise ArtifactError(
-            f"the artifact is for {machine} and the runtime libraries {where} are for {libraries.machine} "
-            f"(this machine is {platform.machine()}). {_explain_how_to_get(machine)}"
+            "package.machine_mismatch",
+            f"the artifact is for {machine}, but the runtime libraries {where} are for {libraries.machine} (this "
+            f"machine is {platform.machine()}). {_explain_how_to_get(machine)}",
         )
     return libraries
 
@@ -101,10 +105,14 @@ def _find_distribution(name: str, folder: Path | None, machine: str | None = Non
     search_path = sys.path if folder is None else [str(folder)]
     distribution = next(iter(metadata.distributions(name=name, path=search_path)), None)
     if distribution is None and folder is None:
-        raise ArtifactError(f"{name}, which has what is to be shipped, is not installed: install it with pip.")
+        raise ArtifactError(
+            "package.distribution_missing",
+            f"{name}, which contains files to be shipped, is not installed. Install it with pip.",
+        )
     if distribution is None:
         raise ArtifactError(
-            f"{name}, which has what is to be shipped, is not in '{folder}'. {_explain_how_to_get(machine)}"
+            "package.distribution_not_in_folder",
+            f"{name}, which contains files to be shipped, is not in '{folder}'. {_explain_how_to_get(machine)}",
         )
     return distribution
 
@@ -113,6 +121,6 @@ def _explain_how_to_get(machine: str | None) -> str:
     """Return how to get the libraries of a machine, in the installed versions."""
     requirements = " ".join(f"{name}=={_find_distribution(name, None).version}" for name in (_TVM, _FFI))
     return (
-        "Get its libraries: pip install --target FOLDER --no-deps --only-binary=:all: "
-        f"--platform manylinux_2_28_{machine or 'MACHINE'} {requirements}; then name them: --runtime FOLDER."
+        "Install its libraries: pip install --target FOLDER --no-deps --only-binary=:all: "
+        f"--platform manylinux_2_28_{machine or 'MACHINE'} {requirements}; then pass --runtime FOLDER."
     )

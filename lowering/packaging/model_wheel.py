@@ -47,7 +47,10 @@ def write_model_wheel(artifact: str | Path, to: str | Path, name: str | None = N
     name = Path(artifact).resolve().name if name is None else name
     package = _name_package(name)
     if not _VERSION.fullmatch(version):
-        raise InputError(f"{version!r} is no version: write numbers with dots between, such as 1.2.0 or 1.2.0rc1.")
+        raise InputError(
+            "package.version_invalid",
+            f"{version!r} is not a version. Write numbers with dots between, such as 1.2.0 or 1.2.0rc1.",
+        )
     files = ArtifactFiles(Path(artifact))
     manifest = read_manifest(files)
     machine = read_machine(files.read(next(iter(manifest.code().values())), 0, 20))
@@ -55,7 +58,10 @@ def write_model_wheel(artifact: str | Path, to: str | Path, name: str | None = N
         try:
             copy_artifact(files, manifest, Path(temporary))
         except OSError as error:
-            raise ArtifactError(f"'{temporary}' cannot be written: {error.strerror or error}. Set TMPDIR.") from error
+            raise ArtifactError(
+                "package.temporary_unwritable",
+                f"'{temporary}' cannot be written: {error.strerror or error}. Set TMPDIR to another folder.",
+            ) from error
         contents: dict[str, bytes | Path] = {
             f"{package}/{ARTIFACT}/{p.name}": p for p in sorted(Path(temporary).iterdir())
         }
@@ -74,9 +80,13 @@ def _name_package(name: str) -> str:
     """
     package = re.sub("[-_.]+", "_", name).lower()
     if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]|[a-z]", package):
-        raise InputError(f"{name!r} is no name of a package: letters, digits and - between. Give one: --name.")
+        raise InputError(
+            "package.name_invalid",
+            f"{name!r} is not the name of a package, which has letters, digits and - between. Give another name: "
+            "--name.",
+        )
     if keyword.iskeyword(package) or package in (*sys.stdlib_module_names, *_RESERVED):
-        raise InputError(f"{name!r} would hide another module: give another one, --name.")
+        raise InputError("package.name_reserved", f"{name!r} would hide another module. Give another name: --name.")
     return package
 
 

@@ -93,4 +93,4 @@ if __name__ == "__main__":
     try:
         print(write_runtime_wheel(arguments.folder, arguments.runtime))
     except ArtifactError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error[{error.code}]: {error}")

@@ -67,7 +67,9 @@ class Wheel:
                     _add_file(archive, f"{info}/RECORD", lines.encode())
                 os.replace(staging, output_path)
         except OSError as error:
-            raise ArtifactError(f"'{output_path}' cannot be written: {error.strerror or error}.") from error
+            raise ArtifactError(
+                "argument.path_unwritable", f"'{output_path}' cannot be written: {error.strerror or error}."
+            ) from error
         return output_path
 
 

@@ -182,7 +182,9 @@ def bench(
     peer = None
     if against is not None:
         if model.gpu is not None:
-            raise InputError("onnxruntime is measured on CPUs, and this artifact is for GPUs.")
+            raise InputError(
+                "profile.gpu_unsupported", "onnxruntime is measured on CPUs, and this artifact is for GPUs."
+            )
         peer = load_onnxruntime(against, model.manifest, arrays, threads)
     call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)

@@ -98,7 +98,10 @@ def resolve_sizes(manifest: Manifest, explicit: Mapping[str, int], arrays: Mappi
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)
         options = " ".join(f"--dim {shlex.quote(f'{name}=8')}" for name in missing)
-        raise InputError(f"the model's inputs have symbolic dimensions {names}: say how large, for instance {options}.")
+        raise InputError(
+            "dims.size_missing",
+            f"the model's inputs have symbolic dimensions {names}. Give their sizes, for instance {options}.",
+        )
     return sizes
 
 

@@ -22,18 +22,19 @@ def load_onnxruntime(
     try:
         import onnxruntime as ort
     except ImportError as error:
-        raise InputError(describe_missing_package("onnxruntime")) from error
+        raise InputError("toolchain.package_missing", describe_missing_package("onnxruntime")) from error
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 4
     try:
         session = ort.InferenceSession(str(Path(model)), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # of its own types
-        raise InputError(f"onnxruntime does not take '{model}': {_line(error)}") from error
+        raise InputError("profile.onnxruntime_failed", f"onnxruntime cannot load '{model}': {_line(error)}") from error
     names, specs = [node.name for node in session.get_inputs()], [spec.name for spec in manifest.inputs]
     if set(names) != set(specs):
         raise InputError(
-            f"'{model}' has the inputs {', '.join(names)}, and the artifact {', '.join(specs)}: give the model that it "
-            "was compiled from, without static_cache and serve."
+            "profile.model_mismatch",
+            f"'{model}' has the inputs {', '.join(names)}, but the artifact has {', '.join(specs)}. Give the model "
+            "from which it was compiled, without static_cache and serve.",
         )
     arrays = {name: array.copy() for name, array in inputs.items()}
 
@@ -43,7 +44,9 @@ def load_onnxruntime(
     try:
         call()
     except Exception as error:
-        raise InputError(f"onnxruntime cannot run '{model}' on these inputs: {_line(error)}") from error
+        raise InputError(
+            "profile.onnxruntime_run_failed", f"onnxruntime cannot run '{model}' on these inputs: {_line(error)}"
+        ) from error
     return call
 
 

@@ -112,7 +112,9 @@ def draw_picture(profile: Profile, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(f"'{path}' is not drawn: {describe_missing_package('matplotlib')}") from error
+        raise InputError(
+            "toolchain.package_missing", f"'{path}' cannot be drawn: {describe_missing_package('matplotlib')}"
+        ) from error
     costs = list(profile.by_kernel().items())[:_MAX_ROWS]
     kinds = {call.kernel.name: call.kernel.kind for call in profile.calls}
     colors = {"matmul": "tab:blue", "attention": "tab:orange", "other": "tab:green"}

@@ -30,7 +30,9 @@ def disassemble_host(library: bytes) -> dict[str, str]:
     """
     tool = shutil.which("llvm-objdump") or shutil.which("objdump")
     if tool is None:
-        raise InputError("neither llvm-objdump nor objdump is installed (Debian: binutils)")
+        raise InputError(
+            "toolchain.disassembler_missing", "neither llvm-objdump nor objdump is installed (Debian: binutils)"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         path.write_bytes(library)
@@ -61,7 +63,7 @@ def disassemble_device(library: bytes) -> dict[str, str]:
     folders = [Path(p) / "bin" for p in (wheel.submodule_search_locations or [] if wheel else [])]
     tool = shutil.which("nvdisasm") or next((str(f / "nvdisasm") for f in folders if (f / "nvdisasm").exists()), None)
     if tool is None:
-        raise InputError(describe_missing_package("nvdisasm", "nvidia-cuda-nvdisasm"))
+        raise InputError("toolchain.package_missing", describe_missing_package("nvdisasm", "nvidia-cuda-nvdisasm"))
     listings = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, code in enumerate(_find_cubins(library)):
@@ -93,8 +95,8 @@ def _run_tool(tool: str, *arguments: str) -> str:
     try:
         process = subprocess.run([tool, *arguments], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"{Path(tool).name} does not answer") from error
+        raise InputError("toolchain.disassembler_timeout", f"{Path(tool).name} does not answer") from error
     if process.returncode != 0:
         reason = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise InputError(f"{Path(tool).name} cannot read this code: {reason}")
+        raise InputError("toolchain.disassembler_failed", f"{Path(tool).name} cannot read this code: {reason}")
     return process.stdout

@@ -33,13 +33,17 @@ class CompilationDump:
             manifest_hash = json.loads((folder / FILE).read_text())["hashes"][MANIFEST]
         except FileNotFoundError as error:
             raise InputError(
-                f"'{folder}' is no complete dump: it has no {FILE}. `compile --dump-dir {folder}` writes one."
+                "report.dump_incomplete",
+                f"'{folder}' is not a complete dump: it has no {FILE}. Write one by `compile --dump-dir {folder}`.",
             ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"'{folder / FILE}' cannot be read; `compile --dump-dir` writes it.") from error
+            raise InputError(
+                "report.file_unreadable", f"'{folder / FILE}' cannot be read. Write it again by `compile --dump-dir`."
+            ) from error
         if manifest_hash != manifest.hashes[MANIFEST]:
             raise InputError(
-                f"'{folder}' is the dump of another compilation: compile the model again, with -o and --dump-dir."
+                "report.dump_mismatch",
+                f"'{folder}' is the dump of another compilation. Compile the model again, with -o and --dump-dir.",
             )
 
     def read_model(self, name: str) -> ir.Model:
@@ -65,4 +69,6 @@ class CompilationDump:
         try:
             return read(path)
         except Exception as error:  # readers of models raise many types for invalid files
-            raise InputError(f"'{path}' cannot be read: compile the model again, with --dump-dir.") from error
+            raise InputError(
+                "report.file_unreadable", f"'{path}' cannot be read. Compile the model again, with --dump-dir."
+            ) from error

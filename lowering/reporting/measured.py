@@ -35,10 +35,16 @@ def read_profiles(path: Path, manifest: Manifest) -> list[Profile]:
             profiles.append(decode(Profile, fields, "profile"))
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--bench {path}: it cannot be read ({reason}); `bench --json > {path}` writes it.") from error
+        raise InputError(
+            "report.file_unreadable",
+            f"--bench {path}: it cannot be read ({reason}). Write it by `bench --json > {path}`.",
+        ) from error
     for profile in profiles:
         if any(call.kernel not in manifest.kernels for call in profile.calls):
-            raise InputError(f"--bench {path}: it is of another artifact; `bench --json > {path}` measures this one.")
+            raise InputError(
+                "report.bench_mismatch",
+                f"--bench {path}: it is of another artifact. Measure this one by `bench --json > {path}`.",
+            )
     return profiles
 
 

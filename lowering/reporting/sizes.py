@@ -48,7 +48,10 @@ def choose_sizes(manifest: Manifest, user_sizes: Mapping[str, int], measured: Ma
     for name, axis in axes_by_name.items():
         low, high = manifest.ranges.get(name, (0, LARGEST_SIZE))
         if name in user_sizes and not low <= user_sizes[name] <= high:
-            raise InputError(f"--dim {name}={user_sizes[name]}: the artifact was compiled for {low} to {high}.")
+            raise InputError(
+                "dims.size_out_of_range",
+                f"--dim {name}={user_sizes[name]}: the artifact was compiled for {low} to {high}.",
+            )
         value = user_sizes.get(name, measured.get(name))
         if value is None:
             value = min(max(1 if axis == 0 else _DEFAULT_SIZE, low), high)

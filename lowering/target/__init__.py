@@ -33,9 +33,10 @@ def resolve(name: str, cc: str | None = None) -> tuple[Target, ...]:
     names = ["cpu", *(f"cpu:{a}" for a in CPUS), "cuda", *(f"cuda:{a}" for a in ARCHITECTURES)]
     meant = _guess_target(name.lower(), names)
     raise TargetError(
+        "target.name_unknown",
         f"There is no target '{name}'.{f' Did you mean {meant}?' if meant else ''} Use one of: {', '.join(names)}. "
         "Architectures of CUDA may be a list, with commas between; CPUs may have more features than the name promises, "
-        "such as cpu:aarch64+dotprod."
+        "such as cpu:aarch64+dotprod.",
     )
 
 

@@ -35,7 +35,10 @@ def load_cuda_runtime(cc: str) -> None:
                 _build_stub(cc, CUDART, Path(folder), f"-Wl,--version-script={script}")
             load_device_runtime(None)
         except (ArtifactError, OSError, subprocess.CalledProcessError) as error:
-            raise TargetError(f"TVM's CUDA runtime, which packs machine code, cannot be loaded: {error}") from error
+            raise TargetError(
+                "toolchain.cuda_runtime_unloadable",
+                f"TVM's CUDA runtime, which packs machine code, cannot be loaded: {error}",
+            ) from error
 
 
 def _loads(library: str) -> bool:

@@ -22,12 +22,17 @@ def make_cpu_target(name: str, base: str, more: tuple[str, ...], cc: str | None)
     """Return the target `name`; base is the name after `cpu:`, and more are additional features, as LLVM names them."""
     machine = platform.machine() if base == "" else "aarch64" if base == "aarch64" else "x86_64"
     if machine not in FEATURES:
-        raise TargetError(f"Target 'cpu' knows no {machine} machines. Name a target, such as cpu:x86-64-v3.")
+        raise TargetError(
+            "target.machine_unsupported",
+            f"Target 'cpu' does not support {machine} machines. Name a target, such as cpu:x86-64-v3.",
+        )
     linux = {feature: flag for flag, feature in FEATURES[machine].items()}
     for feature in more:
         if feature not in linux or base == "":
-            what = "of this machine are found by themselves" if base == "" else f"of {base} are {', '.join(linux)}"
-            raise TargetError(f"Target '{name}' asks for the feature '{feature}', and those {what}.")
+            what = "of this machine are detected automatically" if base == "" else f"of {base} are {', '.join(linux)}"
+            raise TargetError(
+                "target.feature_unknown", f"Target '{name}' names the feature '{feature}', but features {what}."
+            )
     promised = host_features() if base == "" else CPUS[base]
     features = (*promised, *(linux[feature] for feature in more if linux[feature] not in promised))
     attributes = [f"+{FEATURES[machine][flag]}" for flag in features]

@@ -80,7 +80,9 @@ def machine_code(source: str, arch: str) -> tuple[bytes, str]:
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
         return _compile_by_nvrtc(source, arch)
     raise TargetError(
-        f"Code for '{arch}' is compiled by nvcc, which is not installed, or by NVRTC: {install_command('cuda')}."
+        "toolchain.cuda_compiler_missing",
+        f"Code for '{arch}' is compiled by nvcc or NVRTC, and neither is installed. Install NVRTC: "
+        f"{install_command('cuda')}.",
     )
 
 
@@ -94,7 +96,9 @@ def _compile_by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
         command = [nvcc, "--cubin", "-O3", *flags, "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
         process = subprocess.run([*command, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True)
         if process.returncode != 0:
-            raise TargetError(f"nvcc cannot compile kernels for '{arch}':\n{process.stderr}")
+            raise TargetError(
+                "toolchain.cuda_compile_failed", f"nvcc cannot compile kernels for '{arch}':\n{process.stderr}"
+            )
         return path.with_suffix(".cubin").read_bytes(), process.stderr
 
 
@@ -112,7 +116,9 @@ def _compile_by_nvrtc(source: str, arch: str) -> tuple[bytes, str]:
     log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
     nvrtc.nvrtcGetProgramLog(program, log)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise TargetError(f"NVRTC cannot compile kernels for '{arch}':\n{log.decode()}")
+        raise TargetError(
+            "toolchain.cuda_compile_failed", f"NVRTC cannot compile kernels for '{arch}':\n{log.decode()}"
+        )
     code = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetCUBIN(program, code)
     nvrtc.nvrtcDestroyProgram(program)

@@ -32,11 +32,14 @@ def _detect_architecture() -> str:
         here = read_gpu_architecture(0)
     except ArtifactError as error:
         raise TargetError(
+            "gpu.unavailable",
             f"Target 'cuda' is the GPU of this machine, and none can be used: {error} "
-            "Name an architecture to build for another machine, such as cuda:sm_90a."
+            "Name an architecture to build for another machine, such as cuda:sm_90a.",
         ) from error
     if not any(runs_on(a, here) for a in ARCHITECTURES):
-        raise TargetError(f"The GPU here is {here}; code can be made for {', '.join(ARCHITECTURES)}.")
+        raise TargetError(
+            "gpu.architecture_unsupported", f"The GPU here is {here}; code can be made for {', '.join(ARCHITECTURES)}."
+        )
     return choose_architecture(ARCHITECTURES, here)
 
 

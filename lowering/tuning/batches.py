@@ -126,7 +126,9 @@ def file_results(folder: Path, database: Path, target: str) -> FilingResult:
     """
     batch, measured = read_batch(folder), read_results(folder)
     if measured is None:
-        raise InputError(f"Nothing in '{folder}' was measured yet: run `onnx-lowering measure` there.")
+        raise InputError(
+            "measure.results_missing", f"Nothing in '{folder}' was measured yet. Run `onnx-lowering measure` there."
+        )
     (resolved,) = resolve(target)
     measured_on, all_results = measured
     records = TuningDatabase(database, resolved, measured_on)

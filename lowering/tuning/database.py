@@ -74,7 +74,9 @@ class TuningDatabase:
             if not path.exists():
                 _replace(path, self.architecture.to_json())
         except OSError as error:
-            raise DatabaseError(f"'{self.folder}' cannot be written: {error.strerror or error}.") from error
+            raise DatabaseError(
+                "database.unwritable", f"'{self.folder}' cannot be written: {error.strerror or error}."
+            ) from error
         with lock_folder(self.folder):
             repair_lines(self.folder / _JOURNAL)
             self._trials, self._best = (SharedRecords(self.folder / name) for name in (TRIALS, BEST))
@@ -208,7 +210,7 @@ def _list_folders(folder: Path) -> list[tuple[Path, Architecture]]:
         try:
             folders.append((path.parent, decode(Architecture, json.loads(path.read_text()), ARCHITECTURE)))
         except (OSError, ValueError) as error:
-            raise DatabaseError(f"'{path}' is damaged: {error}.") from error
+            raise DatabaseError("database.file_damaged", f"'{path}' is damaged: {error}.") from error
     return folders
 
 
@@ -255,7 +257,7 @@ def read_journal(folder: Path) -> list[TrialRecord]:
         lines = whole_lines(path.read_bytes()).splitlines() if path.exists() else []
         return [decode(TrialRecord, json.loads(line), _JOURNAL) for line in lines]
     except ValueError as error:
-        raise DatabaseError(f"'{path}' is damaged: {error}.") from error
+        raise DatabaseError("database.file_damaged", f"'{path}' is damaged: {error}.") from error
 
 
 def write_journal(folder: Path, trials: Iterable[TrialRecord]) -> None:

@@ -30,7 +30,7 @@ def run_action(
 ) -> CommandResult:
     """Run an action. Raises InputError for arguments that do not match it, and DatabaseError."""
     if action != "merge" and len(databases) > 1:
-        raise InputError(f"db {action} takes one database, not {len(databases)}.")
+        raise InputError("argument.database_count_mismatch", f"db {action} takes one database, not {len(databases)}.")
     (database, *_) = databases
     if action == "show":
         summaries = upkeep.summarize_database(database)
@@ -39,7 +39,7 @@ def run_action(
         removed = upkeep.prune_database(database, trials_per_task)
         return CommandResult({"database": database, "gone": removed}, f"{removed} trials went from {database}")
     if output is None:
-        raise InputError(f"db {action} needs --output.")
+        raise InputError("argument.option_missing", f"db {action} needs --output.")
     if action == "pack":
         kernels = upkeep.pack_presets(database, output, min_gain)
         return CommandResult({"output": output, "kernels": kernels}, f"packed {kernels} kernels into {output}")

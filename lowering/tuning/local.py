@@ -36,7 +36,7 @@ _EXPECT_SECONDS = 120.0
 _WHOLE_SECONDS = 600.0  # timeout for large models, which may be slow in each of the minimal rounds
 
 
-# The cause of an InputError, which TVM would convert to a RuntimeError on the way.
+# The cause of an InputError, which TVM would convert to a RuntimeError on the way; its code and text follow.
 _NO_DEVICE = "nobody"
 
 
@@ -49,7 +49,8 @@ def decode_failure(message: str) -> CandidateFailure:
     """Return the Failed of such a message. Raises InputError if no device measured the candidate."""
     cause, _, text = message.partition(": ")
     if cause == _NO_DEVICE:
-        raise InputError(text)
+        code, _, text = text.partition(": ")
+        raise InputError(code, text)
     return CandidateFailure(cast(Cause, cause), text)
 
 
@@ -203,7 +204,7 @@ class TrialFuture(ms.runner.PyRunnerFuture):
         except CandidateFailure as error:
             return ms.runner.RunnerResult(None, encode_failure(error.cause, error.text))
         except InputError as error:
-            return ms.runner.RunnerResult(None, encode_failure(_NO_DEVICE, str(error)))
+            return ms.runner.RunnerResult(None, encode_failure(_NO_DEVICE, f"{error.code}: {error}"))
         finally:
             self._path.unlink(missing_ok=True)
 

@@ -32,7 +32,9 @@ def _check_lines(path: Path, kind: str, find_errors: Callable[[Any], Iterator[st
         except (ValueError, RecursionError) as error:
             problem = str(error)
         if problem is not None:
-            raise DatabaseError(f"'{path}' is damaged: line {number} is not a {kind}: {problem}.")
+            raise DatabaseError(
+                "database.file_damaged", f"'{path}' is damaged: line {number} is not a {kind}: {problem}."
+            )
 
 
 def _find_workload_errors(workload: Any) -> Iterator[str]:

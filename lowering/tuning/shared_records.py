@@ -66,7 +66,9 @@ def open_writable(folder: Path) -> ms.database.JSONDatabase:
         return ms.database.JSONDatabase(str(folder / WORKLOADS), str(folder / RECORDS), allow_missing=True)
     except Exception as error:  # TVM may raise any exception
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DatabaseError(f"'{folder}' holds no database of this version of TVM: {lines[-1]}") from error
+        raise DatabaseError(
+            "database.format_unsupported", f"'{folder}' does not contain a database of this version of TVM: {lines[-1]}"
+        ) from error
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def _parse_choice(variants: dict[str, Variant], text: str) -> Choice:
             continue
         if choice.variant == variant.name:
             return choice
-    raise ValueError(f"{text} is a choice of none of the variants {', '.join(variants)}.")
+    raise ValueError(f"{text} is not a choice of any of the variants {', '.join(variants)}.")
 
 
 @derived_object

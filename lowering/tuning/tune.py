@@ -128,9 +128,9 @@ def tune(
         InputError: A number is out of range, or an argument is invalid. `compile` and `bench` may raise further errors.
     """
     if budget <= 0:
-        raise InputError(f"budget={budget}: a number of seconds above 0 is needed.")
+        raise InputError("tune.budget_out_of_range", f"budget={budget}: a number of seconds above 0 is needed.")
     if effort not in EFFORTS:
-        raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
+        raise InputError("tune.effort_unknown", f"effort={effort!r} is neither 'quick' nor 'full'.")
     threads = check_integer(threads, "threads", 1, MAX_THREADS)
     # Inputs for tuning are synthetic: checks would reject the tables of serving operators.
     options = Options(target, donate, threads, None, dims, static_cache, weights, checks=False, precision=precision)
@@ -138,7 +138,11 @@ def tune(
     begin = time.monotonic()
     resolved, *other_targets = resolve(target)
     if other_targets:
-        raise InputError(f"target='{target}': tune for one architecture after the other, each has records of its own.")
+        raise InputError(
+            "tune.several_targets",
+            f"target='{target}' has several architectures, each of which has records of its own. Tune for one after "
+            "the other.",
+        )
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as temporary, ExitStack() as stack:
         folder = Path(temporary) if export is None else _create_empty_folder(Path(export))
         sites = [] if export is not None else _create_sites(Path(database), resolved, threads, tracker, keys, stack)
@@ -164,7 +168,7 @@ def _create_empty_folder(folder: Path) -> Path:
     """Return a new folder. Raises InputError if it has any content."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise InputError(f"'{folder}' is not empty: candidates need a folder of their own.")
+        raise InputError("argument.folder_not_empty", f"'{folder}' is not empty. Name a new folder for the candidates.")
     return folder
 
 
@@ -175,11 +179,15 @@ def _create_local_bench(target: Target, threads: int) -> LocalBench:
         local_architecture = read_gpu_architecture(0) if target.architecture else ""
     except ArtifactError as error:
         raise InputError(
-            f"Target '{target.name}' is not tuned on this machine: {error} Use the devices of a tracker (--runner "
-            "rpc), or --export-candidates for a machine that the network does not reach."
+            "tune.target_unavailable",
+            f"Target '{target.name}' cannot be tuned on this machine: {error} Use the devices of a tracker (--runner "
+            "rpc), or --export-candidates for a machine that the network does not reach.",
         ) from error
     if target.architecture and not runs_on(target.architecture, local_architecture):
-        raise InputError(f"The GPU here is {local_architecture}, which does not run code for {target.architecture}.")
+        raise InputError(
+            "gpu.architecture_mismatch",
+            f"The GPU here is {local_architecture}, which does not run code for {target.architecture}.",
+        )
     return bench
 
 
@@ -200,17 +208,24 @@ def _create_sites(
             MeasurementSite(bench, TuningDatabase(database, target, bench.machine), None if gpu else bench.whole_runs)
         ]
     if not keys:
-        raise InputError("A tracker has devices by keys: name at least one.")
+        raise InputError(
+            "tune.key_missing", "A tracker identifies devices by keys, and no key is given. Name at least one."
+        )
     sites = []
     for key in keys:
         fleet = Fleet(tracker, key, threads, bool(gpu))
         stack.callback(fleet.close)
         if gpu and not runs_on(gpu, fleet.described["gpu_architecture"]):
-            raise InputError(f"GPUs with the key '{key}' are {fleet.described['gpu_architecture']}, not {gpu}.")
+            raise InputError(
+                "tune.device_gpu_mismatch",
+                f"GPUs with the key '{key}' are {fleet.described['gpu_architecture']}, not {gpu}.",
+            )
         missing = [f for f in target.cpu_features if f not in fleet.described["cpu_flags"]]
         if missing:
             raise InputError(
-                f"Devices with the key '{key}' lack {', '.join(missing)}: name a smaller target, such as cpu:x86-64-v3."
+                "tune.device_features_missing",
+                f"Devices with the key '{key}' lack {', '.join(missing)}. Name a smaller target, such as "
+                "cpu:x86-64-v3.",
             )
         sites.append(MeasurementSite(fleet, TuningDatabase(database, target, fleet.machine)))
     return sites

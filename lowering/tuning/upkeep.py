@@ -59,7 +59,9 @@ def list_architecture_folders(folder: Path) -> list[Path]:
     """Return the folders of the architectures. Raises DatabaseError if there is none."""
     folders = sorted(path.parent for path in folder.glob(f"*/{ARCHITECTURE}")) if folder.is_dir() else []
     if not folders:
-        raise DatabaseError(f"'{folder}' holds no database: the folder of `tune --database` is wanted.")
+        raise DatabaseError(
+            "database.folder_missing", f"'{folder}' does not contain a database. Name the folder of `tune --database`."
+        )
     return folders
 
 
@@ -134,7 +136,9 @@ def pack_presets(folder: Path, target: Path, min_gain: float) -> int:
     that is not empty.
     """
     if target.exists() and any(target.iterdir()):
-        raise DatabaseError(f"'{target}' is not empty: name a new folder to pack into.")
+        raise DatabaseError(
+            "argument.folder_not_empty", f"'{target}' is not empty. Name a new folder for the packed database."
+        )
     tasks = 0
     for source_folder in list_architecture_folders(folder):
         best_records, target_folder = open_database(source_folder / BEST), target / source_folder.name

@@ -68,5 +68,5 @@ def device(target: tvm.target.Target) -> Device:
     """
     arch = str(target.attrs["arch"])
     if arch not in DEVICES:
-        raise ValueError(f"No kernel was written for {arch}; known are {', '.join(DEVICES)}.")
+        raise ValueError(f"No kernel was written for {arch}. Supported architectures are {', '.join(DEVICES)}.")
     return DEVICES[arch]

@@ -49,9 +49,9 @@ class FusedEpilogues(EpilogueFactory):
         if epilogue is None:
             return Epilogue(matmuls)
         if len(outputs) > 1 or len(matmuls.group.matmuls) > 1 or matmuls.batch_axes:
-            raise ValueError("An epilogue is of one result of one matmul.")
+            raise ValueError("An epilogue must have one result of one matmul.")
         if epilogue.update is not None and row_size(epilogue.update.record) is None:
-            raise ValueError("Rows of the cache are no whole chunks.")
+            raise ValueError("Rows of the cache are not multiples of a chunk.")
         store_result = self.make_store(epilogue)
         return (
             PairedEpilogue(matmuls, epilogue, store_result)
@@ -113,7 +113,7 @@ class PairedEpilogue(Epilogue):
         self.matmuls, self.epilogue, self.store_result = matmuls, epilogue, store_result
         *_, H, D = epilogue.stages[0].output.shape
         if not isinstance(D, tirx.IntImm) or D.value % (2 * CHUNK):
-            raise ValueError("Heads have no halves of whole chunks.")
+            raise ValueError("Halves of heads are not multiples of a chunk.")
         self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, matmuls.func.params)}
         self.head_dim, self.apart, self.facts = D.value, D.value // 2, matmuls.facts.copy()
         self.h, self.i = tirx.Var("h", "int64"), tirx.Var("i", "int64")
@@ -126,7 +126,7 @@ class PairedEpilogue(Epilogue):
         self.outputs = outputs
         self.offsets = [self.facts.simplify(flatten_index(x.shape, point)) for x, point in zip(outputs, points)]
         if self.row.width(self.offsets) != CHUNK:
-            raise ValueError("Chunks of the result are apart.")
+            raise ValueError("Chunks of the result are not contiguous.")
         self.width = 2 * HALF_COLUMNS
 
     def find_program(self) -> tuple[list[tirx.Buffer], list[list[Expr]]]:
@@ -154,7 +154,7 @@ class PairedEpilogue(Epilogue):
             except KeyError:  # an accumulator outside of the pair
                 continue
             return outputs, points
-        raise ValueError("What is made of a head is made of other elements than pairs half of it apart.")
+        raise ValueError("An element of a head is computed from other elements than the pair half a head apart.")
 
     def simplify_points(self, points: list[list[Expr]]) -> list[list[Expr]]:
         return [[self.facts.simplify(index) for index in point] for point in points]

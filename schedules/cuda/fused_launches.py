@@ -72,7 +72,7 @@ def merge_launches(launches: Sequence[KernelLaunch]) -> tirx.Stmt:
     """
     threads, *other_sizes = {launch.threads for launch in launches}
     if other_sizes:
-        raise ValueError("Launches with blocks of different sizes cannot be one.")
+        raise ValueError("Launches with blocks of different sizes cannot be fused.")
     with IRBuilder() as builder, T.prim_func():
         first: Expr = T.int64(0)
         begins = [first]

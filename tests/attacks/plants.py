@@ -99,7 +99,7 @@ PLANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "wrong answer": (lambda: _for_relu(_kernel(_wrong)), "wrong"),
     "refusal of what is legal": (lambda: _for_relu(_refused), "refused"),
     "words of the compiler": (
-        lambda: mock.patch.object(Model, "run", _fails(InputError("Check failed: tvm::PrimExpr"))),
+        lambda: mock.patch.object(Model, "run", _fails(InputError("run.kernel_failed", "Check failed: tvm::PrimExpr"))),
         "unclear",
     ),
     "raw exception": (lambda: mock.patch.object(Model, "run", _fails(KeyError("x0"))), "raw"),

@@ -32,7 +32,7 @@ def late(path: object) -> Any:
 
 
 def foreign(path: object) -> Any:
-    raise lowering.LoweringError("tvm.error.InternalError: Check failed")
+    raise lowering.LoweringError("run.kernel_failed", "tvm.error.InternalError: Check failed")
 
 
 def raw(path: object) -> Any:
@@ -40,7 +40,7 @@ def raw(path: object) -> Any:
 
 
 def refused(path: object) -> Any:
-    raise lowering.LoweringError("node 'a' has no input. Give it one.")
+    raise lowering.LoweringError("node.input_missing", "node 'a' has no input. Give it one.")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_files_that_are_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     def compile_to(folder: Any, path: Any) -> None:
         folder.with_name(name).mkdir()
-        raise lowering.LoweringError("node 'a' has no input. Give it one.")
+        raise lowering.LoweringError("node.input_missing", "node 'a' has no input. Give it one.")
 
     monkeypatch.setattr(lowering, "check", refused)
     monkeypatch.setattr(trial.compiler, "compile_to", compile_to)

@@ -176,7 +176,7 @@ def test_drivers_and_gpus(version: int, status: int, tmp_path: Path, monkeypatch
     assert report.ok and all(problem.fix for problem in report.problems)
     assert report.facts["gpu"]["driver"] == f"for CUDA {version // 1000}.{version % 1000 // 10}"
     assert ("the NVIDIA driver is for CUDA 12, and artifacts need CUDA 13." in said) == (version < 13000)
-    assert ("the NVIDIA driver is there and says error 999." in said) == (status != 0)
+    assert ("the NVIDIA driver is installed and reports error 999." in said) == (status != 0)
     if status == 0:
         assert report.facts["gpu"]["GPU 0"] == "New, sm_90, 8 GiB"
         assert "GPU 1 is sm_70, and artifacts are for GPUs from sm_80 on." in said

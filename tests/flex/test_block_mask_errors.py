@@ -36,31 +36,31 @@ def lists(
 
 
 BLOCK_MASKS: dict[str, tuple[Callable[[], Any], str]] = {
-    "BLOCK_SIZE 0": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, 0), r"BLOCK_SIZE is 0: give rows and keys"),
+    "BLOCK_SIZE 0": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, 0), r"BLOCK_SIZE is 0. Give the rows and keys"),
     "negative BLOCK_SIZE": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, (4, -1)), r"BLOCK_SIZE is \(4, -1\)"),
     "three sizes": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, (4, 4, 4)), r"BLOCK_SIZE is \(4, 4, 4\)"),
     "a float as size": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, 2.5), r"BLOCK_SIZE is 2.5"),
-    "negative length": (lambda: flex.create_block_mask(causal, 1, 1, -5, 5), r"Q_LEN is -5: give a number from 0"),
-    "no length": (lambda: flex.create_block_mask(causal, 1, 1, 5, None), r"KV_LEN is None: give a number"),
-    "a large batch": (lambda: flex.create_block_mask(causal, 2**40, 1, 5, 5), r"B is \d+: give a number"),
+    "negative length": (lambda: flex.create_block_mask(causal, 1, 1, -5, 5), r"Q_LEN is -5. Give a number from 0"),
+    "no length": (lambda: flex.create_block_mask(causal, 1, 1, 5, None), r"KV_LEN is None. Give a number"),
+    "a large batch": (lambda: flex.create_block_mask(causal, 2**40, 1, 5, 5), r"B is \d+. Give a number"),
     "a score_mod": (lambda: flex.create_block_mask(flex.mods.noop, 1, 1, 5, 5), r"mask_mod `noop`.* takes 5 arguments"),
     "a capture too small": (
         lambda: flex.create_block_mask(masked, 1, 2, 9, 5, captures={"bias": BIAS}),
         r"^the captured array 'bias' is read from 0 to 8 along dimension 1, which has size 5\.$",
     ),
-    "a missing list": (lambda: lists([[[1]]], [[[[0]]]], [[[0]]]), r"come together: give both, or none"),
+    "a missing list": (lambda: lists([[[1]]], [[[[0]]]], [[[0]]]), r"belong together. Give both or neither"),
     "a rank": (
         lambda: lists([[1]], [[[[0]]]]),
-        r"kv_num_blocks is int32 of rank 2: make it int32 \[B, H, row blocks\]",
+        r"kv_num_blocks is int32 of rank 2. Make it int32 \[B, H, row blocks\]",
     ),
     "floats": (
         lambda: flex.BlockMask.from_kv_blocks(np.ones((1, 1, 1)), np.ones((1, 1, 1, 1), np.int32)),
         r"kv_num_blocks is float64 of rank 3",
     ),
     "shapes": (lambda: lists([[[1, 1]]], [[[[0]]]]), r"kv_num_blocks has the shape \[1, 1, 2\], and kv_indices has"),
-    "too many": (lambda: lists([[[2]]], [[[[0]]]]), r"kv_num_blocks\[0, 0, 0\] is 2, of 1 blocks"),
-    "fewer than none": (lambda: lists([[[-1]]], [[[[0]]]]), r"kv_num_blocks\[0, 0, 0\] is -1, of 1 blocks"),
-    "a block outside": (lambda: lists([[[1]]], [[[[7]]]]), r"kv_indices\[0, 0, 0, 0\] is 7, of 1 blocks"),
+    "too many": (lambda: lists([[[2]]], [[[[0]]]]), r"kv_num_blocks\[0, 0, 0\] is 2, but must be 0 to 1"),
+    "fewer than none": (lambda: lists([[[-1]]], [[[[0]]]]), r"kv_num_blocks\[0, 0, 0\] is -1, but must be 0 to 1"),
+    "a block outside": (lambda: lists([[[1]]], [[[[7]]]]), r"kv_indices\[0, 0, 0, 0\] is 7, but must be 0 to 0"),
     "a block twice": (lambda: lists([[[2]]], [[[[1, 1]]]]), r"block 1 of row block 0 .* is listed twice"),
     "partial and full": (lambda: lists([[[1]]], [[[[1, 0]]]], [[[1]]], [[[[1, 0]]]]), r"block 1 .* is listed twice"),
     "lengths": (
@@ -70,23 +70,26 @@ BLOCK_MASKS: dict[str, tuple[Callable[[], Any], str]] = {
     "negative lengths": (lambda: lists([[[1]]], [[[[0]]]], seq_lengths=(-3, 5)), r"seq_lengths is \(-3, 5\)"),
     "other rows": (
         lambda: attend(block_mask=flex.create_block_mask(causal, None, None, 4, 5)),
-        r"block_mask is for 4 rows and 5 keys, and there are 5 and 5: create a new one",
+        r"block_mask is for 4 rows and 5 keys, but there are 5 and 5. Create a new one",
     ),
     "fewer rows": (
         lambda: attend(block_mask=flex.create_block_mask(causal, None, None, 7, 5)),
-        r"use block_mask.adjust\(5, 5\)",
+        r"Use block_mask.adjust\(5, 5\)",
     ),
     "other batches": (
         lambda: attend(block_mask=flex.create_block_mask(causal, 3, None, 5, 5)),
-        r"block_mask is for 3 batches, and q has 1: give it 1 or as many",
+        r"block_mask is for 3 batches, but q has 1. Create it for 1 or 1 batches",
     ),
     "other heads": (
         lambda: attend(block_mask=flex.create_block_mask(causal, None, 3, 5, 5)),
-        r"block_mask is for 3 heads, and q has 2: give it 1 or as many",
+        r"block_mask is for 3 heads, but q has 2. Create it for 1 or 2 heads",
     ),
     "no block mask": (lambda: attend(block_mask=np.ones((5, 5))), r"block_mask is a ndarray.*create_block_mask"),
-    "larger": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5).adjust(6, 5), r"for 5 rows, and cannot be one for 6"),
-    "a third index": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5)[0, 0, 0], r"cut by batch and head"),
+    "larger": (
+        lambda: flex.create_block_mask(causal, 1, 1, 5, 5).adjust(6, 5),
+        r"for 5 rows, and cannot be adjusted to 6",
+    ),
+    "a third index": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5)[0, 0, 0], r"indexed by batch and head only"),
 }
 
 

@@ -216,38 +216,35 @@ def unknown_type(s, b, h, i, j):
 ASKS = r"where\(condition, a, b\), a & b, a \| b, ~a"
 UNTRACEABLE: list[tuple[Callable[..., Any], str]] = [
     *((mod, ASKS) for mod in (asks_if, asks_and, asks_or, asks_not, chains, asks_max, asks_while, asks_in)),
-    (to_float, r"its value is not known.*cast\(x, 'float32'\)"),
-    (to_int, r"its value is not known.*cast\(x, 'int32'\)"),
-    (to_range, r"no index of an ordinary array, and no number of steps.*captures=\{'bias': array\}"),
+    (to_float, r"its value is unknown.*cast\(x, 'float32'\)"),
+    (to_int, r"its value is unknown.*cast\(x, 'int32'\)"),
+    (to_range, r"cannot be an index of an ordinary array, nor a number of steps.*captures=\{'bias': array\}"),
     (length_of_number, r"one number"),
     (length_of_array, r"Use bias.shape\[0\]"),
     (iterates, r"one number, and cannot be iterated over"),
-    *(
-        (mod, r"'bias' takes part as a whole.*bias\[")
-        for mod in (iterates_array, contained, whole_array, compares_array)
-    ),
+    *((mod, r"'bias' is used as a number.*bias\[") for mod in (iterates_array, contained, whole_array, compares_array)),
     *((mod, r"one number") for mod in (part_of_number, unknown_attribute, rounds)),
-    (unknown_function, r"no function numpy.cumsum.*There are .*tanh"),
-    (as_array, r"no array, and no index of one. Use the functions of lowering.flex"),
+    (unknown_function, r"do not support numpy.cumsum, as .*Use one of .*tanh"),
+    (as_array, r"is not an array, nor an index of one. Use the functions of lowering.flex"),
     (ordinary_array, r"captures=\{'bias': array\}, with a keyword-only parameter"),
     (array_in_closure(), r"an array \(ndarray\) from outside.*captures=\{'bias': array\}"),
-    (gives_array, r"gives the whole array 'bias'"),
-    (gives_row, r"gives the whole array 'bias'"),
-    (gives_nothing, r"None \(NoneType\) is none"),
-    (gives_two, r"\(tuple\) is none"),
-    (too_many_indices, r"'bias' has 2 dimensions, and is read by more"),
-    (float_index, r"index of type float32, no integer.*cast\(x, 'int32'\)"),
-    (bool_index, r"index of type bool, no integer"),
-    (slices, r"one index for each dimension, not slice\(1, None, None\)"),
-    (everything, r"one index for each dimension, not Ellipsis"),
-    (shifts_float, r"shifts are of integers, not of float32"),
-    (joins_floats, r"joins truth values or integers, not float32"),
+    (gives_array, r"returns the whole array 'bias'"),
+    (gives_row, r"returns the whole array 'bias'"),
+    (gives_nothing, r"None \(NoneType\) is not a number"),
+    (gives_two, r"\(tuple\) is not a number"),
+    (too_many_indices, r"'bias' has 2 dimensions, but is read by 3 indices"),
+    (float_index, r"index of type float32, which is not an integer.*cast\(x, 'int32'\)"),
+    (bool_index, r"index of type bool, which is not an integer"),
+    (slices, r"one index for each dimension, not by slice\(1, None, None\)"),
+    (everything, r"one index for each dimension, not by Ellipsis"),
+    (shifts_float, r"shifts need integers, not float32"),
+    (joins_floats, r"needs truth values or integers, not float32"),
     (divides_by_zero, r"divides by 0"),
     (too_large, r"does not fit in 64 bits"),
-    (explodes, r"more than 4000 operations.*capture it"),
-    (too_deep, r"nested more than \d+ deep.*capture it"),
+    (explodes, r"more than 4000 operations.*capture them"),
+    (too_deep, r"nested more than \d+ deep.*capture them"),
     (without_end, r"calls itself without end"),
-    (text, r"'1' \(str\) is none"),
+    (text, r"'1' \(str\) is not a number"),
     (unknown_type, r"elements of type complex64. Use one of bool, int32"),
 ]
 
@@ -312,31 +309,34 @@ def causal(b, h, i, j):
 
 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "a score_mod that masks": ({"score_mod": lambda s, b, h, i, j: i > j}, r"gives a truth value.*mask_mod"),
-    "a mask_mod that scores": ({"mask_mod": lambda b, h, i, j: i - j}, r"gives a number \(int32\).*score_mod"),
-    "a mask_mod as score_mod": ({"score_mod": causal}, r"takes 4 arguments, and a score_mod takes 5: \(score, b, h"),
+    "a score_mod that masks": ({"score_mod": lambda s, b, h, i, j: i > j}, r"returns a truth value.*mask_mod"),
+    "a mask_mod that scores": ({"mask_mod": lambda b, h, i, j: i - j}, r"returns a number \(int32\).*score_mod"),
+    "a mask_mod as score_mod": ({"score_mod": causal}, r"takes 4 arguments, but a score_mod takes 5: \(score, b, h"),
     "a score_mod as mask_mod": (
         {"mask_mod": flex.mods.noop},
-        r"takes 5 arguments, and a mask_mod takes 4: \(b, h, q_idx",
+        r"takes 5 arguments, but a mask_mod takes 4: \(b, h, q_idx",
     ),
     "no arguments": ({"score_mod": lambda: 1}, r"takes 0 arguments"),
-    "no function": ({"score_mod": 7}, r"score_mod is 7, no function. Write def mod"),
-    "a class": ({"mask_mod": "causal"}, r"mask_mod is 'causal', no function"),
+    "no function": ({"score_mod": 7}, r"score_mod is 7, not a function. Write def mod"),
+    "a class": ({"mask_mod": "causal"}, r"mask_mod is 'causal', not a function"),
     "a missing capture": (
         {"score_mod": biased},
         r"reads the array 'bias', which is not among captures. Pass captures=",
     ),
-    "an unused capture": ({"captures": {"bias": BIAS}}, r"'bias', which no mod names.*def mod\(..., \*, bias\)"),
+    "an unused capture": (
+        {"captures": {"bias": BIAS}},
+        r"'bias', which is not a parameter of any mod.*def mod\(..., \*, bias\)",
+    ),
     "a capture that a mod does not name": (
         {"score_mod": biased, "captures": {"bias": BIAS, "biases": BIAS}},
-        r"'biases', which no mod names",
+        r"'biases', which is not a parameter of any mod",
     ),
     "a reserved name": (
         {"score_mod": lambda s, b, h, i, j, *, k: s + k[j], "captures": {"k": BIAS}},
         r"cannot be called 'k'.*Rename it",
     ),
-    "a name that is none": ({"captures": {"a b": BIAS}}, r"'a b', which no parameter of a mod can have"),
-    "a number as name": ({"captures": {3: BIAS}}, r"3, which no parameter of a mod can have"),
+    "a name that is none": ({"captures": {"a b": BIAS}}, r"'a b', which cannot be a parameter of a mod"),
+    "a number as name": ({"captures": {3: BIAS}}, r"3, which cannot be a parameter of a mod"),
     "text": (
         {"score_mod": biased, "captures": {"bias": np.array(["x"])}},
         r"'bias' has elements of type .*Use one of bool",
@@ -349,7 +349,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "uint64": ({"score_mod": biased, "captures": {"bias": BIAS.astype("u8")}}, r"'bias' has elements of type uint64"),
     "too few dimensions": (
         {"score_mod": biased, "captures": {"bias": BIAS[0]}},
-        r"'bias' has 1 dimension, and is read by more",
+        r"'bias' has 1 dimension, but is read by 2 indices",
     ),
     "captures that are none": ({"score_mod": biased, "captures": BIAS}, r"captures is a ndarray.*\{'name': array\}"),
     "too small": (
@@ -405,20 +405,20 @@ def ones(*shape: int, dtype: str = "f") -> np.ndarray:
 
 
 ARRAYS: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
-    "rank": ((Q[0], Q, Q), {}, r"q has the shape \[2, 5, 8\]: make it \[batch, heads, length, head size\]"),
-    "types": ((Q, Q.astype("f2"), Q), {}, r"q is float32, k is float16, v is float32: give them one type"),
+    "rank": ((Q[0], Q, Q), {}, r"q has the shape \[2, 5, 8\]. Make it \[batch, heads, length, head size\]"),
+    "types": ((Q, Q.astype("f2"), Q), {}, r"q is float32, k is float16, v is float32. Give them one element type"),
     "integers": ((Q.astype(int),) * 3, {}, r"q, k and v are int64. Use one of float32"),
-    "lists": (([1.0], Q, Q), {}, r"q is a list, no array"),
+    "lists": (([1.0], Q, Q), {}, r"q is a list, not an array"),
     "head sizes": ((Q, Q[..., :7], Q), {}, r"the head size of q is 8 and that of k is 7"),
     "keys": ((Q, Q, Q[:, :, :4]), {}, r"k has 5 keys and v has 4"),
     "heads of k and v": ((Q, Q, Q[:, :1]), {"enable_gqa": True}, r"k has 2 heads and v has 1"),
     "batches": ((ones(2, 2, 5, 8), ones(3, 2, 5, 8), ones(3, 2, 5, 8)), {}, r"q has 2 batches and k has 3"),
     "batches of k and v": ((Q, ones(1, 2, 5, 8), ones(2, 2, 5, 8)), {}, r"k has 1 batches and v has 2"),
-    "shared heads": ((Q, Q[:, :1], Q[:, :1]), {}, r"q has 2 heads and k has 1: pass enable_gqa=True"),
+    "shared heads": ((Q, Q[:, :1], Q[:, :1]), {}, r"q has 2 heads and k has 1. Pass enable_gqa=True"),
     "heads that do not divide": (
         (ones(1, 3, 5, 8), Q, Q),
         {"enable_gqa": True},
-        r"the 3 heads of q do not divide into the 2 of k and v",
+        r"the 3 heads of q are not a multiple of the 2 heads of k and v",
     ),
 }
 

@@ -218,9 +218,9 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda: flex.show(flex.masks.causal, Q_LEN=3), "give Q_LEN and KV_LEN"),
-        (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3, head=1), "head 1 is not shown: the mask has 1"),
-        (lambda: flex.show(flex.masks.causal, B=2, Q_LEN=3, KV_LEN=3, batch=-1), "batch -1 is not shown"),
+        (lambda: flex.show(flex.masks.causal, Q_LEN=3), "Give Q_LEN and KV_LEN"),
+        (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3, head=1), "head 1 cannot be shown: the mask has 1"),
+        (lambda: flex.show(flex.masks.causal, B=2, Q_LEN=3, KV_LEN=3, batch=-1), "batch -1 cannot be shown"),
         (lambda: flex.show(flex.create_block_mask(flex.masks.causal, 1, 1, 3, 3), H=1), "has its own"),
         (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3).save("mask.docx"), "one of the endings"),
         (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3).save("mask"), "one of the endings"),

@@ -107,22 +107,22 @@ def test_sources_of_models_without_inputs_and_of_every_type(artifact: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code"),
     [
-        (["--name", "2nd"], "'2nd' is no name of a package: letters, digits and - between. Give one: --name."),
-        (["--name", "a/../b"], "'a/../b' is no name of a package"),
-        (["--name", "json"], "'json' would hide another module"),
-        (["--name", "model", "--version", "1.x"], "'1.x' is no version: write numbers with dots between"),
-        (["--name", "model", "--runtime", "wheels"], "--runtime is for C++ applications"),
+        (["--name", "2nd"], "package.name_invalid"),
+        (["--name", "a/../b"], "package.name_invalid"),
+        (["--name", "json"], "package.name_reserved"),
+        (["--name", "model", "--version", "1.x"], "package.version_invalid"),
+        (["--name", "model", "--runtime", "wheels"], "argument.conflicting_options"),
     ],
 )
 def test_what_is_refused(
-    options: list[str], message: str, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], code: str, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["package", "--wheel", str(artifact), "--to", str(tmp_path / "dist"), *options]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {message}") and not os.listdir(tmp_path)
+    assert capsys.readouterr().err.startswith(f"error[{code}]: ") and not os.listdir(tmp_path)
 
 
 def test_a_name_without_a_wheel(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["package", str(artifact), "--to", str(tmp_path / "app"), "--name", "model"]) == 1
-    assert "--name and --version are of a --wheel" in capsys.readouterr().err and not os.listdir(tmp_path)
+    assert "[argument.option_requires_other]" in capsys.readouterr().err and not os.listdir(tmp_path)

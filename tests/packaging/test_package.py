@@ -145,16 +145,16 @@ def test_the_same_artifact_makes_the_same_files(artifact: Path, tmp_path: Path) 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert main(["package", *map(str, arguments)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
+    assert said.startswith("error[") and said.count("\n") == 1
     return said
 
 
 def test_places_that_hold_something(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "main.cc").write_text("int main() {}")
-    assert "is there and not empty: name a new folder" in refused(capsys, artifact, "--to", tmp_path / "app")
+    assert "[argument.folder_not_empty]" in refused(capsys, artifact, "--to", tmp_path / "app")
     assert (tmp_path / "app" / "main.cc").read_text() == "int main() {}"
-    assert "is there and not empty" in refused(capsys, artifact, "--to", artifact)
+    assert "[argument.folder_not_empty]" in refused(capsys, artifact, "--to", artifact)
     for name in ("app/main.cc/new", "app/main.cc/new.tar.gz"):
         assert "cannot be written: File exists" in refused(capsys, artifact, "--to", tmp_path / name)
     assert os.listdir(tmp_path) == ["app"]
@@ -191,10 +191,12 @@ def test_artifacts_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixt
     out, app = tmp_path / "out", tmp_path / "app"
     compile_to(out, made(), "cpu:aarch64")
     said = refused(capsys, out, "--to", app)
-    assert "the artifact is for aarch64 and the runtime libraries installed here are for x86_64" in said
+    assert "the artifact is for aarch64, but the runtime libraries installed here are for x86_64" in said
     assert "--platform manylinux_2_28_aarch64 apache-tvm==" in said and "--runtime FOLDER." in said
     said = refused(capsys, out, "--to", app, "--runtime", tmp_path)
-    assert f"is not in '{tmp_path}'. Get its libraries: pip" in said and "manylinux_2_28_aarch64 apache-tvm==" in said
+    assert (
+        f"is not in '{tmp_path}'. Install its libraries: pip" in said and "manylinux_2_28_aarch64 apache-tvm==" in said
+    )
     assert os.listdir(tmp_path) == ["out"]
     wheels = wheels_of(183, tmp_path / "wheels")
     app.mkdir()

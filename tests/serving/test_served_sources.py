@@ -219,8 +219,8 @@ def mask_by_distance(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (read_elsewhere, "'join' .Add. reads what is computed of 'encoder_hidden_states' alone, and is not attention"),
-        (mask_by_distance, "reads keys .* of a source, and does not see all that count"),
+        (read_elsewhere, "'join' .Add. reads values computed from 'encoder_hidden_states' only, but is not attention"),
+        (mask_by_distance, "reads keys .* of a source, but does not attend to all of its rows"),
     ],
 )
 def test_decoders_that_are_refused(change: Callable[[onnx.ModelProto], None], text: str) -> None:

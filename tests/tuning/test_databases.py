@@ -151,7 +151,7 @@ def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path
         }
     assert sum(file.stat().st_size for file in new.rglob("*.*")) < 20_000
     assert main([*command, str(new.parent)]) == 1
-    assert "is not empty" in capsys.readouterr().err
+    assert "[argument.folder_not_empty]" in capsys.readouterr().err
 
 
 def test_defaults_of_other_days_are_not_packed(
@@ -179,18 +179,18 @@ def test_rank_correlation() -> None:
 
 
 @pytest.mark.parametrize(
-    "line, words",
+    "line, code",
     [
-        ("show missing", "holds no database"),
-        ("merge missing -o out", "holds no database"),
-        ("merge missing", "needs --output"),
-        ("plot missing", "needs --output"),
-        ("show a b", "takes one database"),
+        ("show missing", "database.folder_missing"),
+        ("merge missing -o out", "database.folder_missing"),
+        ("merge missing", "argument.option_missing"),
+        ("plot missing", "argument.option_missing"),
+        ("show a b", "argument.database_count_mismatch"),
     ],
 )
 def test_what_does_not_go(
-    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["db", *line.split()]) == 1
-    assert words in capsys.readouterr().err
+    assert f"error[{code}]: " in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tmp_path / "batch"
     lowering.tune(attention(), tmp_path / "database", "cuda:sm_80", trials=1, export=batch)
     done = measured(batch, "sm_90a")
-    assert done.returncode != 0 and "of architecture sm_80 and the one here is sm_90" in done.stderr
+    assert done.returncode != 0 and "of architecture sm_80, but the GPU here is sm_90" in done.stderr
     assert read_results(batch) is None
     wrong = read_batch(batch).tasks[0]
     shutil.copy(batch / wrong.name / "default.so", batch / wrong.name / "0.so")

@@ -42,7 +42,7 @@ def measuring(seconds: float | None, path: Path) -> local.TrialFuture:
     """What MetaSchedule is given for a measurement that ends in seconds, or without a device."""
     done: Future[Measurement] = Future()
     if seconds is None:
-        done.set_exception(InputError("No device is left."))
+        done.set_exception(InputError("fleet.no_device_left", "No device is left."))
     else:
         done.set_result(Measurement(1.0, (seconds,), 0.0))
     return local.TrialFuture(path, done, 1.0)

@@ -52,7 +52,7 @@ def evaluate(
             return np.asarray(args[0] / args[1] if floating else np.trunc(args[0] / args[1]), dtype)
         function = _FUNCTIONS.get(node.op.rpartition(".")[2])
         if function is None:
-            raise NotImplementedError(f"no NumPy for {node.op}")
+            raise NotImplementedError(f"{node.op} has no NumPy counterpart")
         return np.asarray(function(*args), dtype)
 
     with np.errstate(all="ignore"):

@@ -56,4 +56,4 @@ def _read(value: ir.Expr, leaves: Mapping[tirx.Var, Expr], tables: Mapping[tirx.
     if isinstance(value, ir.Call) and isinstance(value.op, ir.Op) and not value.ty_args:
         name = "select" if value.op.name == IF_THEN_ELSE else value.op.name
         return Expr(name, dtype, tuple(map(read, value.args)))
-    raise ValueError(f"{type(value).__name__} is part of no expression")
+    raise ValueError(f"{type(value).__name__} is not part of an expression")
