@@ -43,7 +43,7 @@ class Traced:
         if size > MAX_OPERATIONS:
             raise InputError(
                 "flex.expression_too_large",
-                f"the expression has more than {MAX_OPERATIONS} operations, as reused values count again. {_CAPTURE_VALUES}",
+                f"the expression has more than {MAX_OPERATIONS} operations; reused ones count again. {_CAPTURE_VALUES}",
             )
         if depth > MAX_NESTING:
             raise InputError(
