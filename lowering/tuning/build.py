@@ -12,6 +12,7 @@ import schedules
 from ..compiling.build import build
 from ..compiling.objects import KernelCompiler
 from ..passes.alignment import assume_alignment
+from ..passes.compile_state import CompileState
 from ..passes.guard_divisions import guard_divisions
 from ..target import Target
 from .choices import read_choice
@@ -54,5 +55,5 @@ def compile_library(func: tirx.PrimFunc, target: Target) -> bytes:
     """Return the bytes of a library."""
     module = tvm.IRModule({MAIN: func.with_attr("global_symbol", MAIN)})
     with target.tvm:
-        module = assume_alignment(guard_divisions(module), 16 if target.architecture else 1)
+        module = assume_alignment(CompileState(guard_divisions(module), target)).module
     return build(module, target, KernelCompiler(target, use_cache=False))  # few candidates recur

@@ -37,7 +37,7 @@ def lower_grouped_matmul(
     """
     require_numbers(node, x)
     if widen_dtype(x.dtype) != "float32":
-        raise node.error(f"rows are {x.dtype}.", "Use float32, float16 or bfloat16.")
+        raise node.error("node.dtype_unsupported", f"rows are {x.dtype}.", "Use float32, float16 or bfloat16.")
     count = number(node, "dimension 0 of the weights", weights.shape[0])
     matrices, depth, columns = _concatenate_experts(node, weights, scales, zero_points, np.dtype(x.dtype))
     rows = unify_sizes(node, "the number of rows", x.shape[0], experts.shape[0])
@@ -69,7 +69,7 @@ def _concatenate_experts(
         return node.quantized(matrix.transpose((1, 0))), depth, columns
     array = weights.constant
     if array is None:
-        raise node.error("the weights are computed at run time.", "Make them initializers.")
+        raise node.error("node.constant_required", "the weights are computed at run time.", "Make them initializers.")
     if node.attr("transB", 0):
         array = array.transpose(0, 2, 1)
     count, depth, columns = array.shape

@@ -70,7 +70,8 @@ def served_causal_conv(
     state_length, channels = window.reach(0) - 1, number(node, "the number of channels", weight.shape[0])
     if states.rank != 4 or states.dtype != x.dtype or x.dtype not in FLOATS or state_length < 1:
         raise node.error(
-            f"input states is {states.dtype} of rank {states.rank}, for {state_length} places of {x.dtype}.",
+            "node.tensor_type_unsupported",
+            f"input states is {states.dtype} of rank {states.rank}, for {state_length} columns of {x.dtype}.",
             f"Make it [slots, layers, k - 1, C] in the input's type, one of {', '.join(FLOATS)}, for k of 2 or more.",
         )
     x = x if has_channels_last else channels_last(node, x)

@@ -42,6 +42,7 @@ def served_linear_attention(
     shape = (*states.shape[:2], kv_heads, record.head_dim, record.v_head_dim)
     if states.rank != 5 or states.dtype not in FLOATS:
         raise node.error(
+            "node.tensor_type_unsupported",
             f"input states is {states.dtype} of rank {states.rank}.",
             "Make it floats [slots, layers, kv_num_heads, D, Dv].",
         )
