@@ -87,7 +87,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", VARIATIONS)
+@pytest.mark.parametrize("case", VARIATIONS)
 def test_each_variation_has_a_kernel_of_its_own(case: str) -> None:
     usual = {"score_mod": biased, "captures": {"bias": np.ones((3, 5), "f")}}
     attend(**usual)

@@ -95,7 +95,7 @@ def test_attention_with_a_score_mod(name: str) -> None:
     np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (4, 3), (6, 200), (32, 9)])
+@pytest.mark.parametrize(("buckets", "limit"), [(32, 128), (4, 3), (6, 200), (32, 9)])
 def test_every_distance_has_the_bucket_of_t5(buckets: int, limit: int) -> None:
     """Exact powers among them, which a rounded logarithm can put a bucket too low."""
     numbers = np.arange(buckets, dtype=np.float64)[None]
@@ -191,7 +191,7 @@ def test_new_pages_need_no_new_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("call", "pattern"),
     [
         (lambda: masks.pages([[0, 0]], [8], 4, 2), "page 0 twice"),
         (lambda: masks.pages([[0, 5]], [8], 4, 5), "page 5, of 5"),

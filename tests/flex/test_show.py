@@ -216,7 +216,7 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("call", "pattern"),
     [
         (lambda: flex.show(flex.masks.causal, Q_LEN=3), "give Q_LEN and KV_LEN"),
         (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3, head=1), "head 1 is not shown: the mask has 1"),

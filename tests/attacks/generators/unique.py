@@ -15,7 +15,7 @@ def unique(d: Draw, op: str) -> Attack:
     attributes = {"sorted": in_order} | ({} if axis is None else {"axis": axis})
 
     def feed() -> Arrays:
-        return [(abs(d.array("int32", d.shape(rank, most=400))) % 3).astype(dtype)]
+        return [(abs(d.array("int32", d.shape(rank, limit=400))) % 3).astype(dtype)]
 
     def rule(x: np.ndarray) -> Answer:
         along = None if axis is None else axis_of(axis, x.ndim)
