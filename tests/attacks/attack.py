@@ -1,4 +1,4 @@
-"""What an attack is: one node, the arrays of each of its calls, and the rule that says what must come of it.
+"""Attacks: one node, the arrays of each of its calls, and the rule that gives the expected outcome.
 
 A generator is registered for each operator by `@attacks(names)`. Files of generators lie in `generators/`.
 """
@@ -19,7 +19,7 @@ import lowering.graph.schemas  # noqa: F401  (the operators of onnxruntime)
 from .draw import Draw
 
 Arrays = list[np.ndarray | None]
-# What a rule returns: the outputs, or None for those of the reference evaluator.
+# The result of a rule: the outputs, or None for those of the reference evaluator.
 Answer = Sequence[np.ndarray] | None
 
 # More elements than fit into the memory of an attack, and more than one takes time for.
@@ -32,7 +32,7 @@ class Illegal(Exception):
 
 
 class Unspecified(Exception):
-    """The standard leaves open what comes of it: any answer or error will do, but nothing may break."""
+    """The standard leaves the outcome open: any answer or error will do, but nothing may break."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Attack:
 
     `feed` draws the arrays of one call, of the same ranks and types each time; None is a hole. `rule` is asked with
     them. Inputs in `parameters` are more often constants of the model than others, those in `fixed` always. The axes
-    (input, axis) in `numbers` are rarely symbolic: the project wants numbers there. `close` is the relative tolerance
-    beside that of the output's type. `results` are element types and ranks of the outputs, where onnx infers none.
+    (input, axis) in `numbers` are rarely symbolic: the compiler wants numbers there. `close` is a relative tolerance,
+    next to that of the output's type. `results` are element types and ranks of the outputs, where onnx infers none.
     `domain_opset` is the version of a domain other than ai.onnx.
     """
 
@@ -80,14 +80,14 @@ def require(condition: Any, why: str) -> None:
         raise Illegal(why)
 
 
-def axis_of(axis: int, rank: int, what: str = "axis") -> int:
-    """The axis counted from the front."""
+def normalize_axis(axis: int, rank: int, what: str = "axis") -> int:
+    """Return the axis counted from the front."""
     require(-rank <= axis < rank, f"{what} {axis} of rank {rank}")
     return axis + rank if axis < 0 else axis
 
 
-def bounded(dims: Sequence[int]) -> None:
-    """Requires that a tensor of these dimensions can exist."""
+def check_elements(dims: Sequence[int]) -> None:
+    """Require that a tensor of these dimensions can exist."""
     require(all(d >= 0 for d in dims), f"negative size in {list(dims)}")
     elements = int(np.prod(dims, dtype=object))
     require(elements < TOO_MANY, f"{list(dims)} is too large")
@@ -95,7 +95,7 @@ def bounded(dims: Sequence[int]) -> None:
         raise Unspecified(f"{list(dims)} may or may not be too large")
 
 
-def broadcast_of(*shapes: Sequence[int]) -> tuple[int, ...]:
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*map(tuple, shapes))
     except ValueError:
@@ -116,22 +116,24 @@ class Case:
     calls: list[Arrays]
 
     def feeds(self, arrays: Arrays) -> dict[str, np.ndarray]:
-        """By name, what the model takes."""
+        """Return the arrays that the model takes, by name."""
         return {self.names[k]: a for k, a in enumerate(arrays) if k in self.declared and a is not None}
 
     def __str__(self) -> str:
-        parts = []
+        descriptions = []
         for k, array in enumerate(self.calls[0]):
             if array is None:
-                parts.append("-")
+                descriptions.append("-")
                 continue
             dims = ", ".join(map(str, self.declared.get(k, ())))
-            parts.append(f"x{k}: {array.dtype}[{dims}]" if k in self.declared else f"constant x{k} = {told(array)}")
-        return f"{self.attack.op}-{self.attack.opset}({', '.join(parts)}) {self.attack.attributes}"
+            descriptions.append(
+                f"x{k}: {array.dtype}[{dims}]" if k in self.declared else f"constant x{k} = {describe_array(array)}"
+            )
+        return f"{self.attack.op}-{self.attack.opset}({', '.join(descriptions)}) {self.attack.attributes}"
 
 
-def told(array: np.ndarray | None) -> str:
-    """In words: its type, its shape and, of a small one, its elements."""
+def describe_array(array: np.ndarray | None) -> str:
+    """Return the type and the shape of an array as text, and the elements of a small one."""
     if array is None:
         return "-"
     numbers = array.ravel().tolist() if array.size <= 12 else "..."
@@ -139,7 +141,7 @@ def told(array: np.ndarray | None) -> str:
 
 
 def make_case(draw: Draw, attack: Attack, calls: int) -> Case:
-    """The model in one of its forms: sizes fixed or symbolic, arrays as inputs or constants."""
+    """Draw a form of the model: sizes static or symbolic, arrays as inputs or constants."""
     first = attack.feed()
     symbolic = draw.pick((0.0, 1.0, 1.0, 0.5))
     shared, constants = draw.chance(0.4), draw.pick((0.0, 0.0, 0.0, 0.3, 1.0))
@@ -153,8 +155,8 @@ def make_case(draw: Draw, attack: Attack, calls: int) -> Case:
             continue
         declared[k] = []
         for axis, size in enumerate(array.shape):
-            wanted = (k, axis) in attack.numbers or (k, axis - array.ndim) in attack.numbers or size == 1
-            named = draw.chance(symbolic) and (not wanted or draw.chance(0.08))
+            is_static = (k, axis) in attack.numbers or (k, axis - array.ndim) in attack.numbers or size == 1
+            named = draw.chance(symbolic) and (not is_static or draw.chance(0.08))
             declared[k].append((f"d{size}" if shared else f"d{k}_{axis}") if named else size)
     more = [attack.feed() for _ in range(calls - 1)] if symbolic and declared else []
     for arrays in more:  # constants stay what they are
@@ -163,7 +165,7 @@ def make_case(draw: Draw, attack: Attack, calls: int) -> Case:
 
 
 def contradiction(case: Case, arrays: Arrays) -> str | None:
-    """Where the arrays are not those that the model declares."""
+    """Return how the arrays differ from those that the model declares, or None."""
     sizes: dict[str, int] = {}
     for k, dims in case.declared.items():
         array = arrays[k]
@@ -199,7 +201,7 @@ def _model(attack: Attack, names: list[str], declared: dict[int, list[int | str]
 
 
 def _declare_outputs(model: onnx.ModelProto, attack: Attack) -> None:
-    """Types as the attack says or ONNX infers them, else of the first input; sizes stay open."""
+    """Declare the types that the attack gives or ONNX infers, else of the first input; sizes stay open."""
     inferred: Sequence[onnx.ValueInfoProto] = []
     if attack.attributes.get("batch_dims", 0) >= 0:  # else onnx reads foreign memory, and crashes
         with suppress(Exception):  # an illegal model
@@ -220,7 +222,7 @@ def _declare_outputs(model: onnx.ModelProto, attack: Attack) -> None:
 
 
 def declare_as(model: onnx.ModelProto, answer: Sequence[np.ndarray]) -> None:
-    """Declares the outputs with the types and ranks of an answer."""
+    """Declare the outputs with the types and ranks of an answer."""
     for output, array in zip(model.graph.output, answer):
         _declare(output, helper.np_dtype_to_tensor_dtype(array.dtype), array.ndim)
 

@@ -17,8 +17,10 @@ def name_of(domain: str, op: str) -> str:
 def campaign(
     operators: Sequence[tuple[str, str]], cases: int, calls: int, first_seed: int = 0, processes: int = 2
 ) -> Iterator[Outcome]:
-    """The outcomes of attacks with seeds from `first_seed` on, one on each operator in turn, until there are so many
-    as `cases`. An attack makes up to `calls` calls of one compiled model."""
+    """Yield `cases` outcomes of attacks on each operator in turn, with seeds from `first_seed` on.
+
+    An attack makes up to `calls` calls of one compiled model.
+    """
     seen = 0
 
     def plan() -> Iterable[tuple[str, str, int, int]]:
@@ -43,12 +45,12 @@ def tabulated(outcomes: Iterable[Outcome]) -> Table:
 
 
 def text(table: Table) -> str:
-    """Operators by how their calls ended; findings in columns behind the rest."""
+    """Return operators by how their calls ended; columns of findings come last."""
     return table_text(table, (*FINE, *FINDINGS))
 
 
 def table_text(table: Table, columns: Sequence[str]) -> str:
-    """Rows by name, and their sums, in the columns that are not empty."""
+    """Return rows by name, and their totals, in the columns that are not empty."""
     kinds = [k for k in columns if any(row[k] for row in table.values())]
     width = max(map(len, table), default=0)
     lines = ["  ".join([" " * width, *kinds])]

@@ -1,6 +1,6 @@
 """One attack, in a process of its own: drawn, compiled, called on guarded memory, judged.
 
-Every step is told on a descriptor as a line of JSON before it begins, so that a death can be laid to its step.
+Every step is reported on a descriptor as a line of JSON before it begins, so that a death is assigned to its step.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from lowering.compiling import compiler, pipeline
 from lowering.runtime import library, tensors
 
 from . import generators, plants
-from .attack import Case, declare_as, make_case, told
+from .attack import Case, declare_as, describe_array, make_case
 from .draw import Draw
 from .guard import Guard
-from .oracle import NoOracleError, Verdict, difference, unclear, verdict
+from .oracle import NoOracleError, Verdict, difference, judge_call, unclear
 
-# Bytes that an attack may allocate beside the arena.
+# Bytes that an attack may allocate next to the arena.
 MEMORY = 3 << 30
 # TVM's allocator that gives each tensor memory of its own, and the constant of vm_initialization for it.
 _NAIVE = 1
-# Of these bytes floats are NaN, or larger than all others; integers are -1 or enormous.
+# Floats of these bytes are NaN, or larger than all others; integers are -1 or enormous.
 _PATTERNS = (0xFF, 0x7F)
 
 Tell = Callable[..., None]
 
 
 def attack(domain: str, op: str, seed: int, calls: int, folder: Path, report: int, plant: str | None = None) -> None:
-    """Tells, for each call, how it ended: `kind` and `detail` (pool.py lists the kinds). `plant` names a fault that is
-    to be found (plants.py)."""
+    """Report for each call how it ended: `kind` and `detail` (pool.py lists the kinds).
+
+    `plant` names a fault that the attack must find (plants.py).
+    """
 
     def tell(**fields: Any) -> None:
         os.write(report, json.dumps(fields).encode() + b"\n")
@@ -54,40 +56,45 @@ def _attack(domain: str, op: str, seed: int, calls: int, folder: Path, report: i
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     case = make_case(draw, generators.generator(domain, op)(draw, op), calls)
     tell(step="judge", what=str(case))
-    verdicts = [_judged(case, k, tell) for k in range(len(case.calls))]
+    verdicts = [_judge_call(case, k, tell) for k in range(len(case.calls))]
     answered = next((v.answer for v in verdicts if v.answer is not None), None)
     if answered is not None:
         declare_as(case.model, answered)
     tell(step="compile", what=str(case))
     planned = draw.chance(0.3)
     try:
-        with _exactly(planned):
+        with _allocate_exactly(planned):
             compiler.compile_to(folder / "module", case.model, threads=draw.pick((1, 1, 2)))
     except Exception as error:
         # One outcome for all calls: an error is due only if none of them is legal.
-        wanted = next((v for v in verdicts if v.legal), verdicts[0])
-        tell(**_refusal(error, wanted, case, "compile"), call=verdicts.index(wanted))
+        verdict = next((v for v in verdicts if v.legal), verdicts[0])
+        tell(**_classify_error(error, verdict, case, "compile"), call=verdicts.index(verdict))
         _check_agrees(case, error, tell)
         return
     with mock.patch.object(library, "_POOLED", _NAIVE), guard.watching():
         model = lowering.load(folder / "module")
         _guard_weights(model)
-        for k, wanted in enumerate(verdicts):
-            tell(step="run", call=k, what=f"{case} on {', '.join(map(told, case.calls[k]))}", reason=wanted.reason)
-            tell(**_called(guard, model, case, k, wanted), call=k)
+        for k, verdict in enumerate(verdicts):
+            tell(
+                step="run",
+                call=k,
+                what=f"{case} on {', '.join(map(describe_array, case.calls[k]))}",
+                reason=verdict.reason,
+            )
+            tell(**_call_model(guard, model, case, k, verdict), call=k)
 
 
-def _judged(case: Case, k: int, tell: Tell) -> Verdict:
+def _judge_call(case: Case, k: int, tell: Tell) -> Verdict:
     try:
-        return verdict(case, case.calls[k])
+        return judge_call(case, case.calls[k])
     except NoOracleError as error:
         tell(kind="no oracle", detail=str(error), call=k)
         return Verdict(None, reason="no oracle")
 
 
 @contextmanager
-def _exactly(planned: bool) -> Iterator[None]:
-    """Storage is asked for byte by byte, and unless it is planned each tensor has its own."""
+def _allocate_exactly(planned: bool) -> Iterator[None]:
+    """Allocate exact sizes, and unless memory is planned, each tensor for itself."""
     with mock.patch.object(pipeline, "size_classes", lambda mod: mod):
         if planned:
             yield
@@ -97,35 +104,35 @@ def _exactly(planned: bool) -> Iterator[None]:
 
 
 def _guard_weights(model: Any) -> None:
-    """Copies the weights out of their file, where they lie side by side."""
+    """Copy the weights out of their file, where they are adjacent."""
     weights = model._weights
     if weights.argument:
         copies = [tensors.copy_tensor(tensor) for tensor in weights.argument[0]]
         weights.argument = (library.tvm_ffi.convert(copies),)
 
 
-def _called(guard: Guard, model: Any, case: Case, k: int, wanted: Verdict) -> dict[str, Any]:
+def _call_model(guard: Guard, model: Any, case: Case, k: int, verdict: Verdict) -> dict[str, Any]:
     feeds = {name: guard.array(a, f"input {name}") for name, a in case.feeds(case.calls[k]).items()}
     try:
         results = model.run(feeds)
     except Exception as error:
-        return _refusal(error, wanted, case, "run")
+        return _classify_error(error, verdict, case, "run")
     damage = guard.damage()
     if damage is not None:
         return {"kind": "outside", "detail": damage}
-    for name, given in case.feeds(case.calls[k]).items():
-        if feeds[name].tobytes() != given.tobytes():
+    for name, original in case.feeds(case.calls[k]).items():
+        if feeds[name].tobytes() != original.tobytes():
             return {"kind": "outside", "detail": f"input {name} was written to"}
-    if wanted.legal is None:
-        return {"kind": "unspecified", "detail": wanted.reason}
-    if wanted.answer is None:
+    if verdict.legal is None:
+        return {"kind": "unspecified", "detail": verdict.reason}
+    if verdict.answer is None:
         shapes = ", ".join(f"{np.shape(r)}" for r in results.values())
-        return {"kind": "accepted", "detail": f"{wanted.reason}: no error, but outputs {shapes}"}
-    wrong = difference([np.asarray(results[o.name]) for o in model.outputs], wanted.answer, case.attack.close)
+        return {"kind": "accepted", "detail": f"{verdict.reason}: no error, but outputs {shapes}"}
+    wrong = difference([np.asarray(results[o.name]) for o in model.outputs], verdict.answer, case.attack.close)
     return {"kind": "wrong", "detail": wrong} if wrong else {"kind": "right", "detail": ""}
 
 
-def _refusal(error: Exception, wanted: Verdict, case: Case, step: str) -> dict[str, Any]:
+def _classify_error(error: Exception, verdict: Verdict, case: Case, step: str) -> dict[str, Any]:
     message = str(error)
     if not isinstance(error, lowering.LoweringError):
         first = next((line for line in message.splitlines() if line.strip()), "")
@@ -134,17 +141,17 @@ def _refusal(error: Exception, wanted: Verdict, case: Case, step: str) -> dict[s
     complaint = unclear(message, [f".{case.attack.op}-", *(f"'{n}'" for n in (*case.names, *outputs) if n)])
     if complaint:
         return {"kind": "unclear", "detail": f"at {step}: {complaint}: {message[:400]}"}
-    if wanted.legal:
-        return {"kind": "limitation" if wanted.may_refuse(error) else "refused", "detail": f"at {step}: {message}"}
+    if verdict.legal:
+        return {"kind": "limitation" if verdict.may_refuse(error) else "refused", "detail": f"at {step}: {message}"}
     return {"kind": f"refused at {step}", "detail": message}
 
 
 def _check_agrees(case: Case, error: Exception, tell: Tell) -> None:
-    """What cannot be compiled must not pass `check`."""
+    """Report a model that passes `check` and cannot be compiled."""
     try:
         if lowering.check(case.model).ok and isinstance(error, lowering.LoweringError):
             tell(kind="check says ok", detail=f"but: {str(error)[:300]}", call=0)
     except lowering.LoweringError:
         pass
-    except Exception as other:
-        tell(kind="raw", detail=f"at check: {type(other).__name__}: {str(other)[:300]}", call=0)
+    except Exception as failure:
+        tell(kind="raw", detail=f"at check: {type(failure).__name__}: {str(failure)[:300]}", call=0)

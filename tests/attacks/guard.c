@@ -2,11 +2,11 @@
  *
  * Blocks lie in one arena of inaccessible pages, each alone on pages of its own with GAP bytes of nothing around. A block
  * ends exactly at its last page (side 1) or begins exactly at its first (side 0), whatever alignment was asked for:
- * kernels for the CPU take any. What is left of the pages on the other side holds a pattern that must still be there when
- * the block is freed or `guard_damage` is asked. Fresh memory holds another pattern, in which floats are NaN or enormous.
+ * kernels for the CPU take any. The rest of the pages on the other side contains a pattern that must still be there when
+ * the block is freed or `guard_damage` is asked. Fresh memory contains another pattern, with floats NaN or enormous.
  * Freed blocks become inaccessible for good: an arena serves one attack.
  *
- * While `guard_watch(1)` holds, posix_memalign gives such blocks, which is where TVM's CPU device takes tensors from, and
+* While `guard_watch(1)` is on, posix_memalign gives such blocks, which is where TVM's CPU device takes tensors from, and
  * so do the workspaces of kernels. A fault ends the process with FAULT, after a line on the descriptor that
  * `guard_start` was told.
  */
@@ -57,7 +57,7 @@ static void fault(int signal, siginfo_t* info, void* context) {
         else if (at < b->begin)
             length = snprintf(line, sizeof line, "%s %zu bytes before %s (%zu bytes)\n", what, b->begin - at, b->label, b->size);
         else
-            length = snprintf(line, sizeof line, "%s %zu bytes behind the end of %s (%zu bytes)\n", what,
+            length = snprintf(line, sizeof line, "%s %zu bytes after the end of %s (%zu bytes)\n", what,
                               at - b->begin - b->size, b->label, b->size);
     }
     if (!length) length = snprintf(line, sizeof line, "%s at %p, where there is nothing (signal %d)\n", what, info->si_addr, signal);

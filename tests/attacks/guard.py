@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-# A process that ends with this code has told of a foreign access on the report's descriptor.
+# A process that ends with this code has reported a foreign access on the report's descriptor.
 FAULT = 97
 # Address space for all blocks of one attack.
 ARENA = 2 << 30
 
 
 def build(folder: Path) -> Path:
-    """The library to preload."""
+    """Build the library to preload."""
     library = folder / "guard.so"
     source = Path(__file__).with_name("guard.c")
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl", "-pthread"], check=True)
@@ -25,8 +25,10 @@ def build(folder: Path) -> Path:
 
 
 class Guard:
-    """The guard of this process, in which the library was preloaded. One side of each block is exact: its end or its
-    begin. Fresh memory holds the byte `pattern`."""
+    """The guard of this process, in which the library was preloaded.
+
+    One side of each block is exact: its end or its begin. Fresh memory is filled with the byte `pattern`.
+    """
 
     def __init__(self, at_end: bool, pattern: int, report: int) -> None:
         self._library = ctypes.CDLL(None)
@@ -35,7 +37,7 @@ class Guard:
             raise MemoryError("no address space for the guard's arena")
 
     def array(self, values: np.ndarray, label: str) -> np.ndarray:
-        """A copy in a block of its own."""
+        """Return a copy in a block of its own."""
         address = self._library.guard_new(ctypes.c_size_t(values.nbytes), label.encode())
         if not address:
             raise MemoryError("the guard's arena is full")
@@ -46,7 +48,7 @@ class Guard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, tensors of the runtime lie in guarded blocks."""
+        """Place tensors of the runtime in guarded blocks."""
         self._library.guard_watch(1)
         try:
             yield
@@ -54,6 +56,6 @@ class Guard:
             self._library.guard_watch(0)
 
     def damage(self) -> str | None:
-        """What was written around a block, if anything."""
+        """Return a line about a write around a block, or None."""
         line = ctypes.create_string_buffer(160)
         return line.value.decode().strip() if self._library.guard_damage(line, len(line)) else None

@@ -1,4 +1,4 @@
-"""What must come of a call: the answer, or an error. And whether that is what came.
+"""The expected outcome of a call, an answer or an error, and its comparison with the actual one.
 
 The answer is that of onnx's reference evaluator, unless the rule of the attack gives one itself; each rule that does
 says why.
@@ -18,10 +18,10 @@ from lowering.errors import LoweringError
 
 from .attack import Arrays, Case, Illegal, Unspecified, contradiction
 
-# Relative; for sums that cancel relative to the largest element.
+# Relative; where additions cancel, relative to the largest element.
 _TOLERANCE = {"float16": 6e-3, "bfloat16": 5e-2, "float32": 5e-5, "float64": 1e-9}
 
-# Words of the compiler and of Python, which users do not know.
+# Terms of the compiler and of Python, which users do not know.
 _FOREIGN = re.compile(
     r"\b((?<!apache-)tvm\w*|relax|tirx?|tvm_ffi|match_cast|heap_data|shape_heap|InternalError|Traceback|RuntimeError|ValueError"
     r"|TypeError|IndexError|KeyError|AttributeError|AssertionError|NoneType|PrimFunc|PrimExpr|IntImm|Check failed"
@@ -31,7 +31,7 @@ _FOREIGN = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = 700
-# Names and contents of the user's, which may be of any words.
+# Names and contents of the user's, which may be any text.
 _QUOTED = re.compile(r"(?<!\w)'[^'\n]*'|\"[^\"\n]*\"")
 
 
@@ -58,8 +58,10 @@ _LIMITATION_TEXTS = re.compile(r"dimension of X is d\w+\. |computed at run time"
 
 @dataclass(frozen=True)
 class Verdict:
-    """answer is None where an error must follow (legal is False) or anything may (legal is None). stretched tells that
-    a symbolic size would have to be 1 beside another one, which a compiled module may refuse."""
+    """answer is None where an error must follow (legal is False) or anything may (legal is None).
+
+    stretched: a symbolic size would have to be 1 next to another one, which a compiled module may reject.
+    """
 
     legal: bool | None
     answer: Sequence[np.ndarray] | None = None
@@ -75,7 +77,7 @@ class NoOracleError(Exception):
     """The rule allows what the reference cannot evaluate: a fault of the attack itself."""
 
 
-def verdict(case: Case, arrays: Arrays) -> Verdict:
+def judge_call(case: Case, arrays: Arrays) -> Verdict:
     other = contradiction(case, arrays)
     if other:
         return Verdict(False, reason=other)
@@ -86,16 +88,16 @@ def verdict(case: Case, arrays: Arrays) -> Verdict:
         return Verdict(False, reason=_one_line(error))
     except Unspecified as error:
         return Verdict(None, reason=_one_line(error))
-    answer = _evaluated(case.model, case.feeds(arrays)) if answer is None else answer
-    return Verdict(True, answer, stretched=_stretched(case, arrays))
+    answer = _evaluate_reference(case.model, case.feeds(arrays)) if answer is None else answer
+    return Verdict(True, answer, stretched=_is_stretched(case, arrays))
 
 
-def _stretched(case: Case, arrays: Arrays) -> bool:
-    """Whether a symbolic size is 1 where another input has more, counted from the last dimension."""
+def _is_stretched(case: Case, arrays: Arrays) -> bool:
+    """Return whether a symbolic size is 1 where another input has more, counted from the last dimension."""
     sizes: dict[int, set[int]] = {}
     for array in arrays:
-        for place, size in enumerate(reversed(() if array is None else array.shape)):
-            sizes.setdefault(place, set()).add(size)
+        for position, size in enumerate(reversed(() if array is None else array.shape)):
+            sizes.setdefault(position, set()).add(size)
     return any(
         isinstance(dim, str) and array.shape[axis] == 1 and sizes[array.ndim - 1 - axis] != {1}
         for k, array in enumerate(arrays)
@@ -108,7 +110,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _evaluated(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+def _evaluate_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     try:
         with np.errstate(all="ignore"):
             return [np.asarray(r) for r in ReferenceEvaluator(model).run(None, feeds)]
@@ -117,7 +119,7 @@ def _evaluated(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.
 
 
 def difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], close: float) -> str | None:
-    """How the outputs differ from the answer, None if they do not."""
+    """Return how the outputs differ from the answer, None if they do not."""
     for k, (a, e) in enumerate(zip(actual, expected, strict=True)):
         e = np.asarray(e)
         if a.dtype != e.dtype:
@@ -139,23 +141,23 @@ def _wrong(a: np.ndarray, e: np.ndarray, close: float) -> np.ndarray:
     with np.errstate(all="ignore"):
         a, e = a.astype(np.float64), e.astype(np.float64)
         finite = np.abs(e[np.isfinite(e)])
-        # Cancellation is relative to the largest element, as long as it is no outlier.
+        # Cancellation is relative to the largest element, as long as it is not an outlier.
         largest = min(float(finite.max()), 1e3) if finite.size else 0.0
         same = np.abs(a - e) <= tolerance * (np.abs(e) + largest)
         return np.asarray(~(same | (a == e) | (np.isnan(a) & np.isnan(e))))
 
 
-def foreign_words(message: str) -> str | None:
-    """The first words of the compiler's or of Python's in the text of an error."""
-    found = _FOREIGN.search(_QUOTED.sub("''", message))
-    return found.group() if found else None
+def find_foreign_terms(message: str) -> str | None:
+    """Return the first term of the compiler's or of Python's in the text of an error."""
+    match = _FOREIGN.search(_QUOTED.sub("''", message))
+    return match.group() if match else None
 
 
 def unclear(message: str, names: Sequence[str]) -> str | None:
-    """What is wrong with the words of an error; it must name one of `names`."""
-    words = foreign_words(message)
-    if words:
-        return f"says '{words}'"
+    """Return the fault of the text of an error, or None; it must name one of `names`."""
+    terms = find_foreign_terms(message)
+    if terms:
+        return f"says '{terms}'"
     if len(message) > _LONGEST:
         return f"has {len(message)} characters"
     if not any(n in message for n in names) and "more memory than there is" not in message:  # which is of no node alone

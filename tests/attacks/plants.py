@@ -26,7 +26,7 @@ _SCRATCH = 4096
 
 
 def _kernel(statements: Callable[..., None]) -> Callable[[Node, Value], Value]:
-    """A lowering by a kernel over the flat data: statements(n, x, out, scratch), behind a right Relu."""
+    """Return a lowering by a kernel over the flat data: statements(n, x, out, scratch), after a correct Relu."""
 
     def lowered(node: Node, data: Value) -> Value:
         flat = reshape_to(node, data, (prod(data.shape),))
@@ -45,12 +45,12 @@ def _kernel(statements: Callable[..., None]) -> Callable[[Node, Value], Value]:
     return lowered
 
 
-def _write(place: Callable[[Any], Any]) -> Callable[..., None]:
-    return lambda n, x, out, scratch: T.buffer_store(out, x[0], [place(n)])
+def _write(index: Callable[[Any], Any]) -> Callable[..., None]:
+    return lambda n, x, out, scratch: T.buffer_store(out, x[0], [index(n)])
 
 
-def _read(place: Callable[[Any], Any]) -> Callable[..., None]:
-    return lambda n, x, out, scratch: T.buffer_store(out, x[place(n)], [0])
+def _read(index: Callable[[Any], Any]) -> Callable[..., None]:
+    return lambda n, x, out, scratch: T.buffer_store(out, x[index(n)], [0])
 
 
 def _into_scratch(n: Any, x: Any, out: Any, scratch: Any) -> None:
@@ -63,7 +63,7 @@ def _into_input(n: Any, x: Any, out: Any, scratch: Any) -> None:
 
 
 def _forgotten(node: Node, data: Value) -> Value:
-    """Writes no element."""
+    """Lower to a kernel that writes no element."""
     (result,) = emit_loops(node, "planted", lambda x, out: T.evaluate(0), [data], [(data.shape, data.dtype)])
     return result
 
@@ -72,37 +72,39 @@ def _wrong(n: Any, x: Any, out: Any, scratch: Any) -> None:
     T.buffer_store(out, out[n - 1] + tirx.const(1, x.dtype), [n - 1])
 
 
-def _fails(error: BaseException) -> Callable[..., Any]:
+def _make_failing(error: BaseException) -> Callable[..., Any]:
     def raising(*_: Any, **__: Any) -> Any:
         raise error
 
     return raising
 
 
-def _refused(node: Node, data: Value) -> Value:
+def _reject_relu(node: Node, data: Value) -> Value:
     raise node.error("input x is odd.")
 
 
-def _for_relu(lowered: Callable[..., Any]) -> AbstractContextManager[Any]:
+def _patch_relu(lowered: Callable[..., Any]) -> AbstractContextManager[Any]:
     return mock.patch.dict(lowering.ops._REGISTRY, {("", "Relu"): {1: lowered}})
 
 
-# By name: what plants it, and the kind of finding that must follow.
+# By name: the function that plants the fault, and the kind of finding that must follow.
 PLANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
-    "write behind the end": (lambda: _for_relu(_kernel(_write(lambda n: n))), "outside"),
-    "write before the begin": (lambda: _for_relu(_kernel(_write(lambda n: n - n - 1))), "outside"),
-    "write far away": (lambda: _for_relu(_kernel(_write(lambda n: n + (1 << 40)))), "outside"),
-    "write into an input": (lambda: _for_relu(_kernel(_into_input)), "outside"),
-    "write behind a workspace": (lambda: _for_relu(_kernel(_into_scratch)), "outside"),
-    "read behind the end": (lambda: _for_relu(_kernel(_read(lambda n: n + 4096))), "outside"),
-    "forgotten elements": (lambda: _for_relu(_forgotten), "wrong"),
-    "wrong answer": (lambda: _for_relu(_kernel(_wrong)), "wrong"),
-    "refusal of what is legal": (lambda: _for_relu(_refused), "refused"),
-    "words of the compiler": (
-        lambda: mock.patch.object(Model, "run", _fails(InputError("run.kernel_failed", "Check failed: tvm::PrimExpr"))),
+    "write after the end": (lambda: _patch_relu(_kernel(_write(lambda n: n))), "outside"),
+    "write before the begin": (lambda: _patch_relu(_kernel(_write(lambda n: n - n - 1))), "outside"),
+    "write far away": (lambda: _patch_relu(_kernel(_write(lambda n: n + (1 << 40)))), "outside"),
+    "write into an input": (lambda: _patch_relu(_kernel(_into_input)), "outside"),
+    "write after a workspace": (lambda: _patch_relu(_kernel(_into_scratch)), "outside"),
+    "read after the end": (lambda: _patch_relu(_kernel(_read(lambda n: n + 4096))), "outside"),
+    "forgotten elements": (lambda: _patch_relu(_forgotten), "wrong"),
+    "wrong answer": (lambda: _patch_relu(_kernel(_wrong)), "wrong"),
+    "refusal of what is legal": (lambda: _patch_relu(_reject_relu), "refused"),
+    "terms of the compiler": (
+        lambda: mock.patch.object(
+            Model, "run", _make_failing(InputError("run.kernel_failed", "Check failed: tvm::PrimExpr"))
+        ),
         "unclear",
     ),
-    "raw exception": (lambda: mock.patch.object(Model, "run", _fails(KeyError("x0"))), "raw"),
+    "raw exception": (lambda: mock.patch.object(Model, "run", _make_failing(KeyError("x0"))), "raw"),
     "death": (lambda: mock.patch.object(Model, "run", lambda *_: os.abort()), "crash"),
     "endless call": (lambda: mock.patch.object(Model, "run", lambda *_: time.sleep(60)), "hang"),
     "enormous memory": (lambda: mock.patch.object(Model, "run", lambda *_: np.zeros(1 << 33)), "raw"),

@@ -1,4 +1,4 @@
-"""Attacks from outside: zygotes that carry them out, and what became of each call."""
+"""Attacks from outside: zygotes that carry them out, and the outcome of each call."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Zygote:
     def attack(
         self, domain: str, op: str, seed: int, calls: int = 1, plant: str | None = None, seconds: float = _SECONDS
     ) -> list[Outcome]:
-        """How each call ended, or was prevented; after `seconds` the attack is over."""
+        """Return how each call ended, or was prevented; after `seconds` the attack is over."""
         request = {"domain": domain, "op": op, "seed": seed, "calls": calls, "plant": plant, "seconds": seconds}
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
@@ -110,7 +110,7 @@ class Zygote:
 
 
 def outcomes(domain: str, op: str, seed: int, told: str, ended: int, late: bool) -> list[Outcome]:
-    """The outcomes of an attack from what its process told and how it ended."""
+    """Return the outcomes of an attack from the report of its process and how it ended."""
     step: dict[str, Any] = {"step": "draw", "what": ""}
     result: list[Outcome] = []
 
@@ -143,15 +143,15 @@ def outcomes(domain: str, op: str, seed: int, told: str, ended: int, late: bool)
 
 
 def attack_all(attacks: Iterable[tuple[str, str, int, int]], processes: int) -> Iterator[list[Outcome]]:
-    """The outcomes of attacks (domain, op, seed, calls), as they come; no more attacks are taken than are under way."""
+    """Yield the outcomes of attacks (domain, op, seed, calls) as they come, with at most `processes` under way."""
     rest = iter(attacks)
     with ExitStack() as stack, ThreadPoolExecutor(processes) as threads:
         zygotes = [stack.enter_context(Zygote()) for _ in range(processes)]
         running: dict[Future[list[Outcome]], Zygote] = {}
         while zygotes or running:
-            while zygotes and (one := next(rest, None)):
+            while zygotes and (attack := next(rest, None)):
                 zygote = zygotes.pop()
-                running[threads.submit(zygote.attack, *one)] = zygote
+                running[threads.submit(zygote.attack, *attack)] = zygote
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:

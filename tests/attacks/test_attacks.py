@@ -1,6 +1,6 @@
 """Random attacks on every operator: the right answer or a clear error, and no access to foreign memory.
 
-A failing attack is told with what repeats it: `python -m tests.attacks OPERATOR --seed N`.
+A failing attack is reported with the command that repeats it: `python -m tests.attacks OPERATOR --seed N`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .pool import FINDINGS, Zygote
 
 CALLS = 3
 
-# What campaigns have found, which stays fixed.
+# Findings of campaigns that are fixed.
 FOUND = [
     ("", "Cast", 97000013),
     ("", "ConstantOfShape", 96000026),
@@ -52,12 +52,12 @@ OF_SEQUENCES = {
     )
 }  # fmt: skip
 
-# Of strings alone, which are no arrays of numbers (tests/ops/test_strings.py).
+# Operators of strings, which are not arrays of numbers (tests/ops/test_strings.py).
 OF_STRINGS = {("", op) for op in ("RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit")}
 
 
 def test_every_operator_is_attacked() -> None:
-    """Those of our own domain come in no model; tests/serving/test_served_decoders.py attacks their tables."""
+    """Operators of the compiler's own domain come in no model; tests/serving/test_served_decoders.py attacks them."""
     assert set(GENERATORS) == {key for key in list_registered() if key[0] != OWN_DOMAIN} - OF_SEQUENCES - OF_STRINGS
 
 

@@ -1,4 +1,4 @@
-"""The parts of the fuzzers that need no atheris: mutations that keep the form, and notes of what was raised."""
+"""The parts of the fuzzers that need no atheris: mutations that keep the form, and notes of exceptions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_was_found_once(path: Path) -> None:
     importer.attempt(path.read_bytes())
 
 
-def test_notes_are_of_places(tmp_path: Path) -> None:
+def test_notes_name_locations(tmp_path: Path) -> None:
     def attempt(data: bytes) -> None:
         if data == b"odd":
             raise KeyError("x")

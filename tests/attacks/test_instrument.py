@@ -1,4 +1,4 @@
-"""The instrument finds what it is for: each planted fault is told as what it is, and what is right as right."""
+"""The instrument reports each planted fault by its kind, and a correct call as right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .pool import FINDINGS, Zygote
 
 
 def _attack_on_relu(zygote: Zygote) -> int:
-    """A seed whose one call has elements."""
+    """Return a seed whose one call has elements."""
     for seed in range(20):
         (outcome,) = zygote.attack("", "Relu", seed)
         if outcome.kind == "right" and "float32" in outcome.what and "[0" not in outcome.what:
@@ -25,9 +25,9 @@ def seed(zygote: Zygote) -> int:
 @pytest.mark.parametrize("plant", PLANTS)
 def test_plant_is_found(zygote: Zygote, seed: int, plant: str) -> None:
     outcomes = zygote.attack("", "Relu", seed, plant=plant, seconds=8)
-    found = [o for o in outcomes if o.kind in FINDINGS]
-    assert [o.kind for o in found] == [PLANTS[plant][1]], "\n".join(map(str, outcomes))
-    assert found[0].seed == seed
+    findings = [o for o in outcomes if o.kind in FINDINGS]
+    assert [o.kind for o in findings] == [PLANTS[plant][1]], "\n".join(map(str, outcomes))
+    assert findings[0].seed == seed
 
 
 def test_attacks_repeat(zygote: Zygote) -> None:

@@ -1,4 +1,4 @@
-"""Damaged models: each damage changes something, and ends are told as what they are."""
+"""Damaged models: each damage changes something, and each end is reported by its kind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ends(check: Callable[[object], Any], kind: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["artifact", "half"])
 def test_files_that_are_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a compile that was refused."""
+    """A compile that was rejected leaves a file."""
 
     def compile_to(folder: Any, path: Any) -> None:
         folder.with_name(name).mkdir()
@@ -64,7 +64,7 @@ def test_files_that_are_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(lowering, "check", refused)
     monkeypatch.setattr(trial.compiler, "compile_to", compile_to)
     kind, detail, _ = mutants.judged(b"", [], compiles=True)
-    assert kind == "left behind" and name in detail
+    assert kind == "leftover files" and name in detail
 
 
 @pytest.mark.parametrize("seed", range(len(DAMAGES)))

@@ -25,7 +25,7 @@ from . import child
 
 
 def warm() -> None:
-    """Compiles something, and runs nothing: threads would not survive the fork."""
+    """Compile a model, and run nothing: threads would not survive the fork."""
     kind = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n"])
     result = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "warm", [kind], [result])
@@ -34,7 +34,7 @@ def warm() -> None:
 
 
 def _attacked(request: dict[str, Any]) -> dict[str, Any]:
-    """What the child told, how it ended (exit code, or the negative number of the signal), and whether in time."""
+    """Return the child's report, how it ended (exit code, or the negative number of the signal), and whether late."""
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
         process = os.fork()
@@ -72,10 +72,10 @@ def read_until(descriptor: int, deadline: float) -> tuple[str, bool]:
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left)[0]:
             continue
-        piece = os.read(descriptor, 1 << 16)
-        if not piece:
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
             return data.decode(errors="replace"), False
-        data += piece
+        data += chunk
     return data.decode(errors="replace"), True
 
 

@@ -20,7 +20,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "flex"))
 
 import mod_cases
-from flex_reference import assert_close, naive, truth, visible
+from flex_reference import assert_close, compute_naive, compute_reference, compute_visible
 from mod_cases import Case
 
 import lowering
@@ -108,7 +108,7 @@ OWN = (
     Case("dilated", None, masks.dilated(21, 3)),
     Case("a tree", None, masks.tree, grown),
 )
-CASES = {case.name: case for case in (*mod_cases.SCORES, *mod_cases.MASKS, *mod_cases.BOTH, *OWN)}
+CASES = {case.name: case for case in (*mod_cases.SCORES, *mod_cases.MASKS, *mod_cases.COMBINATIONS, *OWN)}
 
 
 # -- one artifact, called at several lengths --------------------------------------------------------------------------
@@ -171,16 +171,16 @@ def check(name: str, kind: Kind, lengths: list[tuple[int, int]], arch: str) -> N
             model = lowering.compile(problem(case, kind, captures).to_onnx(), f"cuda:{arch}")
         given, mask = {"q": q, "k": k, "v": v, **captures}, case.mask
         if kind.blocks is not None:
-            states = states_of(visible(mask, shape, captures), kind.blocks)
+            states = states_of(compute_visible(mask, shape, captures), kind.blocks)
             if kind.by_hand:
                 states = rng.integers(0, 3, states.shape, np.int8)
                 mask = in_blocks(mask, states, kind.blocks)
             given[model.inputs[3].name] = states
-        seen = visible(mask, shape, captures)
+        seen = compute_visible(mask, shape, captures)
         unseen = ~seen.any(2).reshape(batch, kv_heads, -1, keys).any(2)
         k[unseen], v[unseen] = np.nan, np.inf
         results = model.run(given)
-        expected, plain = (f(q, k, v, case.score, mask, captures) for f in (truth, naive))
+        expected, plain = (f(q, k, v, case.score, mask, captures) for f in (compute_reference, compute_naive))
         single = case.single and kind.dtype == "float64"
         assert_close(results["y"], expected[0], plain[0], single=single)
         assert_close(results["lse"], expected[1], plain[1], "lse", 20, single)
@@ -251,8 +251,8 @@ def poisoned(arch: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     model = lowering.compile(problem(case, Kind(heads=(2, 2)), {}).to_onnx(), f"cuda:{arch}")
     y = model.run({"q": q, "k": k, "v": v})["y"]
     finite = [np.where(np.isfinite(x), x, x.dtype.type(0)) for x in (k, v)]
-    expected, _ = truth(q, *finite, case.score, case.mask)
-    seen = visible(case.mask, (1, 2, rows, keys))
+    expected, _ = compute_reference(q, *finite, case.score, case.mask)
+    seen = compute_visible(case.mask, (1, 2, rows, keys))
     return y, expected, seen[..., [20, 70, 90, 149]].any(-1)
 
 

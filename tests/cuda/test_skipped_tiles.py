@@ -18,7 +18,7 @@ from prefill_cases import formula, problem
 
 sys.path.append(str(Path(__file__).parents[1] / "flex"))
 
-from flex_reference import visible
+from flex_reference import compute_visible
 
 import lowering
 from lowering.flex import masks
@@ -89,7 +89,7 @@ def seen_tiles(dense: np.ndarray, rows: int, keys: int) -> int:
 
 def dense(name: str, rows: int) -> np.ndarray:
     masked = MASKS[name]
-    shown = visible(masked.mask, (1, HEADS, rows, KEYS), masked.captures)[0]
+    shown = compute_visible(masked.mask, (1, HEADS, rows, KEYS), masked.captures)[0]
     if masked.blocks is not None:
         shown = shown & SHOWN[0].repeat(128, 1).repeat(128, 2)[:, :rows, :KEYS]
     return shown

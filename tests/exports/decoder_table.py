@@ -1,8 +1,8 @@
 """Which decoders of ONNX Runtime's exporter get which of `static_cache` and `serve`, measured.
 
 `python tests/exports/mobius_models.py --all --folder F`, then `python tests/exports/decoder_table.py F` writes
-docs/decoders.md. Types whose graphs are the same but for their weights are measured once; F/measured_decoders keeps
-what was found, so that a run goes on where another stopped.
+docs/decoders.md. Types whose graphs are the same but for their weights are measured once; F/measured_decoders caches
+the results, so that a run goes on where another stopped.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ request.
 
 
 def is_decoder(path: Path) -> bool:
-    """Whether the graph reads what an earlier call of it has written."""
+    """Return whether the graph reads outputs of an earlier call."""
     graph = onnx.load(path, load_external_data=False).graph
     return any(value.name.startswith(("past_", "key_cache")) for value in graph.input)
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Errors by form, or the reason why there are none."""
+    """Return errors by form, or the reason why there are none."""
     import test_decoders as cases
 
     cases.FOLDER = path.parent
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for name, run in (("in place", cases.error_in_place), ("served", cases.error_served)):
         try:
-            found[name] = run(path.stem, None)
+            record[name] = run(path.stem, None)
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {one_line(error)}"
-    if isinstance(found["in place"], float):
+            record[name] = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(record["in place"], float):
         manifest = cases.compiled(path.stem).manifest
         assert manifest.decoder is not None
-        found["states"] = len(manifest.decoder.states)
-        found["caches"] = len(manifest.donated.keys() - manifest.decoder.states.keys())
-    return found
+        record["states"] = len(manifest.decoder.states)
+        record["caches"] = len(manifest.donated.keys() - manifest.decoder.states.keys())
+    return record
 
 
-def line(paths: list[Path], found: dict[str, Any]) -> str:
-    results = [found.get(key, found.get("failed")) for key in ("in place", "served")]
+def line(paths: list[Path], record: dict[str, Any]) -> str:
+    results = [record.get(key, record.get("failed")) for key in ("in place", "served")]
     cells = [f"{value:.1e}" if isinstance(value, float) else cell(str(value)) for value in results]
-    counts = [str(found.get(key, "-")) for key in ("caches", "states")]
+    counts = [str(record.get(key, "-")) for key in ("caches", "states")]
     return "| " + " | ".join([", ".join(path.stem for path in paths), *counts, *cells]) + " |"
 
 
 def page(rows: list[Row], total: int) -> str:
     count = sum(len(paths) for paths, _ in rows)
     right = [
-        sum(len(paths) for paths, found in rows if isinstance(found.get(key), float) and found[key] <= BAR)
+        sum(len(paths) for paths, record in rows if isinstance(record.get(key), float) and record[key] <= BAR)
         for key in ("in place", "served")
     ]
     text = f"Measured: {count} of {total} types, of which {right[0]} are right in place and {right[1]} served.\n\n"
@@ -82,16 +82,16 @@ def page(rows: list[Row], total: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--kept", action="store_true", help="write the page of what was measured before")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cached", action="store_true", help="write the page of what was measured before")
+    parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
+    if arguments.single:
         sys.path.append(str(Path(__file__).parents[1]))  # for `sampled`
-        print(json.dumps(measure(arguments.one)))
+        print(json.dumps(measure(arguments.single)))
         return
     rows: list[Row] = []
     decoders = list(filter(is_decoder, arguments.folder.glob("*.onnx")))
-    for row in measure_all(__file__, decoders, arguments.folder / "measured_decoders", not arguments.kept):
+    for row in measure_all(__file__, decoders, arguments.folder / "measured_decoders", not arguments.cached):
         rows.append(row)
         print(line(*row), flush=True)
     PAGE.write_text(page(rows, len(decoders)))

@@ -1,7 +1,7 @@
-"""Exports the models of models.py with torch.onnx, and keeps what PyTorch computes in float64 beside them.
+"""Export the models of models.py with torch.onnx, and save the float64 outputs of PyTorch next to them.
 
-A folder of an export holds model.onnx (weights in model.onnx.data) and one npz per shape setting: inputs by name, and
-outputs as `=name`. Narrow ones have half.json too: how far PyTorch itself is from that in half precision, by type,
+A folder of an export contains model.onnx (weights in model.onnx.data) and one npz per shape setting: inputs by name,
+and outputs as `=name`. Narrow ones have half.json too: how far PyTorch itself is from that in half precision, by type,
 relative to the range of the output. Nothing is downloaded.
 
 `python tests/exports/export.py [names] --folder F` makes exports by name (all by default) where they are missing, with
@@ -42,25 +42,25 @@ _HALF = ("bert", "gpt2", "llama", "qwen3", "mistral", "gemma2", "t5", "whisper",
 
 
 def exports() -> list[Export]:
-    """The whole table of docs/models.md."""
-    found = []
+    """Return the exports of docs/models.md."""
+    result = []
     for model in MODELS:
         for past in (False, True) if model.past else (False,):
-            found += [Export(model.name, past, opset) for opset in DYNAMO_OPSETS]
+            result += [Export(model.name, past, opset) for opset in DYNAMO_OPSETS]
             if model.name in _TRACED:
-                found.append(Export(model.name, past, TRACED_OPSET, traced=True))
+                result.append(Export(model.name, past, TRACED_OPSET, traced=True))
             if model.name in _HALF:
-                found.append(Export(model.name, past, DYNAMO_OPSETS[-1], half=True))
-    return found
+                result.append(Export(model.name, past, DYNAMO_OPSETS[-1], half=True))
+    return result
 
 
-# What is committed for tests without PyTorch: every form of mask and every exporter, at the first sizes, ...
+# Exports that are committed for tests without PyTorch: every form of mask and every exporter, at the first sizes, ...
 _EVERY_MASK = (
     "distilbert-traced17", "gemma2-past-dynamo23", "llama-past-dynamo23", "mistral-past-dynamo18",
     "modernbert-dynamo23", "t5-dynamo18", "whisper-past-dynamo23-f16",
 )  # fmt: skip
 
-# ... every gated decoder with its batch fixed at 1, as servers of one user export it: sizes are folded there, and nodes
+# ... every gated decoder with a static batch of 1, as servers of one user export it: sizes are folded there, and nodes
 # come in another order; and forms of which exporters leave out nodes that the others have.
 _FORMS = (
     "bloom-dynamo18-fixed", "flan-t5-dynamo23-batch1", "flan-t5-past-dynamo18-batch1", "gemma2-dynamo18-batch1",
@@ -71,7 +71,7 @@ _FORMS = (
 
 
 def samples() -> list[Export]:
-    """All that tests/exports/samples holds."""
+    """Return the exports of tests/exports/samples."""
     formed = [
         Export(model, past, opset, form=form)
         for model in BY_NAME
@@ -83,10 +83,10 @@ def samples() -> list[Export]:
 
 
 def make(export: Export, folder: Path, width: Width = "whole") -> Path:
-    """The folder of the export within `folder`; made where it is missing."""
-    made = folder / export.name
-    if made.is_dir():
-        return made
+    """Return the folder of the export within `folder`; export it where it is missing."""
+    target = folder / export.name
+    if target.is_dir():
+        return target
     partial = folder / f"{export.name}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -104,16 +104,18 @@ def make(export: Export, folder: Path, width: Width = "whole") -> Path:
         for k, call in enumerate(calls):
             results = wide(**_map(call, _tensor(torch.float64)))
             for name, half in narrow.items():
-                found = zip(half(**_map(call, _tensor(getattr(torch, name)))), results, strict=True)
-                errors[name] = max(errors[name], *(float((a - b).abs().max() / (b.max() - b.min())) for a, b in found))
-            kept = np.float32 if width == "tiny" or export.published else np.float64
-            outputs = {f"={name}": r.numpy().astype(kept) for name, r in zip(module.results(), results, strict=True)}
+                pairs = zip(half(**_map(call, _tensor(getattr(torch, name)))), results, strict=True)
+                errors[name] = max(errors[name], *(float((a - b).abs().max() / (b.max() - b.min())) for a, b in pairs))
+            output_type = np.float32 if width == "tiny" or export.published else np.float64
+            outputs = {
+                f"={name}": r.numpy().astype(output_type) for name, r in zip(module.results(), results, strict=True)
+            }
             save = np.savez if export.published else np.savez_compressed
             save(partial / f"{k}.npz", **dict(zip(names, _leaves(call), strict=True)), **outputs)
     if errors:
         (partial / HALF_ERRORS).write_text(json.dumps(errors))
-    partial.rename(made)
-    return made
+    partial.rename(target)
+    return target
 
 
 def _size(export: Export, width: Width) -> Size:
@@ -134,7 +136,7 @@ def _write(export: Export, module: Wrapper, call: dict[str, Any], path: Path) ->
 
 
 def _dims(module: Wrapper, export: Export) -> Any:
-    """The symbolic axes of each argument that the form leaves, None where it leaves none at all."""
+    """Return the symbolic axes of each argument that the form leaves, None where it leaves none at all."""
     if export.form == "fixed":
         return None
     hidden = {"batch"} if export.form == "batch1" else set()
@@ -150,11 +152,11 @@ def _rounded(call: dict[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def _tensor(dtype: torch.dtype | None = None) -> Callable[[np.ndarray], torch.Tensor]:
-    """Arrays as tensors, floats of that type."""
+    """Return a function from arrays to tensors, with floats of that type."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        made = torch.from_numpy(array)
-        return made.to(dtype) if made.is_floating_point() else made
+        values = torch.from_numpy(array)
+        return values.to(dtype) if values.is_floating_point() else values
 
     return tensor
 
@@ -164,15 +166,15 @@ def _map(call: dict[str, Any], function: Any) -> dict[str, Any]:
 
 
 def _leaves(call: Any) -> list[Any]:
-    """The arguments in the order of the graph's inputs: lists are spread."""
+    """Return the arguments in the order of the graph's inputs, with lists flattened."""
     values = call.values() if isinstance(call, dict) else call
     return [leaf for value in values for leaf in (value if isinstance(value, list) else [value])]
 
 
 def write_samples(folder: Path) -> None:
-    """The tiny exports, each one file without names of nodes and what else exporters note for people to read.
+    """Write the tiny exports, each as one file without names of nodes and metadata for readers.
 
-    Those that are there already stay as they are: remove one to make it again.
+    Existing ones stay as they are: remove one to export it again.
     """
     for export in samples():
         if (folder / export.name).is_dir():
@@ -196,19 +198,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--published", action="store_true", help="at the widths of published models, in every form")
     parser.add_argument("--narrow", action="store_true", help="few heads, for emulated GPUs")
     parser.add_argument("--samples", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.samples:
+    options = parser.parse_args(arguments)
+    if options.samples:
         write_samples(Path(__file__).parent / "samples")
         return
-    if given.folder is None:
+    if options.folder is None:
         parser.error("--folder says where the exports go.")
-    known = [*published(), *published_half()] if given.published else exports()
-    for name in given.names:
-        if not any(_is_named(export, name) for export in known):
-            parser.error(f"no export is called {name}; there are {', '.join(export.name for export in known)}.")
-    for export in known:
-        if not given.names or any(_is_named(export, name) for name in given.names):
-            print(make(export, given.folder, "narrow" if given.narrow else "whole"), flush=True)
+    candidates = [*published(), *published_half()] if options.published else exports()
+    for name in options.names:
+        if not any(_is_named(export, name) for export in candidates):
+            parser.error(f"no export is called {name}; there are {', '.join(export.name for export in candidates)}.")
+    for export in candidates:
+        if not options.names or any(_is_named(export, name) for name in options.names):
+            print(make(export, options.folder, "narrow" if options.narrow else "whole"), flush=True)
 
 
 def _is_named(export: Export, name: str) -> bool:

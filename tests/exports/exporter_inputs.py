@@ -71,10 +71,10 @@ class Inputs:
         feeds = {}
         for value in self.graph.input:
             dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-            make = next((made for pattern, made in MAKERS if re.fullmatch(pattern, value.name)), None)
+            maker = next((candidate for pattern, candidate in MAKERS if re.fullmatch(pattern, value.name)), None)
             shape = self.shapes[value.name]
-            if make is not None:
-                array = np.broadcast_to(make(self, value.name, shape), shape)
+            if maker is not None:
+                array = np.broadcast_to(maker(self, value.name, shape), shape)
             elif np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16":
                 array = self.rng.standard_normal(shape)
             else:
@@ -93,19 +93,19 @@ class Inputs:
 
 
 def _tokens(inputs: Inputs, name: str, shape: list[int]) -> np.ndarray:
-    """Ordinary tokens, but as many placeholders as there are rows of features."""
+    """Draw ordinary tokens, but as many placeholders as there are rows of features."""
     ids = inputs.rng.integers(FIRST_TOKEN, inputs.limit(name, VOCABULARY), shape)
-    places = ids.reshape(-1)
+    flat_ids = ids.reshape(-1)
     images = inputs.shapes.get("image_features", [0])[0]
     sounds = inputs.shapes.get("audio_features", [0])[0]
     # A graph that reads only sounds has the token of images for them.
     first, second = (images, sounds) if images else (sounds, 0)
-    places[:first], places[first : first + second] = IMAGE_TOKEN, SPEECH_TOKEN
+    flat_ids[:first], flat_ids[first : first + second] = IMAGE_TOKEN, SPEECH_TOKEN
     return ids
 
 
 def _mask(inputs: Inputs, name: str, shape: list[int]) -> np.ndarray:
-    """Hides one key of the last sequence: the oldest one of a cache, or else the last."""
+    """Hide one key of the last sequence: the oldest one of a cache, or else the last."""
     mask = np.ones(shape, np.int64)
     if inputs.setting == 0 and shape[-1] > 1:
         mask[-1, 0 if inputs.past else -1] = 0
@@ -117,7 +117,7 @@ def _positions(inputs: Inputs, name: str, shape: list[int]) -> np.ndarray:
 
 
 def _grid(inputs: Inputs, name: str, shape: list[int]) -> np.ndarray:
-    """Images of one frame of 4 by 4 patches."""
+    """Return the grid of images of one frame of 4 by 4 patches."""
     return np.array([1, 4, 4])
 
 
@@ -127,7 +127,7 @@ def _coordinates(inputs: Inputs, name: str, shape: list[int]) -> np.ndarray:
 
 
 def _lengths(inputs: Inputs, name: str, shape: list[int]) -> np.ndarray:
-    """The time of the last sequence is shorter."""
+    """Return lengths of which all but the first are shorter."""
     lengths = np.full(shape, inputs.shapes["audio_signal"][1])
     lengths[1:] -= 8
     return lengths

@@ -1,7 +1,7 @@
-"""Compiles every graph of ONNX Runtime's exporter, compares it with onnxruntime, and writes docs/exporter_models.md.
+"""Compile every graph of ONNX Runtime's exporter, compare it with onnxruntime, and write docs/exporter_models.md.
 
 `python tests/exports/mobius_models.py --all --folder F`, then `python tests/exports/exporter_table.py F`. Types whose
-graphs are the same but for their weights are measured once. F/measured keeps what was found, graph by graph, so that
+graphs are the same but for their weights are measured once. F/measured caches the result of each graph, so that
 a run goes on where another stopped; each graph is measured in a process of its own.
 """
 
@@ -63,7 +63,7 @@ def expected(path: Path, model: onnx.ModelProto, settings: list[Feeds]) -> tuple
 
 
 def settings_that_run(path: Path, model: onnx.ModelProto) -> tuple[list[Feeds], list[Feeds], dict[str, Any]]:
-    """Return inputs, expected outputs (none where nothing runs the model) and what is known of them.
+    """Return inputs, expected outputs (none where nothing runs the model) and a record about them.
 
     Some graphs run on a batch of one alone, and some on one token.
     """
@@ -82,68 +82,71 @@ def settings_that_run(path: Path, model: onnx.ModelProto) -> tuple[list[Feeds], 
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Return what became of a graph: "unrun" or "refused" hold reasons."""
+    """Return the record of a graph; "unrun" or "refused" are reasons."""
     from table import error
 
     import lowering
 
     model = onnx.load(path)
-    settings, outputs, found = settings_that_run(path, model)
-    found |= {"nodes": len(model.graph.node), "operators": len({node.op_type for node in model.graph.node})}
+    settings, outputs, record = settings_that_run(path, model)
+    record |= {"nodes": len(model.graph.node), "operators": len({node.op_type for node in model.graph.node})}
     start = time.process_time()
     try:
         module = lowering.compile(path)
-        found["compile_s"] = time.process_time() - start
+        record["compile_s"] = time.process_time() - start
         answers = [module.run({spec.name: feeds[spec.name] for spec in module.inputs}) for feeds in settings]
     except Exception as failure:
-        return {**found, "refused": f"{type(failure).__name__}: {one_line(failure)}"}
-    found["errors"] = [
-        max(error(answer[name], values) for name, values in wanted.items()) for answer, wanted in zip(answers, outputs)
+        return {**record, "refused": f"{type(failure).__name__}: {one_line(failure)}"}
+    record["errors"] = [
+        max(error(answer[name], values) for name, values in reference.items())
+        for answer, reference in zip(answers, outputs)
     ]
-    found["nan"] = any(bool(np.isnan(v).any()) for wanted in outputs for v in wanted.values() if v.dtype.kind == "f")
-    return found
+    record["nan"] = any(
+        bool(np.isnan(v).any()) for reference in outputs for v in reference.values() if v.dtype.kind == "f"
+    )
+    return record
 
 
-def verdict(found: dict[str, Any]) -> str:
-    if "unrun" in found:
+def verdict(record: dict[str, Any]) -> str:
+    if "unrun" in record:
         return "not run"
-    if "refused" in found or "failed" in found:
+    if "refused" in record or "failed" in record:
         return "refused"
-    return "right" if max(found["errors"]) <= BAR else "wrong"
+    return "right" if max(record["errors"]) <= BAR else "wrong"
 
 
-def reason(found: dict[str, Any]) -> str:
-    return next((str(found[key]) for key in ("unrun", "refused", "failed") if key in found), "")
+def reason(record: dict[str, Any]) -> str:
+    return next((str(record[key]) for key in ("unrun", "refused", "failed") if key in record), "")
 
 
 def page(rows: Sequence[Row], total: int) -> str:
-    """The whole page: graphs by verdict, a table of those that are compared, and what is not."""
+    """Return the page: graphs by verdict, a table of those that are compared, and the others."""
     counts = Counter(dict.fromkeys(("right", "wrong", "refused", "not run"), 0))
-    for paths, found in rows:
-        counts[verdict(found)] += len(paths)
+    for paths, record in rows:
+        counts[verdict(record)] += len(paths)
     types = {path.stem.split("@")[0] for paths, _ in rows for path in paths}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items())
     lines = [HEADER.format(types=len(types), graphs=counts.total(), total=total, different=len(rows), summary=summary)]
     lines.append("| graph | the same graph | nodes | operators | run by | sizes of 1 | right | error | compile CPU s |")
     lines.append("|" + "---|" * 9)
     compared = [row for row in rows if verdict(row[1]) in ("right", "wrong")]
-    for paths, found in sorted(compared, key=lambda row: row[0]):
+    for paths, record in sorted(compared, key=lambda row: row[0]):
         cells = [
             paths[0].stem,
             ", ".join(path.stem for path in paths[1:]),
-            found["nodes"],
-            found["operators"],
-            found["reference"],
-            found["sizes"],
-            "yes" if verdict(found) == "right" else "**no**",
-            f"{max(found['errors']):.1e}",
-            f"{found['compile_s']:.1f}",
+            record["nodes"],
+            record["operators"],
+            record["reference"],
+            record["sizes"],
+            "yes" if verdict(record) == "right" else "**no**",
+            f"{max(record['errors']):.1e}",
+            f"{record['compile_s']:.1f}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += ["", "## Refused or not run", "", "| graphs | what | reason |", "|---|---|---|"]
-    for paths, found in sorted(rows, key=lambda row: row[0]):
-        if (paths, found) not in compared:
-            cells = [", ".join(path.stem for path in paths), verdict(found), cell(reason(found))]
+    for paths, record in sorted(rows, key=lambda row: row[0]):
+        if (paths, record) not in compared:
+            cells = [", ".join(path.stem for path in paths), verdict(record), cell(reason(record))]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -152,19 +155,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("patterns", nargs="*", default=["*"], help="of the names of graphs; the page needs all")
-    parser.add_argument("--kept", action="store_true", help="write the page of what was measured before")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cached", action="store_true", help="write the page of what was measured before")
+    parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(measure(arguments.one)))
+    if arguments.single:
+        print(json.dumps(measure(arguments.single)))
         return
     rows: list[Row] = []
     chosen = {path for pattern in arguments.patterns for path in arguments.folder.glob(f"{pattern}.onnx")}
-    for paths, found in measure_all(__file__, chosen, arguments.folder / "measured", not arguments.kept):
-        rows.append((paths, found))
-        errors = ", ".join(f"{value:.1e}" for value in found.get("errors", ()))
+    for paths, record in measure_all(__file__, chosen, arguments.folder / "measured", not arguments.cached):
+        rows.append((paths, record))
+        errors = ", ".join(f"{value:.1e}" for value in record.get("errors", ()))
         count = f" (+{len(paths) - 1})" if len(paths) > 1 else ""
-        print(f"{verdict(found)}: {paths[0].stem}{count}: {errors} {reason(found)}", flush=True)
+        print(f"{verdict(record)}: {paths[0].stem}{count}: {errors} {reason(record)}", flush=True)
     if arguments.patterns == ["*"]:
         PAGE.write_text(page(rows, len(chosen)))
 

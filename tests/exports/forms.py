@@ -1,4 +1,4 @@
-"""Which exports there are, by name, and at which sizes each is run: records that need no PyTorch.
+"""The exports by name, and the sizes at which each is run: records that need no PyTorch.
 
 Symbols: B batch, S new tokens, P past tokens, E length of the encoder's states.
 """
@@ -41,7 +41,7 @@ _SETTINGS: dict[Width, tuple[Setting, ...]] = {
     "tiny": SETTINGS[:2],
 }
 
-# What a caller of the published widths asks for: (without past, with past).
+# Calls of models of the published widths: (without past, with past).
 _CALLS: dict[Kind, tuple[Setting, ...]] = {
     "encoder": (Setting(1, 128, 0, 0),),
     "decoder": (Setting(1, 256, 0, 0), Setting(1, 1, 512, 0)),
@@ -66,27 +66,27 @@ class Export:
 
     @property
     def name(self) -> str:
-        """Its parts by dashes: what is usual is left out."""
+        """Return the fields joined by dashes, without the default ones."""
         form = "" if self.form == "symbolic" and not self.published else self.form
-        parts = ("published" * self.published, self.model, "past" * self.past, f"{self.exporter}{self.opset}")
-        return "-".join(part for part in (*parts, "f16" * self.half, form) if part)
+        fields = ("published" * self.published, self.model, "past" * self.past, f"{self.exporter}{self.opset}")
+        return "-".join(field for field in (*fields, "f16" * self.half, form) if field)
 
     @property
     def exporter(self) -> str:
         return "traced" if self.traced else "dynamo"
 
     def settings(self, width: Width = "whole") -> tuple[Setting, ...]:
-        """The sizes at which it is compared with PyTorch, those that its form allows."""
+        """Return the sizes at which it is compared with PyTorch, those that its form allows."""
         if self.published:
             return (_CALLS[PUBLISHED[self.model].kind][self.past],)
         settings = SETTINGS[:1] if self.form == "fixed" else _SETTINGS[width]
         if self.form == "symbolic":
             return settings
-        alone = tuple(Setting(1, s.tokens, s.past, s.source) for s in settings)
-        return alone
+        single = tuple(Setting(1, s.tokens, s.past, s.source) for s in settings)
+        return single
 
     def seen(self) -> Setting:
-        """The sizes of the exporter's example: where they are symbolic any that differ, and none of them 1."""
+        """Return the sizes of the exporter's example; symbolic ones differ, and none is 1."""
         if self.form == "fixed":
             return self.settings()[0]
         return SETTINGS[0] if self.form == "symbolic" else Setting(1, *_sizes(SETTINGS[0]))
@@ -97,7 +97,7 @@ def _sizes(setting: Setting) -> tuple[int, int, int]:
 
 
 def published() -> list[Export]:
-    """Every model of `PUBLISHED` in every form, at both opsets, without past and with it."""
+    """Return every model of `PUBLISHED` in every form, at both opsets, without past and with it."""
     return [
         Export(model, past, opset, form=form, published=True)
         for model, about in PUBLISHED.items()
@@ -108,7 +108,7 @@ def published() -> list[Export]:
 
 
 def published_half() -> list[Export]:
-    """Of some of these models float16 ones, every size symbolic."""
+    """Return float16 exports of some of these models, with every size symbolic."""
     return [
         Export(model, past, DYNAMO_OPSETS[-1], half=True, published=True)
         for model in ("bert", "gpt2", "llama", "qwen3", "t5", "whisper", "vit")
@@ -116,12 +116,12 @@ def published_half() -> list[Export]:
     ]
 
 
-def found(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Name and model of every export in the folder, of all widths and in all forms, sorted by name."""
+def find_exports(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and model of every export in the folder, of all widths and in all forms, sorted by name."""
     for path in sorted(folder.glob("*/model.onnx")):
         if path.parent.suffix != PARTIAL:
             yield path.parent.name, path
 
 
 PARTIAL = ".partial"
-"""What the folder of an export is called while it is being written."""
+"""The suffix of the folder of an export while it is being written."""

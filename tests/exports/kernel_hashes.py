@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = ("cpu:x86-64-v3", "cpu:x86-64-v4", "cuda:sm_90a", "cuda:sm_80")
-LAST_PASS = "guard_divisions"  # the first pass behind those that change kernels
+LAST_PASS = "guard_divisions"  # the first pass after those that change kernels
 
 _FOLDER = Path(__file__).resolve().parent
 _TOKEN = re.compile(r'"[^"\n]*"|T\.[A-Za-z_.0-9]+|[A-Za-z_]\w*')
@@ -39,7 +39,7 @@ def kernel_hash(function: Any) -> str:
         token = match.group()
         return token if token.startswith("T.") else numbers.setdefault(token, f"name{len(numbers)}")
 
-    _, definition, body = function.script().partition("@T.prim_func")  # symbolic sizes before it have no fixed order
+    _, definition, body = function.script().partition("@T.prim_func")  # symbolic sizes before it come in any order
     return hashlib.sha256(_TOKEN.sub(number, definition + body).encode()).hexdigest()[:16]
 
 
@@ -78,8 +78,8 @@ def main() -> None:
     arguments = parser.parse_args()
     hashes: dict[str, list[str]] = {}
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        for found in pool.map(model_hashes, sample_models()):
-            hashes |= found
+        for entries in pool.map(model_hashes, sample_models()):
+            hashes |= entries
     arguments.file.write_text(json.dumps(hashes, indent=1))
     print(f"kernels: {sum(map(len, hashes.values()))} of {len(hashes)} models and targets")
     if arguments.against:

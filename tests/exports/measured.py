@@ -1,4 +1,4 @@
-"""Measures many graphs, each in a process of its own, and keeps what was found, so that a stopped run goes on."""
+"""Measure many graphs, each in a process of its own, and cache the results, so that a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TIMEOUT = 900  # seconds a graph
 
 
 def graph_key(path: Path) -> str:
-    """Return what graphs have in common that differ in their weights alone."""
+    """Return a key that is equal for graphs that differ only in their weights."""
     model = onnx.load(path)
-    found = hashlib.sha256()
-    for part in (*model.graph.node, *model.graph.input, *model.graph.output, *model.functions):
-        found.update(part.SerializeToString(deterministic=True))
+    digest = hashlib.sha256()
+    for message in (*model.graph.node, *model.graph.input, *model.graph.output, *model.functions):
+        digest.update(message.SerializeToString(deterministic=True))
     for weight in model.graph.initializer:
-        found.update(f"{weight.name} {weight.data_type} {list(weight.dims)}".encode())
+        digest.update(f"{weight.name} {weight.data_type} {list(weight.dims)}".encode())
         if weight.data_type in (onnx.TensorProto.INT64, onnx.TensorProto.INT32):
-            found.update(onnx.numpy_helper.to_array(weight).tobytes())
-    return found.hexdigest()[:16]
+            digest.update(onnx.numpy_helper.to_array(weight).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def alike(paths: Iterable[Path]) -> dict[str, list[Path]]:
@@ -42,9 +42,9 @@ Row = tuple[list[Path], dict[str, Any]]
 
 
 def measure_all(script: str, paths: Iterable[Path], records: Path, can_measure: bool = True) -> Iterator[Row]:
-    """Yield graphs that are alike, most of them first, and what was found of the first: kept in `records`, or new.
+    """Yield groups of equal graphs, the largest first, and the result of the first graph: from `records`, or new.
 
-    What is not kept is left out if nothing can be measured.
+    Results that are not cached are left out if nothing can be measured.
     """
     groups = alike(paths)
     for key in sorted(groups, key=lambda key: -len(groups[key])):
@@ -56,20 +56,24 @@ def measure_all(script: str, paths: Iterable[Path], records: Path, can_measure: 
 
 
 def _measured(script: str, path: Path, record: Path) -> dict[str, Any]:
-    """Return what `script --one path` prints last, as JSON; "failed" if it does not."""
+    """Return the last line that `script --single path` prints, as JSON; "failed" if it fails."""
     try:
-        done = subprocess.run([sys.executable, script, "--one", path], capture_output=True, text=True, timeout=TIMEOUT)
-        lines = done.stdout.splitlines()
-        found = json.loads(lines[-1]) if done.returncode == 0 and lines else {"failed": one_line(done.stderr[-300:])}
+        process = subprocess.run(
+            [sys.executable, script, "--single", path], capture_output=True, text=True, timeout=TIMEOUT
+        )
+        lines = process.stdout.splitlines()
+        result = (
+            json.loads(lines[-1]) if process.returncode == 0 and lines else {"failed": one_line(process.stderr[-300:])}
+        )
     except subprocess.TimeoutExpired:
-        found = {"failed": f"more than {TIMEOUT} s"}
+        result = {"failed": f"more than {TIMEOUT} s"}
     record.parent.mkdir(exist_ok=True)
-    record.write_text(json.dumps(found))
-    return found
+    record.write_text(json.dumps(result))
+    return result
 
 
 def cell(reason: str) -> str:
-    """Return what a table says of a reason: its first sentence, without bars and paths."""
+    """Return the text of a reason in a table: its first sentence, without bars and paths."""
     return re.sub(r"(Load model from )?(?<!\S)/\S+( failed:)? ?", "", reason.replace("|", "/").split(". ")[0])[:200]
 
 

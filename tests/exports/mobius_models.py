@@ -2,9 +2,9 @@
 
 `python tests/exports/mobius_models.py llama gemma3_text@cpu llama@static --folder F` writes F/llama.onnx and so on.
 A type of several graphs gives one file each: `whisper` is the decoder, `whisper@encoder` what it reads. After a last @
-stands the form: an execution provider of the exporter, "static" for caches of a fixed capacity, "int4" for weights in
-4 bits, or "wide" for four layers of width 768; such are written of the decoder only. Without names it writes what
-tests/exports/decoders and graphs keep, with --all every registered type, and then what is missing. Needs `pip install
+stands the form: an execution provider of the exporter, "static" for caches of a static capacity, "int4" for weights in
+4 bits, or "wide" for four layers of width 768; forms are written of the decoder only. Without names it writes the files
+of tests/exports/decoders and graphs, with --all every registered type, and then the missing ones. Needs `pip install
 mobius-onnx==0.1.0 onnx-shape-inference`, and PyTorch.
 """
 
@@ -25,14 +25,14 @@ CAPACITY = 48  # of static caches
 PROVIDERS = ("cpu", "cuda", "dml", "mlx", "onnx-standard", "openvino", "qnn", "trt-rtx", "webgpu")
 FORMS = (*PROVIDERS, "static", "int4", "wide")
 
-KEPT = (
+COMMITTED = (
     "bamba", "bart", "bloom", "deepseek_v3", "deepseek_v4", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gpt2", "gpt_oss", "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral",
     "phi3", "qwen3", "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "jamba", "whisper",
     "Eagle3DraftModel", "mllama", "qwen3_tts@code_predictor",
 )  # fmt: skip
 
-KEPT_GRAPHS = (  # of other models than decoders
+COMMITTED_GRAPHS = (  # of other models than decoders
     "bert", "vit", "llava@vision_encoder", "llava@embedding", "qwen2_vl@vision_encoder", "bart@encoder",
     "whisper@encoder", "segformer", "DiTTransformer2DModel", "fastconformer_rnnt@encoder",
 )  # fmt: skip
@@ -46,9 +46,9 @@ _QUANTIZED = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
 
 def build(name: str) -> ir.Model:
     """Return one graph by the name of its file."""
-    parts = name.split("@")
-    form = parts[-1] if parts[-1] in FORMS else ""
-    return package(parts[0], form)[name]
+    fields = name.split("@")
+    form = fields[-1] if fields[-1] in FORMS else ""
+    return package(fields[0], form)[name]
 
 
 def package(name: str, form: str = "") -> dict[str, ir.Model]:
@@ -70,19 +70,19 @@ def package(name: str, form: str = "") -> dict[str, ir.Model]:
         task(static_cache=True, max_seq_len=CAPACITY) if form == "static" else task(),  # type: ignore[call-arg]
         execution_provider=form if form in PROVIDERS else "default",
     )
-    main = next((part for part in _MAIN if part in built), next(iter(built)))
+    main = next((component for component in _MAIN if component in built), next(iter(built)))
     models = {}
-    for part, model in built.items():
-        if form and part != main:
+    for component, model in built.items():
+        if form and component != main:
             continue
         fill(model, name)
         common.ClearMetadataAndDocStringPass()(model)
-        models["@".join(filter(None, (name, "" if part == main else part, form)))] = model
+        models["@".join(filter(None, (name, "" if component == main else component, form)))] = model
     return models
 
 
 def fill(model: ir.Model, seed: str) -> None:
-    """Give random numbers to the weights, so that activations stay about 1."""
+    """Fill the weights with random numbers, so that activations stay about 1."""
     rng = np.random.default_rng(int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16))
     for value in model.graph.initializers.values():
         if value.const_value is not None or value.shape is None or value.name is None or value.dtype is None:
@@ -97,13 +97,13 @@ def fill(model: ir.Model, seed: str) -> None:
 
 
 def write_all(folder: Path, form: str) -> None:
-    """Write every registered type, and print what the exporter does not build, with its errors."""
+    """Write every registered type, and print the types that the exporter does not build, with its errors."""
     missing, count = {}, 0
     names = registered()
     for name in names:
         try:
             models = package(name, form)
-        except Exception as error:  # any: what is wrong there is not known here
+        except Exception as error:  # any: the exporter may fail in any way
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         for file, model in models.items():
@@ -136,8 +136,8 @@ def main() -> None:
     elif arguments.names:
         write(folder, arguments.names)
     else:
-        write(folder, KEPT)
-        write(arguments.folder or here / "graphs", KEPT_GRAPHS)
+        write(folder, COMMITTED)
+        write(arguments.folder or here / "graphs", COMMITTED_GRAPHS)
 
 
 if __name__ == "__main__":

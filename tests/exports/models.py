@@ -40,12 +40,12 @@ class Model:
 
     @property
     def past(self) -> bool:
-        """Whether the model has a form with past keys and values."""
+        """Return whether the model has a form with past keys and values."""
         return has_past(self.kind)
 
 
 def _common(size: Size) -> dict[str, Any]:
-    """The names that most configurations share."""
+    """Return the sizes that most configurations share."""
     return {
         "vocab_size": size.vocab,
         "hidden_size": size.hidden,
@@ -60,7 +60,7 @@ def _common(size: Size) -> dict[str, Any]:
 
 
 def _grouped(size: Size) -> dict[str, Any]:
-    """`_common`, for decoders whose key/value heads are fewer."""
+    """Return `_common` for decoders with fewer key/value heads."""
     head = {"head_dim": size.head} if size.head else {}
     return {**_common(size), "num_key_value_heads": size.kv_heads, **head}
 
@@ -115,7 +115,7 @@ def _gated_t5(size: Size) -> PretrainedConfig:
 
 
 def _two_stacks(size: Size) -> dict[str, Any]:
-    """The names of encoder-decoders that come from BART."""
+    """Return the sizes of encoder-decoders that come from BART."""
     return {
         "vocab_size": size.vocab,
         "d_model": size.hidden,
@@ -219,12 +219,12 @@ MODELS: tuple[Model, ...] = (
 )  # fmt: skip
 
 
-def _published_only(name: str, architecture: str, config: Callable[[Size], PretrainedConfig], **others: Any) -> Model:
+def _published_only(name: str, architecture: str, config: Callable[[Size], PretrainedConfig], **options: Any) -> Model:
     about = PUBLISHED[name]
-    return Model(name, about.kind, architecture, about.size, config, **others)
+    return Model(name, about.kind, architecture, about.size, config, **options)
 
 
-# Beside those of docs/models.md: relatives of them that write a gate or a pooling in another way.
+# Next to those of docs/models.md: relatives of them that write a gate or a pooling in another way.
 MORE_MODELS: tuple[Model, ...] = (
     _published_only("phi3", "Phi3ForCausalLM", lambda s: transformers.Phi3Config(**_grouped(s))),
     _published_only("flan-t5", "T5ForConditionalGeneration", _gated_t5, gain=0.5),

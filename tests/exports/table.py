@@ -1,7 +1,7 @@
-"""Compiles the exports, compares them with PyTorch in float64 at every shape setting, and writes docs/models.md.
+"""Compile the exports, compare them with PyTorch in float64 at every shape setting, and write docs/models.md.
 
-`python tests/exports/table.py [names] --folder F` (needs torch, transformers and onnxscript). F keeps the exported
-models and, beside each, what was measured: the page is written from all measurements there.
+`python tests/exports/table.py [names] --folder F` (needs torch, transformers and onnxscript). F stores the exported
+models and, next to each, its measurement: the page is written from all measurements there.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ PROMPT, STEPS = 3, 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one model. reason says why it does not compile or run, "" where it does; errors has one entry per
-    shape setting. Of the attentions, `attentions` are nodes after fusion and `unfused` softmaxes that are left; `masks`
-    have a mask, of which `formulas` never exist as tensors. slow are the kernels with arithmetic that no rule takes,
-    matmuls outside the rule for matmuls among them. steps is the error of 64 tokens read one by one into slot caches,
-    None for models without a growing cache.
+    """The results of one model. reason says why it does not compile or run, "" where it does.
+
+    errors has one entry per shape setting. `attentions` counts nodes after fusion, `unfused` softmaxes that are left,
+    `masks` the attentions with a mask, and `formulas` the masks that never exist as tensors. slow are the kernels with
+    arithmetic that no rule takes, matmuls outside the rule for matmuls among them. steps is the error of 64 tokens read
+    one by one into slot caches, None for models without a growing cache.
     """
 
     operators: dict[str, int]
@@ -56,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measurement(Outcome):
-    """What became of one export."""
+    """The results of one export."""
 
     name: str
     model: str
@@ -71,8 +72,8 @@ class Measurement(Outcome):
         return not (self.reason or self.slow) and all(error <= BAR[self.dtype] for error in errors)
 
 
-class Found:
-    """Counts what the compiler makes of attention, by way of its dumps."""
+class AttentionCounter:
+    """A counter of attentions in the dumps of the compiler."""
 
     def __init__(self) -> None:
         self.attentions = self.unfused = self.masks = self.formulas = 0
@@ -97,13 +98,13 @@ class Found:
 
 
 def measure(folder: Path, by_steps: bool = False) -> Outcome:
-    """Compiles the model in the folder and runs it at every setting there; by_steps: with slot caches too."""
+    """Compile the model in the folder and run it at every setting there; by_steps: with slot caches too."""
     path = folder / "model.onnx"
     operators = Counter(_operator(node) for node in onnx.load(path, load_external_data=False).graph.node)
-    found, slow, errors, steps, reason = Found(), [], [], None, ""
+    counter, slow, errors, steps, reason = AttentionCounter(), [], [], None, ""
     seconds, start = 0.0, time.process_time()
     try:
-        module = lowering.compile(path, dump=found)
+        module = lowering.compile(path, dump=counter)
         seconds = time.process_time() - start
         slow = [k.name for k in module.manifest.kernels if has_no_rule(k) and (k.kind == "matmul" or k.flops != "0")]
         for setting in sorted(folder.glob("*.npz")):
@@ -114,15 +115,15 @@ def measure(folder: Path, by_steps: bool = False) -> Outcome:
             steps = stepwise(path, module, load_setting(folder / "0.npz")[0])
     except lowering.LoweringError as failure:
         reason = str(failure).splitlines()[0]
-    except Exception as failure:  # such is no message for users, and must not end the table
+    except Exception as failure:  # it is not a message for users, and must not end the table
         reason = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1]}"
     return Outcome(
         dict(operators),
         seconds,
-        found.attentions,
-        found.unfused,
-        found.masks,
-        found.formulas,
+        counter.attentions,
+        counter.unfused,
+        counter.masks,
+        counter.formulas,
         slow,
         errors,
         steps,
@@ -131,12 +132,12 @@ def measure(folder: Path, by_steps: bool = False) -> Outcome:
 
 
 def stepwise(path: Path, module: lowering.Model, inputs: dict[str, np.ndarray]) -> float:
-    """64 tokens one by one into slot caches, behind a prompt of 3, against all of them at once."""
+    """Return the error of 64 tokens one by one into slot caches, after a prompt of 3, against all of them at once."""
     slots = lowering.compile(path, static_cache=PROMPT + STEPS)
     ids = next(spec.name for spec in slots.inputs if spec.name.endswith("input_ids"))
     own_mask = ids == "input_ids"  # else the attention mask is that of the encoder's states
-    ours = {ids, *slots.manifest.donated, *(["attention_mask"] if own_mask else [])}
-    fixed = {spec.name: inputs[spec.name] for spec in module.inputs if spec.name not in ours}
+    fed_inputs = {ids, *slots.manifest.donated, *(["attention_mask"] if own_mask else [])}
+    fixed = {spec.name: inputs[spec.name] for spec in module.inputs if spec.name not in fed_inputs}
     tokens = np.random.default_rng(1).integers(3, 100, (len(inputs[ids]), PROMPT + STEPS))
     feeds = {ids: tokens, "attention_mask": np.ones_like(tokens), **fixed}
     feeds |= {name: inputs[name][:, :, :0] for name in slots.manifest.donated}
@@ -148,15 +149,17 @@ def stepwise(path: Path, module: lowering.Model, inputs: dict[str, np.ndarray]) 
 
 
 def load_setting(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Inputs and expected outputs by name."""
+    """Return inputs and expected outputs by name."""
     with np.load(path) as arrays:
         inputs = {name: arrays[name] for name in arrays.files if not name.startswith("=")}
         return inputs, {name[1:]: arrays[name] for name in arrays.files if name.startswith("=")}
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference relative to the range of what is expected, or to its size where that is one number;
-    infinite for another shape or for NaN."""
+    """Return the largest difference relative to the range of the expected array, or to its size if that is constant.
+
+    It is infinite for another shape or for NaN.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     scale = float(np.ptp(expected)) or float(np.abs(expected).max()) or 1.0 if expected.size else 1.0
@@ -215,7 +218,7 @@ COLUMNS: list[Column] = [
 
 
 def page(measurements: Sequence[Measurement], settings: Sequence[str], total: int) -> str:
-    """The whole page, sorted. total is how many exports there are."""
+    """Return the page, sorted. total is how many exports there are."""
     columns = [*COLUMNS, *((f"error at {label}", _error(k)) for k, label in enumerate(settings))]
     columns.append((f"error of {STEPS} steps", lambda m: "-" if m.steps is None else f"{m.steps:.1e}"))
     rows = [[cell(m) for _, cell in columns] for m in sorted(measurements, key=lambda m: m.name)]
@@ -245,12 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="exports, or models for all of their exports")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--page", type=Path, default=PAGE)
-    given = parser.parse_args(arguments)
-    kept: list[Measurement] = []
+    options = parser.parse_args(arguments)
+    measurements: list[Measurement] = []
     for export in exports():
-        record = given.folder / f"{export.name}.json"
-        if not given.names or export.name in given.names or export.model in given.names:
-            outcome = measure(make(export, given.folder), by_steps=export.past and not export.traced)
+        record = options.folder / f"{export.name}.json"
+        if not options.names or export.name in options.names or export.model in options.names:
+            outcome = measure(make(export, options.folder), by_steps=export.past and not export.traced)
             measurement = Measurement(
                 **asdict(outcome),
                 name=export.name,
@@ -265,9 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             verdict = "right" if measurement.ok else f"WRONG {measurement.reason}"
             print(f"{export.name}: {measurement.compile_s:.1f} s, errors {worst}: {verdict}", flush=True)
         if record.is_file():
-            kept.append(Measurement(**json.loads(record.read_text())))
-    given.page.write_text(
-        page(kept, [f"B{s.batch} S{s.tokens} P{s.past} E{s.source}" for s in SETTINGS], len(exports()))
+            measurements.append(Measurement(**json.loads(record.read_text())))
+    options.page.write_text(
+        page(measurements, [f"B{s.batch} S{s.tokens} P{s.past} E{s.source}" for s in SETTINGS], len(exports()))
     )
 
 

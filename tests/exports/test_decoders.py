@@ -1,4 +1,4 @@
-"""Decoders of ONNX Runtime's exporter, whose attention holds the caches: in place and served, equal to whole runs."""
+"""Decoders of ONNX Runtime's exporter, whose attention has caches: in place and served, equal to whole runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from mobius_models import CAPACITY, KEPT
+from mobius_models import CAPACITY, COMMITTED
 from sampled import sampled
 
 import lowering
@@ -26,11 +26,11 @@ FOLDER = Path(__file__).parent / "decoders"
 VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 
 ENCODED = ("encoder_hidden_states", "cross_attention_states")
-SOURCES = (7, 4, 5, 17)  # rows of what an encoder made, by sequence
+SOURCES = (7, 4, 5, 17)  # rows of the encoder's states, by sequence
 
 
 def whole(name: str, sequences: list[Tokens]) -> list[np.ndarray]:
-    """The logits [S, vocabulary] of each sequence alone, by onnxruntime, of the model as it was exported."""
+    """Return the logits [S, vocabulary] of each sequence by onnxruntime, of the model as it was exported."""
     session = onnxruntime.InferenceSession(FOLDER / f"{name}.onnx")
     run = token_by_token if takes_one_token(session) else at_once
     return [run(session, row, tokens) for row, tokens in enumerate(sequences)]
@@ -41,20 +41,20 @@ def at_once(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> 
 
 
 def takes_one_token(session: onnxruntime.InferenceSession) -> bool:
-    """Whether states have the size of states for one token alone."""
+    """Return whether the graph takes one token a call."""
     return any("conv_state" in value.name and isinstance(value.shape[2], str) for value in session.get_outputs())
 
 
 def token_by_token(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> np.ndarray:
-    logits, kept, names = [], dict[str, np.ndarray](), [value.name for value in session.get_outputs()]
-    for place in range(length(tokens)):
-        inputs = feeds(session, row, part(tokens, slice(place, place + 1))) | kept
-        inputs |= {name: np.ones((1, place + 1), np.int64) for name in inputs if name == "attention_mask"}
-        inputs |= {name: np.full((1, 1), place) for name in inputs if name == "position_ids"}
+    logits, caches, names = [], dict[str, np.ndarray](), [value.name for value in session.get_outputs()]
+    for position in range(length(tokens)):
+        inputs = feeds(session, row, select_tokens(tokens, slice(position, position + 1))) | caches
+        inputs |= {name: np.ones((1, position + 1), np.int64) for name in inputs if name == "attention_mask"}
+        inputs |= {name: np.full((1, 1), position) for name in inputs if name == "position_ids"}
         results = dict(zip(names, session.run(None, inputs)))
         logits.append(results[names[0]][0])
         pasts = [name for name in inputs if name.startswith("past")]
-        kept = {
+        caches = {
             name: results[name.replace("past_key_values", "present").replace("past_states", "present")]
             for name in pasts
         }
@@ -63,8 +63,8 @@ def token_by_token(session: onnxruntime.InferenceSession, row: int, tokens: Toke
 
 def feeds(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> dict[str, np.ndarray]:
     count = length(tokens)
-    known = {
-        **part(tokens, None), "attention_mask": np.ones((1, count), np.int64),
+    arrays = {
+        **select_tokens(tokens, None), "attention_mask": np.ones((1, count), np.int64),
         "position_ids": np.arange(count)[None], "write_indices": np.zeros(1, np.int64),
         "nonpad_kv_seqlen": np.array([count]),
     }  # fmt: skip
@@ -75,25 +75,25 @@ def feeds(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> di
         "sequence_len": count,
         "cross_past_seq_len": 0,
     }
-    known |= images(value.name for value in session.get_inputs())
+    arrays |= images(value.name for value in session.get_inputs())
     for value in session.get_inputs():
         if value.name in ENCODED:
-            known[value.name] = encoded(value.shape[2])[row : row + 1, : SOURCES[row]]
+            arrays[value.name] = encoded(value.shape[2])[row : row + 1, : SOURCES[row]]
             empty["encoder_sequence_len"] = SOURCES[row]
         elif not value.shape:
-            known[value.name] = np.ones((), np.int64 if value.type == "tensor(int64)" else np.float32)
+            arrays[value.name] = np.ones((), np.int64 if value.type == "tensor(int64)" else np.float32)
         elif value.name == "position_ids" and len(value.shape) == 3:
-            known[value.name] = np.broadcast_to(known[value.name], (value.shape[0], 1, count))
+            arrays[value.name] = np.broadcast_to(arrays[value.name], (value.shape[0], 1, count))
     return {
-        value.name: known[value.name]
-        if value.name in known
+        value.name: arrays[value.name]
+        if value.name in arrays
         else np.zeros([empty.get(size, size) for size in value.shape], np.float32)
         for value in session.get_inputs()
     }
 
 
 def sequences_of(name: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Tokens:
-    """Random tokens [*shape] or [*shape, H], for each input that takes a value of each token."""
+    """Draw tokens [*shape] or [*shape, H], for each input that takes a value of each token."""
     graph, tokens = onnx.load(FOLDER / f"{name}.onnx", load_external_data=False).graph, dict[str, np.ndarray]()
     sizes = {
         value.name: [d.dim_value or d.dim_param for d in value.type.tensor_type.shape.dim] for value in graph.input
@@ -108,37 +108,37 @@ def sequences_of(name: str, rng: np.random.Generator, shape: tuple[int, ...]) ->
     return tokens
 
 
-def part(tokens: Tokens, place: Any) -> Tokens:
-    return {name: array[place] for name, array in tokens.items()}
+def select_tokens(tokens: Tokens, index: Any) -> Tokens:
+    return {name: array[index] for name, array in tokens.items()}
 
 
 def length(tokens: Tokens) -> int:
     return len(next(iter(tokens.values())))
 
 
-def given(tokens: Tokens) -> Any:
-    """The tokens as a decoder takes them: those of one input alone are an array."""
+def format_tokens(tokens: Tokens) -> Any:
+    """Return the tokens as a decoder takes them: those of a single input are an array."""
     return tokens if len(tokens) > 1 else next(iter(tokens.values()))
 
 
 IN_PLACE = [
-    *((name, None) for name in KEPT),
+    *((name, None) for name in COMMITTED),
     ("llama", "float16"), ("gpt_oss", "float16"), ("qwen3", "bfloat16"), ("bart", "float16"),
 ]  # fmt: skip
 SERVED = [
-    *((name, None) for name in KEPT if name != "jamba"),  # which is one token a call
+    *((name, None) for name in COMMITTED if name != "jamba"),  # which is one token a call
     ("llama", "float16"), ("gpt2", "bfloat16"), ("bamba", "float16"), ("whisper", "bfloat16"),
 ]  # fmt: skip
 BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 6e-2}
 
 
 def encoded(width: int) -> np.ndarray:
-    """What an encoder has made of the sources, with anything behind the shorter ones."""
+    """Return the encoder's states of the sources, with random values after the shorter ones."""
     return np.random.default_rng(3).standard_normal((len(SOURCES), max(SOURCES), width)).astype(np.float32)
 
 
 def images(names: Iterable[str]) -> dict[str, np.ndarray]:
-    """An image of 4 patches, for a decoder that reads images itself."""
+    """Return an image of 4 patches, for a decoder that reads images itself."""
     arrays = {
         "pixel_values": np.random.default_rng(4).standard_normal((4, 1176)).astype(np.float32),
         "grid_thw": np.array([[1, 2, 2]]),
@@ -147,7 +147,7 @@ def images(names: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def decoder_of(model: lowering.Model) -> Decoder:
-    """A decoder; arrays of sources that it was given hold nothing any more."""
+    """Return a decoder, and overwrite the arrays of sources that it was created with."""
     if model.setup is None:
         slots = model.manifest.slots
         switches = [t for t in model.inputs if not t.dims and (slots is None or t.name != slots.length)]
@@ -164,7 +164,7 @@ def decoder_of(model: lowering.Model) -> Decoder:
 
 
 def source_of(model: lowering.Model, row: int) -> dict[str, Any]:
-    """What a request is given beside its tokens; rows behind its own are NaN."""
+    """Return the source of a request; rows after its own are NaN."""
     if model.setup is None:
         return {}
     spec, length = model.setup.inputs[0], SOURCES[row]
@@ -178,12 +178,15 @@ def compiled(name: str, precision: Any = None) -> lowering.Model:
 
 
 def prepared_model(name: str, **options: Any) -> PreparedModel:
-    """What is compiled, without compiling it."""
+    """Return the prepared model, without compiling it."""
     return prepare_model(FOLDER / f"{name}.onnx", Options(**options), resolve("cpu"), None)
 
 
 def error_in_place(name: str, precision: Any) -> float:
-    """Of a prompt in two calls and 8 steps, of sequences of different lengths, relative to the largest logit."""
+    """Return the error of a prompt in two calls and 8 steps, for sequences of different lengths.
+
+    It is relative to the largest logit.
+    """
     rng = np.random.default_rng(0)
     model = compiled(name, precision)
     spec = model.manifest.decoder
@@ -193,19 +196,24 @@ def error_in_place(name: str, precision: Any) -> float:
     can_pad = not spec.states and bool(spec.mask or spec.starts) and model.setup is None
     padding = [0, 3, 1] if can_pad else [0] * batch
     mask = np.arange(PROMPT + STEPS) >= np.array(padding)[:, None]
-    found = whole(name, [part(tokens, (b, slice(n, None))) for b, n in enumerate(padding)])
-    expected = np.zeros((*mask.shape, found[0].shape[-1]), np.float32)
-    for row, (count, logits) in enumerate(zip(padding, found)):
+    references = whole(name, [select_tokens(tokens, (b, slice(n, None))) for b, n in enumerate(padding)])
+    expected = np.zeros((*mask.shape, references[0].shape[-1]), np.float32)
+    for row, (count, logits) in enumerate(zip(padding, references)):
         expected[row, count:] = logits
     decoder = decoder_of(model)
-    answers = [decoder.prefill(given(part(tokens, np.s_[:, :5])), mask[:, :5])]
-    answers.append(decoder.prefill(given(part(tokens, np.s_[:, 5:PROMPT]))))
+    answers = [decoder.prefill(format_tokens(select_tokens(tokens, np.s_[:, :5])), mask[:, :5])]
+    answers.append(decoder.prefill(format_tokens(select_tokens(tokens, np.s_[:, 5:PROMPT]))))
     addresses = {key: cache.ctypes.data for key, cache in decoder._memory.items()}
-    answers += [decoder.step(given(part(tokens, np.s_[:, k])))[:, None] for k in range(PROMPT, PROMPT + STEPS - 1)]
+    answers += [
+        decoder.step(format_tokens(select_tokens(tokens, np.s_[:, k])))[:, None]
+        for k in range(PROMPT, PROMPT + STEPS - 1)
+    ]
     fork, rows = decoder.fork(), [2 % batch, 0, 2 % batch][:batch]
     fork.reorder(rows)
-    answers.append(decoder.step(given(part(tokens, np.s_[:, -1])))[:, None])
-    moved = float(np.abs(fork.step(given(part(tokens, (rows, -1))))[:, None] - answers[-1][rows]).max())
+    answers.append(decoder.step(format_tokens(select_tokens(tokens, np.s_[:, -1])))[:, None])
+    moved = float(
+        np.abs(fork.step(format_tokens(select_tokens(tokens, (rows, -1))))[:, None] - answers[-1][rows]).max()
+    )
     assert moved < 1e-3 * np.abs(expected).max()
     assert addresses.keys() == model.manifest.donated.keys()
     assert addresses == {key: cache.ctypes.data for key, cache in decoder._memory.items()}
@@ -214,10 +222,10 @@ def error_in_place(name: str, precision: Any) -> float:
 
 
 def error_served(name: str, precision: Any) -> float:
-    """Of requests of different lengths, whose prompts are read in parts beside steps of others.
+    """Return the error of requests of different lengths, whose prompts are read in chunks next to steps of others.
 
-    There are fewer blocks and slots of states than all of them take: some are put back, and others have had them. What
-    blocks of sources held before, and rows of a source that do not count, are not seen.
+    There are fewer blocks and slots of states than all of them take: some are preempted, and blocks are used again. Old
+    contents of blocks of sources, and rows of a source that do not count, are not seen.
     """
     model = lowering.compile(
         FOLDER / f"{name}.onnx", serve=lowering.Serve(context=CAPACITY, tokens_per_block=8), precision=precision
@@ -233,8 +241,8 @@ def error_served(name: str, precision: Any) -> float:
     for pool in () if sources is None else sources.pools:
         batcher._pools.arrays[pool.name][:] = np.nan
     for number, tokens in enumerate(sequences):
-        prompt = part(tokens, slice(max(1, length(tokens) // 2)))
-        batcher.add(number, given(prompt), fixed=source_of(model, number))
+        prompt = select_tokens(tokens, slice(max(1, length(tokens) // 2)))
+        batcher.add(number, format_tokens(prompt), fixed=source_of(model, number))
     worst, answered = 0.0, 0
     while batcher.waiting:
         for request, logits in batcher.step().items():
@@ -243,7 +251,7 @@ def error_served(name: str, precision: Any) -> float:
             worst = max(worst, np.abs(logits - expected[request][count - 1]).max() / np.abs(expected[request]).max())
             answered += 1
             if count < length(tokens):
-                batcher.extend(request, given(part(tokens, count)))
+                batcher.extend(request, format_tokens(select_tokens(tokens, count)))
             else:
                 batcher.free(request)
     assert answered == sum(count - max(1, count // 2) + 1 for count in map(length, sequences))
@@ -261,7 +269,7 @@ def test_served(name: str, precision: Any) -> None:
 
 
 def test_what_cannot_be_served_says_why() -> None:
-    """A state that something else than its operators carries on."""
+    """A state that other operators carry on cannot be served."""
     model = onnx.load(FOLDER / "bamba.onnx")
     for node in model.graph.node:
         if node.op_type == "CausalConvWithState":
@@ -282,7 +290,7 @@ def test_serve_donates_its_pools_in_place_of_what_they_replace(name: str, patter
 
 @pytest.mark.filterwarnings("error")
 def test_narrowed_masks_warn_of_nothing() -> None:
-    """What hides a key in float32 overflows in float16, where it hides the key, too."""
+    """A mask value that hides a key in float32 overflows in float16, and hides the key, too."""
     slots = prepared_model("gpt_oss", static_cache=1400, precision="float16").caches.slots
     assert slots is not None and slots.rings == dict.fromkeys(("past_key_values.0.key", "past_key_values.0.value"), 576)
 

@@ -1,4 +1,4 @@
-"""Exported models are right at every size: tiny ones that are kept here, and on request the whole table."""
+"""Exported models are right at every size: tiny ones that are committed here, and on request the whole table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import table
-from forms import PARTIAL, Export, Setting, found, published
+from forms import PARTIAL, Export, Setting, find_exports, published
 from sampled import sampled
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -26,7 +26,7 @@ def test_sample(folder: Path) -> None:
 
 
 def test_every_export_of_a_folder_is_found(tmp_path: Path) -> None:
-    exports = dict(found(SAMPLES))
+    exports = dict(find_exports(SAMPLES))
     assert list(exports) == sorted(folder.name for folder in SAMPLES.iterdir())
     assert all(path.is_file() for path in exports.values())
     gated = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "flan-t5"}
@@ -34,7 +34,7 @@ def test_every_export_of_a_folder_is_found(tmp_path: Path) -> None:
     begun = tmp_path / f"llama{PARTIAL}"
     begun.mkdir()
     (begun / "model.onnx").touch()
-    assert not dict(found(tmp_path))
+    assert not dict(find_exports(tmp_path))
 
 
 def test_names_and_sizes_of_forms() -> None:
@@ -72,13 +72,20 @@ def test_error_is_relative_to_the_range() -> None:
 
 def test_page_names_what_is_wrong_and_why() -> None:
     def measurement(name: str, errors: list[float], reason: str = "") -> table.Measurement:
-        found = {"operators": {"MatMul": 2}, "compile_s": 1.5, "attentions": 1, "unfused": 0, "masks": 1, "formulas": 1}
-        found["slow"] = []
+        outcome = {
+            "operators": {"MatMul": 2},
+            "compile_s": 1.5,
+            "attentions": 1,
+            "unfused": 0,
+            "masks": 1,
+            "formulas": 1,
+        }
+        outcome["slow"] = []
         about = {"name": name, "model": name, "past": False, "exporter": "dynamo", "opset": 18, "dtype": "float32"}
-        return table.Measurement(**found, errors=errors, steps=None, reason=reason, **about)
+        return table.Measurement(**outcome, errors=errors, steps=None, reason=reason, **about)
 
-    given = [measurement("c", [1e-6]), measurement("b", [], "no | way"), measurement("a", [2e-4])]
-    page = table.page(given, ["B2 S5"], 4)
+    measurements = [measurement("c", [1e-6]), measurement("b", [], "no | way"), measurement("a", [2e-4])]
+    page = table.page(measurements, ["B2 S5"], 4)
     assert "3 of 4 exports" in page
     assert [line.split("|")[1].strip() for line in page.splitlines() if "dynamo | 18" in line] == ["a", "b", "c"]
     exceptions = page[page.index("## Exceptions") : page.index("## Operators")]

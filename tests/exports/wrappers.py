@@ -20,7 +20,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 
 def build(model: Model, past: bool, size: Size, half: bool) -> nn.Module:
-    """The module with deterministic weights, rounded to float16 where half is set."""
+    """Build the module with deterministic weights, rounded to float16 where half is set."""
     torch.manual_seed(0)
     config = model.build_config(size)
     inner = getattr(transformers, model.architecture)(config)
@@ -40,7 +40,7 @@ def build(model: Model, past: bool, size: Size, half: bool) -> nn.Module:
 
 
 def _randomize(module: nn.Module, gain: float) -> None:
-    """Matrices that multiply the variance by gain^2, embeddings of unit variance, biases and norms that are seen."""
+    """Draw matrices that multiply the variance by gain^2, embeddings of unit variance, and visible biases and norms."""
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     transposed = {id(m.weight) for m in module.modules() if isinstance(m, transformers.pytorch_utils.Conv1D)}
     with torch.no_grad():
@@ -56,8 +56,10 @@ def _randomize(module: nn.Module, gain: float) -> None:
 
 
 class Wrapper(nn.Module, abc.ABC):
-    """What every wrapper says of itself: `inputs` makes the arguments of forward by name, `dims` names their symbolic
-    axes, `results` names the outputs."""
+    """A module with a description of its interface.
+
+    `inputs` draws the arguments of forward by name, `dims` names their symbolic axes, `results` names the outputs.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -77,16 +79,16 @@ class Wrapper(nn.Module, abc.ABC):
         return rng.integers(3, self.config.get_text_config(decoder=True).vocab_size, (batch, tokens))
 
     def caches(self, rng: np.random.Generator, batch: int, past: int) -> list[np.ndarray]:
-        """Keys and values of every layer, [B, Hkv, P, D]: k0, v0, k1, v1, ..."""
+        """Draw keys and values of every layer, [B, Hkv, P, D]: k0, v0, k1, v1, ..."""
         shape = _cache_shape(self.config, batch, past)
         return [rng.standard_normal(shape, np.float32) for _ in range(2 * _layers(self.config))]
 
 
 def right_padded(rng: np.random.Generator, batch: int, tokens: int) -> np.ndarray:
-    """1 for the tokens of each row, 0 behind them; the first row is full.
+    """Return 1 for the tokens of each row, 0 after them; the first row is full.
 
-    Few enough are padding that within every window each sees a token: what a row that sees nothing gets is no
-    agreement between exporters and PyTorch.
+    Padding is so short that each row sees a token within every window: PyTorch and exporters differ for rows that see
+    nothing.
     """
     lengths = rng.integers(max(1, tokens - 3), tokens + 1, batch)
     lengths[0] = tokens
@@ -94,7 +96,7 @@ def right_padded(rng: np.random.Generator, batch: int, tokens: int) -> np.ndarra
 
 
 def left_padded(rng: np.random.Generator, batch: int, past: int, tokens: int) -> np.ndarray:
-    """0 in front of the past of each row; the first row has none."""
+    """Return 0 before the past of each row; the first row has none."""
     empty = rng.integers(0, past, batch)
     empty[0] = 0
     return (np.arange(past + tokens) >= empty[:, None]).astype(np.int64)
@@ -160,8 +162,8 @@ class DecoderWithPast(Wrapper):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         cache = DynamicCache(_pairs(past))
-        made = self.inner(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
-        return (made.logits, *_flat(made.past_key_values))
+        outputs = self.inner(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+        return (outputs.logits, *_flat(outputs.past_key_values))
 
     def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]:
         return {
@@ -187,10 +189,10 @@ class Seq2Seq(Wrapper):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        made = self.inner(
+        outputs = self.inner(
             input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
         )
-        return (made.logits,)
+        return (outputs.logits,)
 
     def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]:
         return {
@@ -208,7 +210,7 @@ class Seq2Seq(Wrapper):
 
 
 class Seq2SeqWithPast(Wrapper):
-    """A decoder behind its encoder: decoder_input_ids [B, S], attention_mask [B, E] of the encoder's states, past
+    """A decoder after its encoder: decoder_input_ids [B, S], attention_mask [B, E] of the encoder's states, past
     [B, H, P, D] and cross [B, H, E, D] each -> logits [B, S, vocab], present [B, H, T, D]
 
     The encoder's states themselves are an input that nothing reads: their keys and values are in `cross`.
@@ -224,14 +226,14 @@ class Seq2SeqWithPast(Wrapper):
     ) -> tuple[torch.Tensor, ...]:
         cache = EncoderDecoderCache(DynamicCache(_pairs(past)), DynamicCache(_pairs(cross)))
         masked = {} if self.config.model_type == "whisper" else {"attention_mask": attention_mask}
-        made = self.inner(
+        outputs = self.inner(
             encoder_outputs=(states,),
             decoder_input_ids=decoder_input_ids,
             past_key_values=cache,
             use_cache=True,
             **masked,
         )
-        return (made.logits, *_flat(made.past_key_values.self_attention_cache))
+        return (outputs.logits, *_flat(outputs.past_key_values.self_attention_cache))
 
     def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]:
         return {
@@ -260,8 +262,8 @@ class Speech(Wrapper):
     """input_features [B, mel, frames], decoder_input_ids [B, S] -> logits [B, S, vocab]"""
 
     def forward(self, input_features: torch.Tensor, decoder_input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = self.inner(input_features=input_features, decoder_input_ids=decoder_input_ids, use_cache=False)
-        return (made.logits,)
+        outputs = self.inner(input_features=input_features, decoder_input_ids=decoder_input_ids, use_cache=False)
+        return (outputs.logits,)
 
     def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]:
         frames = 2 * self.config.max_source_positions
@@ -300,8 +302,8 @@ class Clip(Wrapper):
     def forward(
         self, input_ids: torch.Tensor, pixel_values: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        made = self.inner(input_ids=input_ids, pixel_values=pixel_values, attention_mask=attention_mask)
-        return (made.logits_per_text,)
+        outputs = self.inner(input_ids=input_ids, pixel_values=pixel_values, attention_mask=attention_mask)
+        return (outputs.logits_per_text,)
 
     def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]:
         size = self.config.vision_config.image_size

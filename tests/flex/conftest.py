@@ -1,4 +1,4 @@
-"""Kernels of these tests are kept in a folder of the run."""
+"""Cache the kernels of these tests in a folder of the run."""
 
 from pathlib import Path
 

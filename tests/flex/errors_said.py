@@ -1,4 +1,4 @@
-"""What an error may say, and what it may not."""
+"""Check the text of an error."""
 
 from __future__ import annotations
 

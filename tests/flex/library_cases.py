@@ -26,33 +26,33 @@ class Case:
     captures: dict[str, Any] = field(default_factory=dict)
 
 
-def near(at: int, key: int, size: int, extent: int) -> bool:
-    """A window of so many places that begins half of them before, and never leaves what there is."""
-    first = min(max(at - size // 2, 0), max(extent - size, 0))
+def near(center: int, key: int, size: int, extent: int) -> bool:
+    """Return whether a key lies in the window of `size` positions around `center`, moved inside the extent."""
+    first = min(max(center - size // 2, 0), max(extent - size, 0))
     return first <= key < first + size
 
 
 def in_image(shape: tuple[int, ...], kernel: tuple[int, ...]) -> Callable[[int, int, int, int], bool]:
-    places = list(itertools.product(*map(range, shape)))
-    return lambda b, h, i, j: all(map(near, places[i], places[j], kernel, shape))
+    positions = list(itertools.product(*map(range, shape)))
+    return lambda b, h, i, j: all(map(near, positions[i], positions[j], kernel, shape))
 
 
 def in_tiles(shape: tuple[int, ...], tile: tuple[int, ...], window: tuple[int, ...]) -> Callable[..., bool]:
-    places = list(itertools.product(*map(range, shape)))
-    tiled = [[x // size for x, size in zip(places[at], tile)] for at in masks.tile_order(shape, tile)]
+    positions = list(itertools.product(*map(range, shape)))
+    tiled = [[x // size for x, size in zip(positions[at], tile)] for at in masks.tile_order(shape, tile)]
     extents = [extent // size for extent, size in zip(shape, tile)]
     return lambda b, h, i, j: all(map(near, tiled[i], tiled[j], window, extents))
 
 
 LENGTHS = [4, 0, 1, 7, 5]
 DOCUMENT = [k for k, length in enumerate(LENGTHS) for _ in range(length)]
-PLACE = [place for length in LENGTHS for place in range(length)]
+POSITION = [position for length in LENGTHS for position in range(length)]
 PREFIXES = [-1, -1, 0, 0, -1]  # documents 2 and 3 continue document 0
 IDS = np.array([[5] * 6 + [-3] * 4 + [5] * 7, [0, 1] * 8 + [1]], np.int64)
 SHOWN = np.random.default_rng(4).integers(0, 2, (HEADS, 4, 6)).astype(bool)
 
 PARENTS = [-1, 0, 0, 1, 1, 2, -1, 6, 3]
-MANY = [-1, *(node // 3 for node in range(69))]  # in three words
+MANY = [-1, *(node // 3 for node in range(69))]  # in three 32-bit words
 CONTEXT = np.array([4, 0], np.int32)
 
 
@@ -101,7 +101,7 @@ MASKS = {
     ),
     "document, of a prefix": Case(
         masks.document(masks.prefix_lm(3)),
-        lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j] and (PLACE[j] < 3 or PLACE[j] <= PLACE[i]),
+        lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j] and (POSITION[j] < 3 or POSITION[j] <= POSITION[i]),
         captures=masks.documents(LENGTHS),
     ),
     "document_by_batch": Case(
@@ -110,7 +110,7 @@ MASKS = {
     "shared_prefix": Case(
         masks.shared_prefix,
         lambda b, h, i, j: (
-            (DOCUMENT[i] == DOCUMENT[j] and PLACE[j] <= PLACE[i]) or DOCUMENT[j] == PREFIXES[DOCUMENT[i]]
+            (DOCUMENT[i] == DOCUMENT[j] and POSITION[j] <= POSITION[i]) or DOCUMENT[j] == PREFIXES[DOCUMENT[i]]
         ),
         captures=masks.documents(LENGTHS, PREFIXES),
     ),
@@ -164,14 +164,14 @@ LATENT = {
 }
 
 
-def t5_bucket(distance: int, exact: int, count: int, most: int) -> int:
-    """Of Mesh TensorFlow and Transformers, whose rounding of exact powers is made up for."""
+def t5_bucket(distance: int, exact: int, count: int, limit: int) -> int:
+    """Return the bucket of Mesh TensorFlow and Transformers, corrected for their rounding of exact powers."""
     if distance < exact:
         return distance
-    return min(exact + int(math.log(distance / exact) / math.log(most / exact) * (count - exact) + 1e-9), count - 1)
+    return min(exact + int(math.log(distance / exact) / math.log(limit / exact) * (count - exact) + 1e-9), count - 1)
 
 
-def t5_both(s: float, b: int, h: int, i: int, j: int) -> float:
+def add_t5_bias(s: float, b: int, h: int, i: int, j: int) -> float:
     return s + float(T5[h, t5_bucket(abs(j - i), 4, 8, 32) + (8 if j > i else 0)])
 
 
@@ -183,7 +183,7 @@ SCORES: dict[str, tuple[Any, dict[str, Any], Callable[..., float]]] = {
     "relative_bias": (
         mods.relative_bias, {"bias": BIAS}, lambda s, b, h, i, j: s + float(BIAS[h, 4 + max(-4, min(4, j - i))])
     ),
-    "t5_buckets": (mods.t5_buckets(16, 32), {"bias": T5}, t5_both),
+    "t5_buckets": (mods.t5_buckets(16, 32), {"bias": T5}, add_t5_bias),
     "t5_buckets of a decoder": (
         mods.t5_buckets(16, 24, bidirectional=False),
         {"bias": T5},
@@ -205,11 +205,11 @@ SCORES: dict[str, tuple[Any, dict[str, Any], Callable[..., float]]] = {
     "shifted": (
         mods.shifted(mods.t5_buckets(16, 32), 22),
         {"bias": T5},
-        lambda s, b, h, i, j: t5_both(s, b, h, i + 22, j),
+        lambda s, b, h, i, j: add_t5_bias(s, b, h, i + 22, j),
     ),
     "shifted_by_batch": (
         mods.shifted_by_batch(mods.t5_buckets(16, 32)),
         {"bias": T5, "offset": np.array([22, 3])},
-        lambda s, b, h, i, j: t5_both(s, b, h, i + (22, 3)[b], j),
+        lambda s, b, h, i, j: add_t5_bias(s, b, h, i + (22, 3)[b], j),
     ),
 }  # fmt: skip

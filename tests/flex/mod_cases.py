@@ -37,8 +37,10 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True)
 class Case:
-    """A score_mod, a mask_mod or both, and what they read for a call of a shape. single: it makes float32 of integers,
-    as PyTorch does, where NumPy computes in float64."""
+    """A score_mod, a mask_mod or both, and the arrays that they read for a call of a shape.
+
+    single: the mod converts integers to float32, as PyTorch does, where NumPy computes in float64.
+    """
 
     name: str
     score: Callable[..., Any] | None = None
@@ -131,10 +133,10 @@ def head_offset(s, b, h, i, j, *, offset):
     return s * offset[h]
 
 
-def all_dims(s, b, h, i, j, *, batch_scale, head_scale, row_scale, key_scale, each, number):
+def all_dims(s, b, h, i, j, *, batch_scale, head_scale, row_scale, key_scale, pair_bias, number):
     s = s * batch_scale[b] + head_scale[h]
     s = s + row_scale[i] - key_scale[j]
-    return s + each[b, h, i, j] * number
+    return s + pair_bias[b, h, i, j] * number
 
 
 def chained_brackets(s, b, h, i, j, *, bias):
@@ -197,13 +199,13 @@ def documents_by_batch(b, h, i, j, *, documents):
 
 
 def clamped_documents(b, h, i, j, *, document):
-    """As of PyTorch's tests: what is looked up is clipped by the mod itself."""
+    """The mod itself clips its indices, as in PyTorch's tests."""
     row, key = (clip(at, 0, document.shape[0] - 1) for at in (i, j))
     return document[row] == document[key]
 
 
 def dependent_bidirectional(b, h, i, j, *, bound):
-    """Causal behind a number for each batch, all before it."""
+    """Causal after a bound for each batch, full before it."""
     return (i >= j) | ((i < bound[b]) & (j < bound[b]))
 
 
@@ -234,7 +236,7 @@ def nothing(b, h, i, j):
 
 
 def _captures(names):
-    """Arrays by name as functions of (rng, (B, H, S, T))."""
+    """Return a function of (rng, (B, H, S, T)) that draws arrays by name."""
     return lambda rng, shape: {name: np.asarray(make(rng, shape)) for name, make in names.items()}
 
 
@@ -247,7 +249,7 @@ def _below(high, *axes, dtype="i4"):
 
 
 def _positions(high, dtype="i4"):
-    """One for each position that rows or keys have."""
+    """Draw an integer for each position that rows or keys have."""
     return lambda rng, shape: rng.integers(0, high, max(shape[2:])).astype(dtype)
 
 
@@ -256,7 +258,7 @@ def _sequences_by_batch(rng, shape):
 
 
 def _sequences(rng, shape):
-    """Sequences one behind the other: which one each position belongs to, and where they begin."""
+    """Draw consecutive sequences: the one each position belongs to, and where they begin."""
     count = max(shape[2:])
     offsets = np.unique(np.append(0, rng.integers(0, count, 3))).astype(np.int32)
     return {"offsets": offsets, "sequence": (np.searchsorted(offsets, np.arange(count), "right") - 1).astype(np.int64)}
@@ -347,7 +349,7 @@ MASKS = (
     Case("or", None, or_masks(windowed_causal, by_documents), _captures({"document": _positions(9)})),
 )  # fmt: skip
 
-BOTH = (
+COMBINATIONS = (
     Case(
         "head_offset and documents",
         head_offset,

@@ -1,4 +1,4 @@
-"""Block masks that are refused, in words."""
+"""Texts of errors about block masks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def masked(b, h, i, j, *, bias):
 def lists(
     counts: Any, indices: Any, full_counts: Any = None, full_indices: Any = None, **options: Any
 ) -> flex.BlockMask:
-    given = [None if x is None else np.asarray(x, np.int32) for x in (counts, indices, full_counts, full_indices)]
-    return flex.BlockMask.from_kv_blocks(*given, **options)
+    arrays = [None if x is None else np.asarray(x, np.int32) for x in (counts, indices, full_counts, full_indices)]
+    return flex.BlockMask.from_kv_blocks(*arrays, **options)
 
 
 BLOCK_MASKS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -1,4 +1,4 @@
-"""What flex_attention refuses, in words: which mod and line, what is wrong, and what to write instead."""
+"""Texts of the errors of flex_attention: the mod and line, the problem, and the remedy."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNFIT)
 def test_mods_and_captures_that_do_not_fit(case: str) -> None:
     options, pattern = UNFIT[case]
-    for _ in range(2):  # also where a kernel is known already
+    for _ in range(2):  # also where a kernel is already cached
         with pytest.raises(Exception) as error:
             attend(**options)
         assert isinstance(error.value, InputError) or case == "a target", repr(error.value)

@@ -17,17 +17,17 @@ from lowering.flex.fingerprint import fingerprint
 Q = np.arange(1, 25, dtype="f").reshape(1, 1, 6, 4) / 24
 
 
-def results(mods: list[Callable[..., Any]]) -> list[float]:
+def run_mods(mods: list[Callable[..., Any]]) -> list[float]:
     return [float(flex.flex_attention(Q, Q, Q, score_mod=mod).sum()) for mod in mods]
 
 
 def assert_served(changing: Callable[[float], Callable[..., Any]]) -> None:
     """changing(x) gives a mod that multiplies scores by x, perhaps the same function as before."""
     values = (1.0, 3.0, 1.0, -2.0, 0.0, 3.0)
-    found = [results([changing(x)])[0] for x in values]
-    expected = [results([lambda s, b, h, i, j, x=x: s * x])[0] for x in values]
-    assert found == expected
-    assert len(set(found)) == 4
+    actual = [run_mods([changing(x)])[0] for x in values]
+    expected = [run_mods([lambda s, b, h, i, j, x=x: s * x])[0] for x in values]
+    assert actual == expected
+    assert len(set(actual)) == 4
 
 
 def test_cells_that_change() -> None:
@@ -55,7 +55,7 @@ def calls_another(s, b, h, i, j):
     return by_global(s, b, h, i, j)
 
 
-def holds_another(s, b, h, i, j):
+def calls_nested(s, b, h, i, j):
     return (lambda: s * FACTOR)()
 
 
@@ -107,7 +107,7 @@ def by_import(s, b, h, i, j):
     return s * factor
 
 
-@pytest.mark.parametrize("mod", [by_global, calls_another, holds_another, by_name], ids=lambda mod: mod.__name__)
+@pytest.mark.parametrize("mod", [by_global, calls_another, calls_nested, by_name], ids=lambda mod: mod.__name__)
 def test_globals_that_change(mod: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def changing(x: float) -> Callable[..., Any]:
         monkeypatch.setitem(globals(), "FACTOR", x)
@@ -142,20 +142,20 @@ def test_attributes_that_change(mod: Callable[..., Any], holder: Any, monkeypatc
 
 
 def test_mutable_objects_in_closures() -> None:
-    held: Any
-    for held, put in (
-        ([1.0], lambda held, x: held.__setitem__(0, x)),
-        ({0: 1.0}, lambda held, x: held.__setitem__(0, x)),
-        (np.ones(1), lambda held, x: held.__setitem__(0, x)),
-        (([1.0],), lambda held, x: held[0].__setitem__(0, x)),
+    container: Any
+    for container, put in (
+        ([1.0], lambda container, x: container.__setitem__(0, x)),
+        ({0: 1.0}, lambda container, x: container.__setitem__(0, x)),
+        (np.ones(1), lambda container, x: container.__setitem__(0, x)),
+        (([1.0],), lambda container, x: container[0].__setitem__(0, x)),
     ):
 
-        def changing(x: float, held: Any = held, put: Any = put) -> Callable[..., Any]:
-            put(held, x)
+        def changing(x: float, container: Any = container, put: Any = put) -> Callable[..., Any]:
+            put(container, x)
 
             def mod(s, b, h, i, j):
-                found = held[0]
-                return s * float(found[0] if isinstance(found, list) else found)
+                element = container[0]
+                return s * float(element[0] if isinstance(element, list) else element)
 
             return mod
 
@@ -163,14 +163,14 @@ def test_mutable_objects_in_closures() -> None:
 
 
 def test_methods_of_objects_in_closures() -> None:
-    """They are builtin functions, and what they give changes."""
-    held = {"factor": 1.0}
-    get = held.get
+    """They are builtin functions, and their results change."""
+    container = {"factor": 1.0}
+    get = container.get
 
     def mod(s, b, h, i, j):
         return s * get("factor")
 
-    assert_served(lambda x: held.update(factor=x) or mod)
+    assert_served(lambda x: container.update(factor=x) or mod)
 
 
 def test_defaults_that_change() -> None:
@@ -210,13 +210,13 @@ def test_partials() -> None:
 def test_functions_made_in_a_loop() -> None:
     """With one code object, by a cell that all of them share and by cells of their own."""
     shared = [lambda s, b, h, i, j: s * factor for factor in (1.0, 3.0)]  # noqa: B023
-    assert results(shared)[0] == results(shared)[1]
+    assert run_mods(shared)[0] == run_mods(shared)[1]
 
     def scaled(factor: float) -> Callable[..., Any]:
         return lambda s, b, h, i, j: s * factor
 
     own = [scaled(factor) for factor in (1.0, 3.0, -0.0, 0.0)]
-    assert results(own) == results([lambda s, b, h, i, j, x=x: s * x for x in (1.0, 3.0, -0.0, 0.0)])
+    assert run_mods(own) == run_mods([lambda s, b, h, i, j, x=x: s * x for x in (1.0, 3.0, -0.0, 0.0)])
     assert fingerprint(own[2]) != fingerprint(own[3])
     defined = []
     for factor in (1.0, 3.0):
@@ -225,7 +225,7 @@ def test_functions_made_in_a_loop() -> None:
             return s * factor
 
         defined.append(mod)
-    assert results(defined) == results(own[:2])
+    assert run_mods(defined) == run_mods(own[:2])
 
 
 def test_functions_that_call_themselves() -> None:
@@ -238,13 +238,13 @@ def test_functions_that_call_themselves() -> None:
     def odd(s, left):
         return even(s * 2, left - 1)
 
-    expected = results([lambda s, b, h, i, j: s * 8, lambda s, b, h, i, j: s * 16])
-    assert results([mod, lambda s, b, h, i, j: even(s, 4)]) == expected
+    expected = run_mods([lambda s, b, h, i, j: s * 8, lambda s, b, h, i, j: s * 16])
+    assert run_mods([mod, lambda s, b, h, i, j: even(s, 4)]) == expected
     assert fingerprint(mod) is not None
 
 
 def test_numbers_that_are_equal_and_differ() -> None:
-    """True, 1 and 1.0 are different to a mod: i // 1.0 is no integer."""
+    """True, 1 and 1.0 are different to a mod: i // 1.0 is not an integer."""
 
     def divided(by: Any) -> Callable[..., Any]:
         return lambda s, b, h, i, j: s + i // by * flex.where(s > 0, 1, 0)
@@ -255,7 +255,7 @@ def test_numbers_that_are_equal_and_differ() -> None:
 def test_combined_mods_are_told_apart_and_found_again() -> None:
     masks = [flex.and_masks, flex.or_masks]
     mods = [flex.masks.causal, flex.masks.sliding_window(2), flex.masks.sliding_window(3)]
-    made = [mask(a, b) for mask in masks for a in mods for b in mods if a is not b]
-    assert len({fingerprint(mod) for mod in made}) == len(made)
+    combined = [mask(a, b) for mask in masks for a in mods for b in mods if a is not b]
+    assert len({fingerprint(mod) for mod in combined}) == len(combined)
     again = flex.and_masks(flex.masks.causal, flex.masks.sliding_window(2))
-    assert fingerprint(again) == fingerprint(made[0]) is not None
+    assert fingerprint(again) == fingerprint(combined[0]) is not None

@@ -1,4 +1,4 @@
-"""What random mods have found, each in its smallest form."""
+"""Failures that random mods found, each in its smallest form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_reference import assert_close, naive, truth
+from flex_reference import assert_close, compute_naive, compute_reference
 
 from lowering import flex
 
@@ -15,13 +15,13 @@ RNG = np.random.default_rng(0)
 
 
 def check(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, **captures: np.ndarray) -> None:
-    """At one row, at few and at many: other kernels serve them."""
+    """Check one row, few rows and many: other kernels serve them."""
     for rows, keys in ((1, 40), (3, 40), (40, 40)):
         q = RNG.standard_normal((1, 4, rows, 16)).astype("f")
         k, v = (RNG.standard_normal((1, 2, keys, 16)).astype("f") for _ in range(2))
-        given: Any = (score, mask, captures)
+        arguments: Any = (score, mask, captures)
         y = flex.flex_attention(q, k, v, score, mask, enable_gqa=True, captures=captures)
-        assert_close(y, truth(q, k, v, *given)[0], naive(q, k, v, *given)[0])
+        assert_close(y, compute_reference(q, k, v, *arguments)[0], compute_naive(q, k, v, *arguments)[0])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,6 @@ def test_remainders_of_few_positions_need_no_larger_array(rows: int) -> None:
         return s + x[i % 7] * (j + 1)
 
     q = RNG.standard_normal((1, 1, rows, 8)).astype("f")
-    given: Any = (mod, None, {"x": RNG.standard_normal(min(rows, 7)).astype("f")})
-    y = flex.flex_attention(q, q, q, mod, captures=given[2])
-    assert_close(y, truth(q, q, q, *given)[0], naive(q, q, q, *given)[0])
+    arguments: Any = (mod, None, {"x": RNG.standard_normal(min(rows, 7)).astype("f")})
+    y = flex.flex_attention(q, q, q, mod, captures=arguments[2])
+    assert_close(y, compute_reference(q, q, q, *arguments)[0], compute_naive(q, q, q, *arguments)[0])

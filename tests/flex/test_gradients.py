@@ -45,8 +45,8 @@ def _by_all(s: Any, b: Any, h: Any, i: Any, j: Any, *, bias: Any, factor: Any) -
     return s * factor + bias[b, h, i, j]
 
 
-def _looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, *, of: Any, bias: Any, shift: Any) -> Any:
-    return s + bias[of[j]] * shift[i] + bias[of[i]]
+def _looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, *, index: Any, bias: Any, shift: Any) -> Any:
+    return s + bias[index[j]] * shift[i] + bias[index[i]]
 
 
 def _piecewise(s: Any, b: Any, h: Any, i: Any, j: Any, *, knots: Any) -> Any:
@@ -103,28 +103,28 @@ def _operands(rng: np.random.Generator, sizes: tuple[int, ...]) -> Arrays:
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def _loss(variant: Variant, given: Arrays) -> float:
+def _loss(variant: Variant, arrays: Arrays) -> float:
     """sum(dy * y) in float64, by NumPy."""
-    q, k, v = (given[name] for name in "qkv")
+    q, k, v = (arrays[name] for name in "qkv")
     G = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, G, axis=1) for x in (k, v))
     s = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
     pair = np.ogrid[tuple(slice(n) for n in s.shape)]
     with np.errstate(all="ignore"):
         if variant.score is not None:
-            s = variant.score(s, *pair, **ModSignature(variant.score).bindings(given))
+            s = variant.score(s, *pair, **ModSignature(variant.score).bindings(arrays))
     if variant.mask is not None:
-        s = np.where(variant.mask(*pair, **ModSignature(variant.mask).bindings(given)), s, -np.inf)
+        s = np.where(variant.mask(*pair, **ModSignature(variant.mask).bindings(arrays)), s, -np.inf)
     m = s.max(axis=-1, keepdims=True)
     p = np.exp(s - np.where(np.isinf(m), 0.0, m))
     l = p.sum(axis=-1, keepdims=True)
-    return float((given["dy"] * (p / np.where(l == 0, 1.0, l) @ v)).sum())
+    return float((arrays["dy"] * (p / np.where(l == 0, 1.0, l) @ v)).sum())
 
 
-def _module(variant: Variant, given: Arrays, **options: Any) -> flex.FlexModule:
-    captures = {name: x for name, x in given.items() if name not in ("q", "k", "v", "dy")}
+def _module(variant: Variant, arrays: Arrays, **options: Any) -> flex.FlexModule:
+    captures = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dy")}
     return lowering.compile_flex(
-        *(given[name] for name in "qkv"),
+        *(arrays[name] for name in "qkv"),
         variant.score,
         variant.mask,
         enable_gqa=True,
@@ -134,9 +134,9 @@ def _module(variant: Variant, given: Arrays, **options: Any) -> flex.FlexModule:
     )
 
 
-def _gradients(module: flex.FlexModule, given: Arrays) -> Arrays:
-    module(*(given[name] for name in "qkv"), **{n: x for n, x in given.items() if n not in ("q", "k", "v", "dy")})
-    return module.backward(given["dy"])
+def _gradients(module: flex.FlexModule, arrays: Arrays) -> Arrays:
+    module(*(arrays[name] for name in "qkv"), **{n: x for n, x in arrays.items() if n not in ("q", "k", "v", "dy")})
+    return module.backward(arrays["dy"])
 
 
 def _name(operand: str) -> str:
@@ -160,134 +160,134 @@ CASES = {  # which sizes, and whether float32 is looked at, too
 def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
     variant, (which, in_float32) = VARIANTS[name], CASES[name]
     rng, sizes = np.random.default_rng(7), SIZES[which]
-    given = _operands(rng, sizes)
-    given |= variant.captures(rng, *(sizes[k] for k in (0, 2, 4, 5)))
-    found = _gradients(_module(variant, given), given)
-    for operand, array in given.items():
+    arrays = _operands(rng, sizes)
+    arrays |= variant.captures(rng, *(sizes[k] for k in (0, 2, 4, 5)))
+    gradients = _gradients(_module(variant, arrays), arrays)
+    for operand, array in arrays.items():
         if array.dtype != np.float64 or operand == "dy":
             continue
-        gradient = found[_name(operand)]
+        gradient = gradients[_name(operand)]
         assert gradient.shape == array.shape and gradient.dtype == np.float64
         for _ in range(3):
             direction, step = rng.standard_normal(array.shape), 1e-6
-            ends = [_loss(variant, given | {operand: array + sign * step * direction}) for sign in (1, -1)]
+            ends = [_loss(variant, arrays | {operand: array + sign * step * direction}) for sign in (1, -1)]
             slope = (ends[0] - ends[1]) / (2 * step)
             size = float(np.abs(gradient * direction).sum()) + 1e-2
             assert abs(float((gradient * direction).sum()) - slope) < 1e-6 * size, operand
     if not in_float32:
         return
-    single = {n: x.astype(np.float32) if x.dtype == np.float64 else x for n, x in given.items()}
+    single = {n: x.astype(np.float32) if x.dtype == np.float64 else x for n, x in arrays.items()}
     for operand, gradient in _gradients(_module(variant, single), single).items():
-        off = np.abs(gradient - found[operand]).max()
-        assert off <= 3e-5 * np.abs(found[operand]).max(), operand
+        off = np.abs(gradient - gradients[operand]).max()
+        assert off <= 3e-5 * np.abs(gradients[operand]).max(), operand
 
 
 @pytest.mark.parametrize("dtype", sampled([ml_dtypes.bfloat16, np.float16], 2))
 def test_half_precision(dtype: Any) -> None:
     variant, rng = VARIANTS["soft cap and ALiBi"], np.random.default_rng(5)
-    given = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
-    half = {name: x.astype(dtype) for name, x in given.items()}
-    found = _gradients(_module(variant, half), half)
+    arrays = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
+    half = {name: x.astype(dtype) for name, x in arrays.items()}
+    gradients = _gradients(_module(variant, half), half)
     exact = {name: x.astype(np.float64) for name, x in half.items()}
     expected = _gradients(_module(variant, exact), exact)
     unit = float(ml_dtypes.finfo(dtype).eps)
     for name, gradient in expected.items():
-        assert found[name].dtype == dtype
+        assert gradients[name].dtype == dtype
         # y is rounded to the type, which delta is made of; each gradient once more.
-        assert np.abs(found[name].astype(np.float64) - gradient).max() < 4 * unit * np.abs(gradient).max(), name
+        assert np.abs(gradients[name].astype(np.float64) - gradient).max() < 4 * unit * np.abs(gradient).max(), name
 
 
 def test_the_plain_kernel_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     variant, rng = VARIANTS["by all, and a number"], np.random.default_rng(9)
-    given = _operands(rng, (2, 2, 2, 1, 9, 11, 6, 4)) | variant.captures(rng, 2, 2, 9, 11)
-    found = _gradients(_module(variant, given), given)
+    arrays = _operands(rng, (2, 2, 2, 1, 9, 11, 6, 4)) | variant.captures(rng, 2, 2, 9, 11)
+    gradients = _gradients(_module(variant, arrays), arrays)
     monkeypatch.setitem(schedules.RULES, "llvm", ())
-    module = _module(variant, given)
+    module = _module(variant, arrays)
     assert "gradient" not in {kernel.schedule for kernel in module.gradient.manifest.kernels}
-    plain = _gradients(module, given)
-    for name, gradient in found.items():
+    plain = _gradients(module, arrays)
+    for name, gradient in gradients.items():
         assert np.allclose(plain[name], gradient, rtol=1e-11, atol=1e-12), name
 
 
 def test_what_nobody_sees_has_no_part() -> None:
     """NaN and infinity in keys that no row sees, and in values and keys that some rows do not."""
     rng = np.random.default_rng(3)
-    given = {name: x.astype(np.float32) for name, x in _operands(rng, (1, 1, 2, 2, 70, 90, 32, 32)).items()}
+    arrays = {name: x.astype(np.float32) for name, x in _operands(rng, (1, 1, 2, 2, 70, 90, 32, 32)).items()}
 
     def near(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (i >= j) & (j < 64)
 
     variant = Variant(flex.mods.soft_cap(7.0), near)
-    module = _module(variant, given)
-    expected = _gradients(module, given)
-    corrupted = dict(given)
+    module = _module(variant, arrays)
+    expected = _gradients(module, arrays)
+    corrupted = dict(arrays)
     for name, value in (("k", np.nan), ("v", np.inf)):
-        corrupted[name] = given[name].copy()
+        corrupted[name] = arrays[name].copy()
         corrupted[name][:, :, 64:] = value
-    found = _gradients(module, corrupted)
+    gradients = _gradients(module, corrupted)
     for name in ("dq", "dk", "dv"):
-        assert np.array_equal(found[name], expected[name]), name
+        assert np.array_equal(gradients[name], expected[name]), name
     # A key that rows from 40 on see: the gradients of rows before are what they were.
-    corrupted["k"] = given["k"].copy()
+    corrupted["k"] = arrays["k"].copy()
     corrupted["k"][:, :, 40] = np.nan
-    corrupted["v"] = given["v"]
-    found = _gradients(module, corrupted)
-    assert np.allclose(found["dq"][:, :, :40], expected["dq"][:, :, :40], rtol=1e-5, atol=1e-6)
-    assert np.isnan(found["dq"][:, :, 40:]).all()
+    corrupted["v"] = arrays["v"]
+    gradients = _gradients(module, corrupted)
+    assert np.allclose(gradients["dq"][:, :, :40], expected["dq"][:, :, :40], rtol=1e-5, atol=1e-6)
+    assert np.isnan(gradients["dq"][:, :, 40:]).all()
 
 
 def test_block_masks_and_threads() -> None:
     rng = np.random.default_rng(4)
-    given = {name: x.astype(np.float32) for name, x in _operands(rng, (2, 2, 4, 4, 200, 150, 16, 16)).items()}
+    arrays = {name: x.astype(np.float32) for name, x in _operands(rng, (2, 2, 4, 4, 200, 150, 16, 16)).items()}
     block_mask = flex.create_block_mask(flex.masks.causal, None, None, 200, 150, (64, 32))
-    expected = _gradients(_module(Variant(mask=flex.masks.causal), given), given)
+    expected = _gradients(_module(Variant(mask=flex.masks.causal), arrays), arrays)
     for threads in (1, 2):
         module = lowering.compile_flex(
-            *(given[name] for name in "qkv"), block_mask=block_mask, backward=True, threads=threads
+            *(arrays[name] for name in "qkv"), block_mask=block_mask, backward=True, threads=threads
         )
-        module(*(given[name] for name in "qkv"), block_mask=block_mask)
-        found = module.backward(given["dy"])
+        module(*(arrays[name] for name in "qkv"), block_mask=block_mask)
+        gradients = module.backward(arrays["dy"])
         for name, gradient in expected.items():
-            assert np.allclose(found[name], gradient, rtol=1e-5, atol=1e-5), (threads, name)
+            assert np.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-5), (threads, name)
 
 
 def test_no_rows_and_no_keys() -> None:
     rng = np.random.default_rng(6)
     variant = VARIANTS["soft cap and ALiBi"]
     sizes = (1, 1, 2, 2, 3, 4, 16, 16)
-    given = _operands(rng, sizes) | variant.captures(rng, 1, 2, 3, 4)
-    module = _module(variant, given)
+    arrays = _operands(rng, sizes) | variant.captures(rng, 1, 2, 3, 4)
+    module = _module(variant, arrays)
     for rows, keys in ((0, 4), (3, 0)):
-        few = dict(given, q=given["q"][:, :, :rows], dy=given["dy"][:, :, :rows])
-        few |= {name: given[name][:, :, :keys] for name in "kv"}
-        found = _gradients(module, few)
-        assert all(not x.any() for x in found.values()) and found["dk"].shape == few["k"].shape
+        few = dict(arrays, q=arrays["q"][:, :, :rows], dy=arrays["dy"][:, :, :rows])
+        few |= {name: arrays[name][:, :, :keys] for name in "kv"}
+        gradients = _gradients(module, few)
+        assert all(not x.any() for x in gradients.values()) and gradients["dk"].shape == few["k"].shape
 
 
 def test_a_saved_module_goes_back_without_a_compiler(tmp_path: Any) -> None:
     rng = np.random.default_rng(8)
     variant = VARIANTS["soft cap and ALiBi"]
-    given = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
-    module = _module(variant, given)
-    expected = _gradients(module, given)
+    arrays = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
+    module = _module(variant, arrays)
+    expected = _gradients(module, arrays)
     module.save(tmp_path / "module")
     module.save(tmp_path / "module")  # over itself
-    loaded = flex.load(tmp_path / "module", captures={"slopes": given["slopes"]})
-    loaded(*(given[name] for name in "qkv"))
-    found = loaded.backward(given["dy"])
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    loaded = flex.load(tmp_path / "module", captures={"slopes": arrays["slopes"]})
+    loaded(*(arrays[name] for name in "qkv"))
+    gradients = loaded.backward(arrays["dy"])
+    assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
 
 
 def test_errors() -> None:
     rng = np.random.default_rng(8)
-    given = _operands(rng, SIZES["grouped"])
-    operands = tuple(given[name] for name in "qkv")
+    arrays = _operands(rng, SIZES["grouped"])
+    operands = tuple(arrays[name] for name in "qkv")
     module = lowering.compile_flex(*operands, enable_gqa=True)
     with pytest.raises(lowering.InputError, match="backward=True"):
-        module.backward(given["dy"])
+        module.backward(arrays["dy"])
     module = lowering.compile_flex(*operands, enable_gqa=True, backward=True)
     with pytest.raises(lowering.InputError, match="call the module first"):
-        module.backward(given["dy"])
+        module.backward(arrays["dy"])
     module(*operands)
     with pytest.raises(lowering.InputError, match="dy"):
-        module.backward(given["dy"][:, :, :5])
+        module.backward(arrays["dy"][:, :, :5])

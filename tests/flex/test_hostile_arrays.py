@@ -1,5 +1,7 @@
-"""Whatever captured arrays and block masks hold, nothing outside of an array is read: behind each lies a page that
-nobody may touch."""
+"""No kernel reads outside of an array, whatever values captured arrays and block masks have.
+
+A protected page lies after each array.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_reference import Table, assert_close, blocks_of, grid, naive, truth
+from flex_reference import Table, assert_close, compute_block_states, compute_naive, compute_reference, make_grid
 from placed_arrays import guarded, unaligned
 from sampled import sampled
 
@@ -60,7 +62,7 @@ def clipped(s, b, h, i, j, *, at, x):
     return s + x[flex.clip(at[i], -2, 100)] + x[flex.maximum(at[i], at[j])] + x[flex.minimum(at[j], 3)]
 
 
-def matmuls(s, b, h, i, j, *, at, x):
+def multiplied_twice(s, b, h, i, j, *, at, x):
     return s + x[at[i] * at[i]] + x[abs(at[i]) * abs(at[j])]
 
 
@@ -85,7 +87,7 @@ def masks(b, h, i, j, *, at, x):
 
 
 MODS = (direct, shifted, scaled, multiplied, distance, magnitude, divided, divided_by_data, bits, clipped, chosen)
-MODS += (matmuls, chained, converted, squared)
+MODS += (multiplied_twice, chained, converted, squared)
 
 
 def extremes(dtype: str, count: int) -> np.ndarray:
@@ -97,7 +99,7 @@ def extremes(dtype: str, count: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("mod", "dtype"),
     sampled(itertools.product([*MODS, masks], ["int32", "int64", "uint32", "int8"]), 3),
-    ids=lambda given: getattr(given, "__name__", given),
+    ids=lambda arguments: getattr(arguments, "__name__", arguments),
 )
 def test_indices_from_data_stay_inside(mod: Callable[..., Any], dtype: str) -> None:
     """Where arithmetic does not overflow, they are the nearest elements."""
@@ -115,8 +117,8 @@ def test_indices_from_data_stay_inside(mod: Callable[..., Any], dtype: str) -> N
         y = flex.flex_attention(q, k, v, **options, captures=captures)
         if exact:
             arrays["at"] = arrays["at"].astype(np.int64)  # as indices are computed
-            given: Any = (None, mod, arrays) if mod is masks else (mod, None, arrays)
-            assert_close(y, truth(q, k, v, *given)[0], naive(q, k, v, *given)[0])
+            arguments: Any = (None, mod, arrays) if mod is masks else (mod, None, arrays)
+            assert_close(y, compute_reference(q, k, v, *arguments)[0], compute_naive(q, k, v, *arguments)[0])
 
 
 def test_rows_whose_numbers_overflow_leave_others_alone() -> None:
@@ -129,7 +131,9 @@ def test_rows_whose_numbers_overflow_leave_others_alone() -> None:
     for dtype in ("int32", "int64"):
         end = np.arange(40).astype(dtype)
         end[::3] = np.iinfo(dtype).max
-        expected, plain = (f(x, x, x, None, mask, {"end": np.arange(40)})[0] for f in (truth, naive))
+        expected, plain = (
+            f(x, x, x, None, mask, {"end": np.arange(40)})[0] for f in (compute_reference, compute_naive)
+        )
         y = flex.flex_attention(x, x, x, mask_mod=mask, captures={"end": end})
         keep = np.arange(40) % 3 != 0
         assert_close(y[:, :, keep], expected[:, :, keep], plain[:, :, keep])
@@ -153,7 +157,7 @@ def test_arrays_of_exact_size(at_end: bool) -> None:
             "table": RNG.standard_normal(max(rows, keys)).astype("f"),
             "shown": RNG.random((rows, keys)) < 0.5,
         }
-        expected, plain = (f(q, k, v, mod, mask, captures)[0] for f in (truth, naive))
+        expected, plain = (f(q, k, v, mod, mask, captures)[0] for f in (compute_reference, compute_naive))
         inside = {name: guarded(array, at_end) for name, array in captures.items()}
         operands = [guarded(x, at_end) for x in (q, k, v)]
         mask_of_blocks = flex.create_block_mask(mask, None, None, rows, keys, (7, 16), {"shown": inside["shown"]})
@@ -165,28 +169,28 @@ def test_arrays_of_exact_size(at_end: bool) -> None:
 
 
 def test_states_of_any_number_are_hidden() -> None:
-    """Of a block mask made by hand: what is neither partial nor full is hidden."""
+    """Blocks of a block mask that are neither partial nor full are hidden."""
     states = RNG.integers(-128, 128, (1, 1, 5, 9)).astype(np.int8)
     states[RNG.random(states.shape) < 0.5] = 2
     q, k = RNG.standard_normal((1, 1, 40, 8)).astype("f"), RNG.standard_normal((1, 1, 70, 8)).astype("f")
     mask = flex.BlockMask(guarded(states, True), (8, 8), (40, 70), lambda b, h, i, j: i > j)
     shown = np.repeat(np.repeat(states, 8, 2), 8, 3)[..., :70]
-    i, j = grid((1, 1, 40, 70))[2:]
+    i, j = make_grid((1, 1, 40, 70))[2:]
     dense = (shown == 2) | ((shown == 1) & (i > j))
-    given = (None, lambda b, h, i, j, *, dense: dense[0, 0, i, j], {"dense": dense})
+    arguments = (None, lambda b, h, i, j, *, dense: dense[0, 0, i, j], {"dense": dense})
     y = flex.flex_attention(q, k, k, block_mask=mask)
-    assert_close(y, truth(q, k, k, *given)[0], naive(q, k, k, *given)[0])
+    assert_close(y, compute_reference(q, k, k, *arguments)[0], compute_naive(q, k, k, *arguments)[0])
 
 
 def test_blocks_of_hostile_masks() -> None:
-    """Those that a kernel finds are those of the mask written out."""
+    """Blocks that a kernel finds are those of the dense mask."""
     for rows, keys in LENGTHS:
         captures = {"at": extremes("int64", max(rows, keys)), "x": RNG.standard_normal(5)}
         inside = {name: guarded(array, True) for name, array in captures.items()}
         states = flex.create_block_mask(masks, 1, 1, rows, keys, (16, 8), inside).states
-        b, h, i, j = grid((1, 1, rows, keys))
+        b, h, i, j = make_grid((1, 1, rows, keys))
         dense = np.broadcast_to(masks(b, h, i, j, **{n: Table(x) for n, x in captures.items()}), (1, 1, rows, keys))
-        np.testing.assert_array_equal(states, blocks_of(dense, (16, 8)))
+        np.testing.assert_array_equal(states, compute_block_states(dense, (16, 8)))
 
 
 def test_unaligned_and_strided_arrays() -> None:
@@ -196,7 +200,7 @@ def test_unaligned_and_strided_arrays() -> None:
     for dtype in ("float32", "float16", "float64"):
         q, k, v = (RNG.standard_normal((2, 30, 2, 8)).astype(dtype).swapaxes(1, 2) for _ in range(3))
         bias = RNG.standard_normal((60, 30))[::2].astype(dtype)
-        expected, plain = (f(q, k, v, mod, None, {"bias": bias})[0] for f in (truth, naive))
-        for place in (lambda x: x, unaligned, np.asfortranarray, lambda x: x[..., ::-1].copy()[..., ::-1]):
-            y = flex.flex_attention(*(place(x) for x in (q, k, v)), score_mod=mod, captures={"bias": place(bias)})
+        expected, plain = (f(q, k, v, mod, None, {"bias": bias})[0] for f in (compute_reference, compute_naive))
+        for arrange in (lambda x: x, unaligned, np.asfortranarray, lambda x: x[..., ::-1].copy()[..., ::-1]):
+            y = flex.flex_attention(*(arrange(x) for x in (q, k, v)), score_mod=mod, captures={"bias": arrange(bias)})
             assert_close(y, expected, plain)

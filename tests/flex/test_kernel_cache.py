@@ -1,4 +1,4 @@
-"""Kernels are compiled once for each kind of call, and kept on disk for other processes."""
+"""Kernels are compiled once for each kind of call, and cached on disk for other processes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def attend(rows: int = 3, keys: int = 5, batch: int = 1, dtype: Any = "f", **opt
     return flex.flex_attention(q, k, v, **options)
 
 
-def compiled(call: Callable[[], Any]) -> int:
-    """How many kernels a call compiles."""
+def count_compiled(call: Callable[[], Any]) -> int:
+    """Return how many kernels a call compiles."""
     before = flex.cache_info().misses
     call()
     return flex.cache_info().misses - before
@@ -51,28 +51,28 @@ def test_values_and_lengths_share_a_kernel() -> None:
     def call(rows: int, keys: int, batch: int, more: int = 0) -> None:
         attend(rows, keys, batch, score_mod=biased, captures={"bias": RNG.standard_normal((rows + more, keys))})
 
-    assert compiled(lambda: call(3, 5, 1)) == 1
+    assert count_compiled(lambda: call(3, 5, 1)) == 1
     for sizes in ((3, 5, 1), (1, 5, 1), (40, 70, 3), (3, 5, 1, 2), (0, 3, 2), (3, 0, 2)):
-        assert compiled(lambda: call(*sizes)) == 0  # noqa: B023
+        assert count_compiled(lambda: call(*sizes)) == 0  # noqa: B023
     assert flex.cache_info() == (6, 0, 1, 1)
 
 
 def test_a_mod_that_is_written_twice_shares_a_kernel() -> None:
-    assert compiled(lambda: attend(score_mod=lambda s, b, h, i, j: s + (i - j))) == 1
-    assert compiled(lambda: attend(score_mod=lambda score, x, y, row, key: score + (row - key))) == 0
+    assert count_compiled(lambda: attend(score_mod=lambda s, b, h, i, j: s + (i - j))) == 1
+    assert count_compiled(lambda: attend(score_mod=lambda score, x, y, row, key: score + (row - key))) == 0
 
 
 def test_block_masks_share_a_kernel_but_for_sizes_of_blocks() -> None:
     def call(size: int, rows: int, heads: int | None = None) -> None:
         attend(rows, 9, block_mask=flex.create_block_mask(flex.masks.causal, None, heads, rows, 9, size))
 
-    assert compiled(lambda: call(4, 7)) == 2  # one that finds the blocks
-    assert compiled(lambda: call(4, 30)) == 0
-    assert compiled(lambda: call(4, 7, 2)) == 1  # which differ by head
-    assert compiled(lambda: call(8, 7)) == 2
+    assert count_compiled(lambda: call(4, 7)) == 2  # one that finds the blocks
+    assert count_compiled(lambda: call(4, 30)) == 0
+    assert count_compiled(lambda: call(4, 7, 2)) == 1  # which differ by head
+    assert count_compiled(lambda: call(8, 7)) == 2
 
 
-OTHERS: dict[str, dict[str, Any]] = {
+VARIATIONS: dict[str, dict[str, Any]] = {
     "type": {"dtype": "f2"},
     "half precision": {"dtype": ml_dtypes.bfloat16},
     "lse": {"return_lse": True},
@@ -87,12 +87,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_what_differs_has_a_kernel_of_its_own(what: str) -> None:
+@pytest.mark.parametrize("case", VARIATIONS)
+def test_each_variation_has_a_kernel_of_its_own(case: str) -> None:
     usual = {"score_mod": biased, "captures": {"bias": np.ones((3, 5), "f")}}
     attend(**usual)
-    assert compiled(lambda: attend(**usual | OTHERS[what])) == 1
-    assert compiled(lambda: attend(**usual | OTHERS[what])) == 0
+    assert count_compiled(lambda: attend(**usual | VARIATIONS[case])) == 1
+    assert count_compiled(lambda: attend(**usual | VARIATIONS[case])) == 0
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
@@ -114,17 +114,17 @@ def other_process(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def told(process: subprocess.Popen[str]) -> tuple[bool, int, int, float]:
-    """Whether the compiler was imported, kernels from disk, kernels compiled, and a result."""
+def read_report(process: subprocess.Popen[str]) -> tuple[bool, int, int, float]:
+    """Return whether the compiler was imported, kernels from disk, kernels compiled, and a result."""
     compiler, disk, misses, result = process.communicate()[0].split()
     assert process.returncode == 0
     return compiler == "True", int(disk), int(misses), float(result)
 
 
 def test_other_processes_find_kernels_on_disk_without_the_compiler(empty_cache: Path) -> None:
-    first = told(other_process(empty_cache.parent))
+    first = read_report(other_process(empty_cache.parent))
     assert first[:3] == (True, 0, 2)
-    assert told(other_process(empty_cache.parent)) == (False, 2, 0, first[3])
+    assert read_report(other_process(empty_cache.parent)) == (False, 2, 0, first[3])
 
 
 def truncated(kernel: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_damaged_kernel_is_compiled_anew(damage: Callable[[Path], None], empty
 
 
 def test_processes_that_compile_the_same_at_once(empty_cache: Path) -> None:
-    results = [told(process) for process in [other_process(empty_cache.parent) for _ in range(2)]]
+    results = [read_report(process) for process in [other_process(empty_cache.parent) for _ in range(2)]]
     assert results[0][3] == results[1][3]
-    assert told(other_process(empty_cache.parent)) == (False, 2, 0, results[0][3])
+    assert read_report(other_process(empty_cache.parent)) == (False, 2, 0, results[0][3])
     assert len(list(empty_cache.iterdir())) == 2  # nothing half written is left
 
 
@@ -192,4 +192,4 @@ def test_clearing_the_disk(empty_cache: Path) -> None:
     attend()
     flex.cache_clear(disk=True)
     assert not empty_cache.exists()
-    assert compiled(attend) == 1
+    assert count_compiled(attend) == 1

@@ -1,5 +1,5 @@
-"""The library of masks and mods: each says of every pair what its oracle says, and attention with it equals one in
-float64."""
+"""The library of masks and mods: each equals its oracle for every pair, and attention with it equals a float64
+reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from library_cases import (
     SIZE,
     T5,
     Case,
-    t5_both,
+    add_t5_bias,
     t5_bucket,
 )
 from sampled import sampled
@@ -34,7 +34,7 @@ BLOCK = (3, 5)
 
 
 def visible(case: Case) -> np.ndarray:
-    """bool [B, H, rows, keys]."""
+    """Return which keys each row sees: bool [B, H, rows, keys]."""
     shape = (BATCHES, HEADS, case.rows, case.keys)
     return np.array([case.shown(*at) for at in np.ndindex(shape)], bool).reshape(shape)
 
@@ -45,13 +45,13 @@ def operands(rows: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def attention(scores: np.ndarray, v: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    """In float64; 0 for rows that see nothing."""
+    """Return y in float64; 0 for rows that see nothing."""
     scores = np.where(shown, scores, -np.inf)
     p = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e300))
     return (p / np.maximum(p.sum(-1, keepdims=True), 1e-300)) @ np.repeat(v.astype(np.float64), HEADS // KV_HEADS, 1)
 
 
-def scores_of(q: np.ndarray, k: np.ndarray, scale: float = SIZE**-0.5) -> np.ndarray:
+def compute_scores(q: np.ndarray, k: np.ndarray, scale: float = SIZE**-0.5) -> np.ndarray:
     k = np.repeat(k.astype(np.float64), HEADS // KV_HEADS, 1)
     return scale * q.astype(np.float64) @ k.swapaxes(-1, -2)
 
@@ -73,19 +73,19 @@ def test_a_mask_shows_what_its_oracle_does(name: str) -> None:
 def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     case = MASKS[name]
     q, k, v = operands(case.rows, case.keys)
-    given: dict[str, Any] = {"mask_mod": case.mod, "captures": case.captures}
+    options: dict[str, Any] = {"mask_mod": case.mod, "captures": case.captures}
     if blocks:
         sizes = (BATCHES, HEADS, case.rows, case.keys)
-        given = {"block_mask": flex.create_block_mask(case.mod, *sizes, BLOCK, case.captures)}
-    y = flex.flex_attention(q, k, v, **given, enable_gqa=True)
-    np.testing.assert_allclose(y, attention(scores_of(q, k), v, visible(case)), rtol=1e-5, atol=1e-5)
+        options = {"block_mask": flex.create_block_mask(case.mod, *sizes, BLOCK, case.captures)}
+    y = flex.flex_attention(q, k, v, **options, enable_gqa=True)
+    np.testing.assert_allclose(y, attention(compute_scores(q, k), v, visible(case)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", sampled(SCORES, 2))
 def test_attention_with_a_score_mod(name: str) -> None:
     mod, captures, oracle = SCORES[name]
     q, k, v = operands(ROWS, KEYS)
-    scores = scores_of(q, k)
+    scores = compute_scores(q, k)
     shown = np.tril(np.ones((ROWS, KEYS), bool), 15)
     blocks = flex.create_block_mask(masks.shifted(masks.causal, 15), None, None, ROWS, KEYS, BLOCK)
     y, lse = flex.flex_attention(q, k, v, mod, block_mask=blocks, enable_gqa=True, captures=captures, return_lse=True)
@@ -95,19 +95,19 @@ def test_attention_with_a_score_mod(name: str) -> None:
     np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (4, 3), (6, 200), (32, 9)])
-def test_every_distance_has_the_bucket_of_t5(buckets: int, most: int) -> None:
+@pytest.mark.parametrize(("buckets", "limit"), [(32, 128), (4, 3), (6, 200), (32, 9)])
+def test_every_distance_has_the_bucket_of_t5(buckets: int, limit: int) -> None:
     """Exact powers among them, which a rounded logarithm can put a bucket too low."""
     numbers = np.arange(buckets, dtype=np.float64)[None]
-    distances = np.arange(3 * most)
-    mod = mods.t5_buckets(buckets, most)
-    found = mod(0.0, 0, 0, 0, -distances, bias=numbers), mod(0.0, 0, 0, 0, distances, bias=numbers)
-    expected = np.array([t5_bucket(int(d), buckets // 4, buckets // 2, most) for d in distances])
-    np.testing.assert_array_equal(found[0], expected)
-    np.testing.assert_array_equal(found[1], expected + np.where(distances > 0, buckets // 2, 0))
+    distances = np.arange(3 * limit)
+    mod = mods.t5_buckets(buckets, limit)
+    actual = mod(0.0, 0, 0, 0, -distances, bias=numbers), mod(0.0, 0, 0, 0, distances, bias=numbers)
+    expected = np.array([t5_bucket(int(d), buckets // 4, buckets // 2, limit) for d in distances])
+    np.testing.assert_array_equal(actual[0], expected)
+    np.testing.assert_array_equal(actual[1], expected + np.where(distances > 0, buckets // 2, 0))
 
 
-def test_the_default_buckets_of_t5_are_known() -> None:
+def test_the_default_buckets_of_t5() -> None:
     mod, numbers = mods.t5_buckets(), np.arange(32.0)[None]
     for distance, bucket in (
         (0, 0),
@@ -125,53 +125,53 @@ def test_the_default_buckets_of_t5_are_known() -> None:
 
 
 def test_latent_attention_is_attention_over_both_parts() -> None:
-    """DeepSeek-V2's: queries and keys are the two parts side by side, and the scale is that of both sizes."""
+    """In DeepSeek-V2, queries and keys are concatenated from two parts, and the scale is that of both sizes."""
     q, k, v = operands(ROWS, KEYS)
     scale = (SIZE + 6) ** -0.5
     k_rope = np.broadcast_to(LATENT["k_rope"][:, None], (BATCHES, KV_HEADS, KEYS, 6))
     sides = np.concatenate([q, LATENT["q_rope"]], -1), np.concatenate([k, k_rope], -1)
     y = flex.flex_attention(q, k, v, mods.latent(6, scale), scale=scale, enable_gqa=True, captures=LATENT)
     shown = np.ones((ROWS, KEYS), bool)
-    np.testing.assert_allclose(y, attention(scores_of(*sides, scale), v, shown), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, attention(compute_scores(*sides, scale), v, shown), rtol=1e-5, atol=1e-5)
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 PAGE, PAGES = 4, 9
-TABLE = np.array([[7, 2, 5, -1], [0, 8, 2, 3]])  # page 2 is of both
-KEPT = [9, 14]
+TABLE = np.array([[7, 2, 5, -1], [0, 8, 2, 3]])  # page 2 is shared
+CACHED = [9, 14]
 
 
 def in_pages(keys: list[np.ndarray]) -> np.ndarray:
-    """[1, heads, PAGES * PAGE, size]: the keys of each batch in its pages, and in all others what must not be seen."""
-    made = np.full((1, *keys[0].shape[:1], PAGES * PAGE, keys[0].shape[-1]), np.nan, np.float32)
-    for row, array, length in zip(TABLE, keys, KEPT):
+    """Return [1, heads, PAGES * PAGE, size]: the keys of each batch in its pages, and NaN in all other pages."""
+    pages = np.full((1, *keys[0].shape[:1], PAGES * PAGE, keys[0].shape[-1]), np.nan, np.float32)
+    for row, array, length in zip(TABLE, keys, CACHED):
         for position in range(length):
-            made[0, :, row[position // PAGE] * PAGE + position % PAGE] = array[:, position]
-    return made
+            pages[0, :, row[position // PAGE] * PAGE + position % PAGE] = array[:, position]
+    return pages
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_cache_in_shuffled_pages_is_that_in_rows(blocks: bool) -> None:
-    """Rows are the last three positions, under a causal mask and a bias by distance; pages of nobody hold NaN."""
+    """Rows are the last three positions, under a causal mask and a bias by distance; unused pages contain NaN."""
     q = RNG.standard_normal((BATCHES, HEADS, 3, SIZE)).astype(np.float32)
-    k, v = ([RNG.standard_normal((KV_HEADS, length, SIZE)).astype(np.float32) for length in KEPT] for _ in range(2))
+    k, v = ([RNG.standard_normal((KV_HEADS, length, SIZE)).astype(np.float32) for length in CACHED] for _ in range(2))
     for array in (k, v):  # the second page of batch 0 is the third one of batch 1
         array[1][:, 2 * PAGE : 3 * PAGE] = array[0][:, PAGE : 2 * PAGE]
-    captures = masks.pages(TABLE, KEPT, PAGE, PAGES)
-    bias, offset = {"bias": T5}, {"offset": np.array(KEPT) - 3}
+    captures = masks.pages(TABLE, CACHED, PAGE, PAGES)
+    bias, offset = {"bias": T5}, {"offset": np.array(CACHED) - 3}
     mask = masks.paged(masks.shifted_by_batch(masks.causal), PAGE)
     score = mods.paged(mods.shifted_by_batch(mods.t5_buckets(16, 32)), PAGE)
-    given: dict[str, Any] = {"mask_mod": mask, "captures": captures | bias | offset}
+    options: dict[str, Any] = {"mask_mod": mask, "captures": captures | bias | offset}
     if blocks:
-        found = flex.create_block_mask(mask, BATCHES, None, 3, PAGES * PAGE, (3, PAGE), captures | offset)
-        np.testing.assert_array_equal(np.flatnonzero(found.to_dense()[0, 0, 0]), sorted({7, 2, 5}))
-        given = {"block_mask": found, "captures": bias}
-    y = flex.flex_attention(q, in_pages(k), in_pages(v), score, enable_gqa=True, **given)
-    for b, length in enumerate(KEPT):
-        scores = scores_of(q[b : b + 1], k[b][None])
+        block_mask = flex.create_block_mask(mask, BATCHES, None, 3, PAGES * PAGE, (3, PAGE), captures | offset)
+        np.testing.assert_array_equal(np.flatnonzero(block_mask.to_dense()[0, 0, 0]), sorted({7, 2, 5}))
+        options = {"block_mask": block_mask, "captures": bias}
+    y = flex.flex_attention(q, in_pages(k), in_pages(v), score, enable_gqa=True, **options)
+    for b, length in enumerate(CACHED):
+        scores = compute_scores(q[b : b + 1], k[b][None])
         for _, h, i, j in np.ndindex(scores.shape):
-            scores[0, h, i, j] = t5_both(scores[0, h, i, j], b, h, i + length - 3, j)
+            scores[0, h, i, j] = add_t5_bias(scores[0, h, i, j], b, h, i + length - 3, j)
         shown = np.tril(np.ones((3, length), bool), length - 3)
         np.testing.assert_allclose(y[b : b + 1], attention(scores, v[b][None], shown), rtol=1e-5, atol=1e-5)
 
@@ -180,8 +180,8 @@ def test_new_pages_need_no_new_kernel() -> None:
     q, kv = np.zeros((BATCHES, HEADS, 1, SIZE), np.float32), np.ones((1, KV_HEADS, PAGES * PAGE, SIZE), np.float32)
     misses = []
     for lengths in ([1, 2], [9, 14]):
-        given = {"captures": masks.pages(TABLE, lengths, PAGE, PAGES), "enable_gqa": True}
-        y = flex.flex_attention(q, kv, kv, mask_mod=masks.paged(masks.full, PAGE), **given)
+        options = {"captures": masks.pages(TABLE, lengths, PAGE, PAGES), "enable_gqa": True}
+        y = flex.flex_attention(q, kv, kv, mask_mod=masks.paged(masks.full, PAGE), **options)
         np.testing.assert_allclose(y, 1)
         misses.append(flex.cache_info().misses)
     assert misses[0] == misses[1]
@@ -191,7 +191,7 @@ def test_new_pages_need_no_new_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("call", "pattern"),
     [
         (lambda: masks.pages([[0, 0]], [8], 4, 2), "page 0 twice"),
         (lambda: masks.pages([[0, 5]], [8], 4, 5), "page 5, but there are 5 pages"),
@@ -209,9 +209,9 @@ def test_new_pages_need_no_new_kernel() -> None:
         (lambda: mods.t5_buckets(32, 8), "above the 8"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(made: Callable[[], Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        made()
+def test_what_does_not_fit_is_refused(call: Callable[[], Any], pattern: str) -> None:
+    with pytest.raises(InputError, match=pattern):
+        call()
 
 
 # -- mods of mods -----------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def test_mods_of_mods_pass_on_what_their_own_names_hide() -> None:
 
     grid = np.ogrid[:1, :1, :3, :12]
     captures = masks.pages([[2, 0]], [7], 4, 3)
-    found = masks.paged(masks.padding, 4)(*grid, **captures)
-    np.testing.assert_array_equal(np.flatnonzero(found[0, 0, 0]), [0, 1, 2, 8, 9, 10, 11])
+    visible = masks.paged(masks.padding, 4)(*grid, **captures)
+    np.testing.assert_array_equal(np.flatnonzero(visible[0, 0, 0]), [0, 1, 2, 8, 9, 10, 11])
     joined = masks.and_masks(masks.shifted(every, 1), masks.full)
     np.testing.assert_array_equal(np.flatnonzero(joined(*grid)[0, 0, 0]), range(0, 12, 2))
     step = {"step": np.array(5, np.int32)}
@@ -239,12 +239,12 @@ def test_and_masks_of_none_shows_all_and_or_masks_of_none_nothing() -> None:
         assert (flex.create_block_mask(mod, None, None, 4, 6, 2).states == state).all()
 
 
-def test_a_mod_that_is_made_anew_is_known() -> None:
+def test_a_mod_that_is_built_again_is_recognized() -> None:
     """Calls of one kind are found without being traced again."""
 
-    def made(window: int) -> Any:
+    def make_mask(window: int) -> Any:
         return masks.and_masks(masks.document(masks.sliding_window(window)), masks.neighborhood((4, 5), 3))
 
-    assert fingerprint(made(3)) == fingerprint(made(3)) is not None
-    assert fingerprint(made(3)) != fingerprint(made(4))
+    assert fingerprint(make_mask(3)) == fingerprint(make_mask(3)) is not None
+    assert fingerprint(make_mask(3)) != fingerprint(make_mask(4))
     assert fingerprint(masks.and_masks(masks.causal)) != fingerprint(masks.or_masks(masks.causal))

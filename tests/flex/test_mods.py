@@ -1,4 +1,4 @@
-"""flex_attention with the mods of PyTorch's own tests: against float64, beside a plain computation in its precision."""
+"""flex_attention with the mods of PyTorch's own tests: against float64, compared with a plain computation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
 import numpy as np
 import pytest
-from flex_reference import assert_close, blocks_of, naive, truth, visible
-from mod_cases import BOTH, MASKS, SCORES, Case
+from flex_reference import assert_close, compute_block_states, compute_naive, compute_reference, compute_visible
+from mod_cases import COMBINATIONS, MASKS, SCORES, Case
 from sampled import sampled
 
 from lowering import flex
@@ -21,7 +21,7 @@ HEADS = [(1, 1), (4, 1), (8, 2), (6, 2)]
 BLOCKS = [None, 128, (64, 128), 256, (48, 80)]
 TYPES = ["float32", "bfloat16", "float16", "float64"]
 WIDTHS = [(16, 16), (64, 64), (24, 8), (5, 33)]
-CASES = (*SCORES, *MASKS, *BOTH)
+CASES = (*SCORES, *MASKS, *COMBINATIONS)
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Setting:
     widths: tuple[int, int]
 
 
-def settings_of(number: int) -> Setting:
-    """Another one for each number, so that every choice meets many cases."""
+def make_setting(number: int) -> Setting:
+    """Return another setting for each number, so that every choice meets many cases."""
     sizes = (BLOCKS[number % 5], HEADS[number // 2 % 4], TYPES[number % 4], WIDTHS[number // 3 % 4])
     return Setting(sizes[2], sizes[1], sizes[0], sizes[3])
 
 
-def call(
+def check_call(
     case: Case, setting: Setting, lengths: tuple[int, int], rng: np.random.Generator, batch: int = 2, kv_batch: int = 2
 ) -> None:
-    """One call, poisoned where nobody looks, and what it must give."""
+    """Check a call whose unseen keys and values are corrupted."""
     (heads, kv_heads), (rows, keys), (d, dv) = setting.heads, lengths, setting.widths
     shape = batch, heads, rows, keys
     q, k, v = (
@@ -49,7 +49,7 @@ def call(
         for dims in ((batch, heads, rows, d), (kv_batch, kv_heads, keys, d), (kv_batch, kv_heads, keys, dv))
     )
     captures = case.captures(rng, shape)
-    seen = visible(case.mask, shape, captures).any(2)  # by some row
+    seen = compute_visible(case.mask, shape, captures).any(2)  # by some row
     unseen = ~seen.reshape(batch, kv_heads, -1, keys).any(2)
     unseen = unseen.all(0, keepdims=True) if kv_batch == 1 else unseen
     k[unseen], v[unseen] = np.nan, np.inf
@@ -57,8 +57,8 @@ def call(
     if setting.blocks is not None and case.mask is not None:
         own = flex.mod.ModSignature(case.mask).bindings(captures)
         block_mask = flex.create_block_mask(case.mask, batch, heads, rows, keys, setting.blocks, own)
-        dense = visible(case.mask, shape, own)
-        np.testing.assert_array_equal(block_mask.states, blocks_of(dense, block_mask.BLOCK_SIZE))
+        dense = compute_visible(case.mask, shape, own)
+        np.testing.assert_array_equal(block_mask.states, compute_block_states(dense, block_mask.BLOCK_SIZE))
         captures_left = {name: array for name, array in captures.items() if name not in own}
         mask = None
     else:
@@ -66,13 +66,13 @@ def call(
     y, lse = flex.flex_attention(
         q, k, v, case.score, mask, block_mask, enable_gqa=heads != kv_heads, return_lse=True, captures=captures_left
     )
-    given: Any = (case.score, case.mask, captures)
-    expected, plain = truth(q, k, v, *given), naive(q, k, v, *given)
+    arguments: Any = (case.score, case.mask, captures)
+    expected, plain = compute_reference(q, k, v, *arguments), compute_naive(q, k, v, *arguments)
     assert y.dtype == q.dtype and lse.dtype == np.dtype("float64" if setting.dtype == "float64" else "float32")
     single = case.single and setting.dtype == "float64"
     assert_close(y, expected[0], plain[0], single=single)
     assert_close(lse, expected[1], plain[1], "lse", 10, single)
-    hidden = ~visible(case.mask, shape, captures).any(3)
+    hidden = ~compute_visible(case.mask, shape, captures).any(3)
     assert (y[hidden] == 0).all() and np.isneginf(lse[hidden]).all()
 
 
@@ -80,7 +80,7 @@ def call(
 def test_mods(number: int) -> None:
     """Every mod with one of each choice, at all lengths."""
     for lengths in LENGTHS:
-        call(CASES[number], settings_of(number), lengths, np.random.default_rng(number))
+        check_call(CASES[number], make_setting(number), lengths, np.random.default_rng(number))
 
 
 @pytest.mark.parametrize("name", ["relative_table", "documents_by_batch", "all_dims"])
@@ -89,7 +89,7 @@ def test_one_batch_of_keys_for_all(name: str) -> None:
     for heads, blocks in (((4, 2), None), ((6, 2), (48, 80))):
         for lengths in LENGTHS:
             setting = Setting("float32", heads, blocks, (16, 24))
-            call(case, setting, lengths, np.random.default_rng(7), batch=3, kv_batch=1)
+            check_call(case, setting, lengths, np.random.default_rng(7), batch=3, kv_batch=1)
 
 
 @pytest.mark.parametrize("name", ["njt", "by_head", "noop"])
@@ -116,8 +116,8 @@ def test_no_number_in_a_visible_row_stays_in_that_row() -> None:
     q[:, :, 9], k[:, :, 50], v[:, :, 60] = np.nan, np.inf, np.nan
     y = flex.flex_attention(q, k, v, mask_mod=flex.masks.causal)
     assert np.isnan(y[:, :, 9]).all() and np.isnan(y[:, :, 60:]).all()
-    others = [i for i in range(50) if i != 9]
-    np.testing.assert_array_equal(y[:, :, others], expected[:, :, others])
+    other_rows = [i for i in range(50) if i != 9]
+    np.testing.assert_array_equal(y[:, :, other_rows], expected[:, :, other_rows])
 
 
 def test_a_score_that_is_no_number_counts_only_where_it_is_visible() -> None:
@@ -125,11 +125,11 @@ def test_a_score_that_is_no_number_counts_only_where_it_is_visible() -> None:
     q, k, v = (rng.standard_normal((1, 2, 40, 16)).astype("f") for _ in range(3))
 
     def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s + flex.log(flex.cast(i - j + 1, "float32"))  # of a negative number behind the diagonal
+        return s + flex.log(flex.cast(i - j + 1, "float32"))  # of a negative number after the diagonal
 
-    given: Any = (mod, flex.masks.causal)
-    y = flex.flex_attention(q, k, v, *given)
-    assert_close(y, truth(q, k, v, *given)[0], naive(q, k, v, *given)[0])
+    arguments: Any = (mod, flex.masks.causal)
+    y = flex.flex_attention(q, k, v, *arguments)
+    assert_close(y, compute_reference(q, k, v, *arguments)[0], compute_naive(q, k, v, *arguments)[0])
 
 
 @pytest.mark.slow
@@ -137,4 +137,4 @@ def test_a_score_that_is_no_number_counts_only_where_it_is_visible() -> None:
 def test_mods_with_all_choices(number: int) -> None:
     for dtype, heads, blocks, widths in itertools.product(TYPES, HEADS, BLOCKS, WIDTHS[:2]):
         for lengths in LENGTHS:
-            call(CASES[number], Setting(dtype, heads, blocks, widths), lengths, np.random.default_rng(number))
+            check_call(CASES[number], Setting(dtype, heads, blocks, widths), lengths, np.random.default_rng(number))

@@ -1,4 +1,4 @@
-"""A call whose kernel is in memory costs little beside the kernel."""
+"""A call whose kernel is in memory costs little compared with the kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Q = np.ones((1, 2, 1, 16), "f")
 BIAS = np.ones((2, 4), "f")
 
 
-def best(call: Callable[[], object]) -> float:
-    """Seconds of a call when nothing disturbs it."""
+def time_call(call: Callable[[], object]) -> float:
+    """Return the seconds of a call when nothing disturbs it."""
     return min(repeat(call, number=200, repeat=15)) / 200
 
 
@@ -34,20 +34,22 @@ def biased(s, b, h, i, j, *, bias):
 
 
 def test_a_call_costs_what_a_few_additions_do() -> None:
-    """As long as about 50 additions of tiny arrays, of which a dozen are the kernel and some 25 `Model.run`; the bar is
-    three times that. What it does anew each time: it finds out that mods are what they were, and checks the arrays."""
-    cap, both = flex.mods.soft_cap(20.0), flex.and_masks(flex.masks.causal, flex.masks.sliding_window(3))
+    """A call takes as long as about 50 additions of tiny arrays; the limit is three times as many.
+
+    The kernel takes a dozen of them, and `Model.run` some 25. Each call compares the mods and checks the arrays.
+    """
+    cap, combined = flex.mods.soft_cap(20.0), flex.and_masks(flex.masks.causal, flex.masks.sliding_window(3))
     block_mask = flex.create_block_mask(flex.masks.causal, None, None, 1, 1)
-    addition = best(lambda: np.add(Q, Q))
+    addition = time_call(lambda: np.add(Q, Q))
     for options in (
         {},
         {"score_mod": cap, "mask_mod": flex.masks.causal},
         {"score_mod": biased, "captures": {"bias": BIAS}},
-        {"mask_mod": both, "return_lse": True},
+        {"mask_mod": combined, "return_lse": True},
         {"block_mask": block_mask},
     ):
         flex.flex_attention(Q, Q, Q, **options)
         before = flex.cache_info()
-        assert best(lambda: flex.flex_attention(Q, Q, Q, **options)) < 150 * addition  # noqa: B023
+        assert time_call(lambda: flex.flex_attention(Q, Q, Q, **options)) < 150 * addition  # noqa: B023
         after = flex.cache_info()
         assert after.hits == before.hits + 3000 and after.misses == before.misses

@@ -20,11 +20,11 @@ from lowering.flex.show import MaskWork
 RNG = np.random.default_rng(0)
 
 
-def counted(shown: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, MaskWork]:
-    """The states of the blocks of a dense mask, and what is in them."""
+def count_blocks(shown: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, MaskWork]:
+    """Return the states of the blocks of a dense mask, and the work in them."""
     rows, keys = shown.shape
     starts = range(0, rows, size[0]), range(0, keys, size[1])
-    states = np.zeros([len(each) for each in starts], int)
+    states = np.zeros([len(axis) for axis in starts], int)
     pairs = [0, 0, 0]
     for r, row in enumerate(starts[0]):
         for c, key in enumerate(starts[1]):
@@ -49,7 +49,7 @@ MASKS: dict[str, Callable[..., Any]] = {
 def test_numbers_are_exact(name: str, rows: int, keys: int, size: tuple[int, int]) -> None:
     picture = flex.show(MASKS[name], Q_LEN=rows, KV_LEN=keys, BLOCK_SIZE=size)
     shown = np.broadcast_to(MASKS[name](0, 0, *np.ogrid[:rows, :keys]), (rows, keys))
-    states, work = counted(shown, size)
+    states, work = count_blocks(shown, size)
     np.testing.assert_array_equal(picture.states, states)
     assert picture.work == picture.total == work
     assert work.pairs == rows * keys and work.blocks == states.size
@@ -64,14 +64,14 @@ def test_one_batch_and_head_is_drawn_and_all_are_counted() -> None:
     def mod(b: Any, h: Any, i: Any, j: Any, *, lengths: Any) -> Any:
         return (j < lengths[b]) & (i - j <= 4 * h)
 
-    given = {"B": 2, "H": 3, "Q_LEN": 20, "KV_LEN": 30, "BLOCK_SIZE": (4, 6), "captures": captures}
-    picture = flex.show(mod, **given, batch=1, head=2)
-    every = [
-        counted(mod(b, h, *np.ogrid[:20, :30], **captures), (4, 6))[1] for b in range(2) for h in range(3)
+    options = {"B": 2, "H": 3, "Q_LEN": 20, "KV_LEN": 30, "BLOCK_SIZE": (4, 6), "captures": captures}
+    picture = flex.show(mod, **options, batch=1, head=2)
+    work_by_head = [
+        count_blocks(mod(b, h, *np.ogrid[:20, :30], **captures), (4, 6))[1] for b in range(2) for h in range(3)
     ]  # fmt: skip
-    assert picture.work == every[5]
-    assert picture.total.hidden_pairs == sum(work.hidden_pairs for work in every)
-    assert picture.total.full_blocks == sum(work.full_blocks for work in every)
+    assert picture.work == work_by_head[5]
+    assert picture.total.hidden_pairs == sum(work.hidden_pairs for work in work_by_head)
+    assert picture.total.full_blocks == sum(work.full_blocks for work in work_by_head)
     assert picture.total.pairs == 6 * 600
     assert "batch 1 of 2, head 2 of 3" in str(picture)
     assert f"all batches and heads: {picture.total.saved:.2%}" in str(picture)
@@ -93,8 +93,8 @@ def test_a_mask_without_a_mask_mod_saves_no_evaluations() -> None:
 SHADES = {"·": 0, "░": 1, "▒": 2, "▓": 3, "█": 4}
 
 
-def read(text: str) -> np.ndarray:
-    """The shades that stand in the text, each twice."""
+def read_shades(text: str) -> np.ndarray:
+    """Return the shades of the text, in which each stands twice."""
     rows = [line for line in text.splitlines() if line and set(line) <= set(SHADES)]
     assert all(row[::2] == row[1::2] for row in rows)
     return np.array([[SHADES[glyph] for glyph in row[::2]] for row in rows])
@@ -103,7 +103,7 @@ def read(text: str) -> np.ndarray:
 def test_text_draws_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     picture = flex.show(flex.masks.sliding_window(9), Q_LEN=50, KV_LEN=60, BLOCK_SIZE=4)
-    np.testing.assert_array_equal(read(str(picture)), picture.states * 2)
+    np.testing.assert_array_equal(read_shades(str(picture)), picture.states * 2)
     assert repr(picture) == str(picture)
 
 
@@ -112,10 +112,10 @@ def test_text_is_scaled_down_to_the_terminal(columns: int, monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", str(columns))
     picture = flex.show(flex.masks.sliding_window(150), Q_LEN=500, KV_LEN=410, BLOCK_SIZE=4)
     rows, keys = picture.states.shape
-    shades = read(str(picture))
-    most = max(columns // 2, 1)
-    step = -(-max(rows, keys) // most)
-    assert shades.shape == (-(-rows // step), -(-keys // step)) and max(shades.shape) <= most
+    shades = read_shades(str(picture))
+    limit = max(columns // 2, 1)
+    step = -(-max(rows, keys) // limit)
+    assert shades.shape == (-(-rows // step), -(-keys // step)) and max(shades.shape) <= limit
     for (r, c), shade in np.ndenumerate(shades):
         mean = picture.states[r * step : (r + 1) * step, c * step : (c + 1) * step].mean()
         assert shade == (0 if mean == 0 else 4 if mean == 2 else 1 if mean < 2 / 3 else 2 if mean < 4 / 3 else 3)
@@ -136,7 +136,7 @@ def test_rich_colors_the_same_text() -> None:
 def test_nothing_is_shown_of_nothing(rows: int, keys: int, tmp_path: Path) -> None:
     picture = flex.show(flex.masks.causal, Q_LEN=rows, KV_LEN=keys)
     assert picture.work == MaskWork(0, 0, 0, 0, 0, 0) and picture.work.saved == 0
-    assert "0 blocks" in str(picture) and not read(str(picture)).size
+    assert "0 blocks" in str(picture) and not read_shades(str(picture)).size
     ElementTree.fromstring(picture._repr_html_())
     picture.save(tmp_path / "nothing.png")
     assert (tmp_path / "nothing.png").stat().st_size
@@ -145,22 +145,22 @@ def test_nothing_is_shown_of_nothing(rows: int, keys: int, tmp_path: Path) -> No
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(svg: str) -> dict[float, list[tuple[int, int, int]]]:
-    """Of each opacity the row, the first column and the width of all rectangles."""
+def read_boxes(svg: str) -> dict[float, list[tuple[int, int, int]]]:
+    """Return the row, the first column and the width of all rectangles by opacity."""
     inner = ElementTree.fromstring(svg).find("{*}svg")
     assert inner is not None
-    found = {}
+    boxes_by_opacity = {}
     for path in inner.iterfind("{*}path"):
         boxes = re.findall(r"M(\d+) (\d+)h(\d+)v1h-\3z", path.attrib["d"])
         assert "".join(f"M{x} {y}h{w}v1h-{w}z" for x, y, w in boxes) == path.attrib["d"]
-        found[float(path.attrib["fill-opacity"])] = [(int(y), int(x), int(w)) for x, y, w in boxes]
-    return found
+        boxes_by_opacity[float(path.attrib["fill-opacity"])] = [(int(y), int(x), int(w)) for x, y, w in boxes]
+    return boxes_by_opacity
 
 
 def test_svg_draws_every_block() -> None:
     picture = flex.show(flex.masks.neighborhood((8, 8), 5), Q_LEN=64, KV_LEN=64, BLOCK_SIZE=(4, 2))
     opacity = np.zeros(picture.states.shape)
-    for shade, boxes in drawn(picture._repr_html_()).items():
+    for shade, boxes in read_boxes(picture._repr_html_()).items():
         for y, x, width in boxes:
             assert not opacity[y, x : x + width].any()
             opacity[y, x : x + width] = shade
@@ -173,8 +173,8 @@ def test_svg_says_what_the_text_says_and_stays_small() -> None:
 
     picture = flex.show(flex.and_masks(unkind, lambda b, h, i, j: i < 0), Q_LEN=4096, KV_LEN=4096, BLOCK_SIZE=8)
     svg = picture._repr_html_()
-    words = "".join(ElementTree.fromstring(svg).itertext())
-    assert all(line in words for line in (picture.title, *picture.summary))
+    text = "".join(ElementTree.fromstring(svg).itertext())
+    assert all(line in text for line in (picture.title, *picture.summary))
     chequered = flex.show(unkind, Q_LEN=512, KV_LEN=512, BLOCK_SIZE=8)
     assert len(chequered._repr_html_()) < 50_000
     assert len(flex.show(unkind, Q_LEN=8192, KV_LEN=8192, BLOCK_SIZE=8)._repr_html_()) < 50_000
@@ -216,7 +216,7 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("call", "pattern"),
     [
         (lambda: flex.show(flex.masks.causal, Q_LEN=3), "Give Q_LEN and KV_LEN"),
         (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3, head=1), "head 1 cannot be shown: the mask has 1"),
@@ -226,6 +226,6 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
         (lambda: flex.show(flex.masks.causal, Q_LEN=3, KV_LEN=3).save("mask"), "one of the endings"),
     ],
 )
-def test_what_does_not_fit_is_refused(made: Callable[[], Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        made()
+def test_what_does_not_fit_is_refused(call: Callable[[], Any], pattern: str) -> None:
+    with pytest.raises(InputError, match=pattern):
+        call()

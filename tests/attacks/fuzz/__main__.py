@@ -1,4 +1,4 @@
-"""`python -m tests.attacks.fuzz importer --minutes 60`: fuzzes, and tells what was found and where it was raised."""
+"""`python -m tests.attacks.fuzz importer --minutes 60`: fuzzes, and reports findings and where they were raised."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def main() -> int:
     while (left := int(end - time.monotonic())) > 5:
         _fuzz(options.target, out, inputs, left, seed)
         seed += 1
-    return told(options.target, out)
+    return report_findings(options.target, out)
 
 
 def _fuzz(target: str, out: Path, inputs: Path, seconds: int, seed: int) -> None:
-    """One process until the time is up, or an input ends it or takes too long, which is then kept."""
+    """Run one process until the time is up, or an input ends it or takes too long; that input is saved."""
     flags = [f"-max_total_time={seconds}", "-timeout=86400", f"-rss_limit_mb={_MEGABYTES}", f"-max_len={_LONGEST}"]
-    flags += [f"-seed={seed}", f"-artifact_prefix={out}/kept-", "-print_final_stats=1"]
+    flags += [f"-seed={seed}", f"-artifact_prefix={out}/saved-", "-print_final_stats=1"]
     command = [sys.executable, "-m", "tests.attacks.fuzz.target", target, str(out), *flags, str(inputs)]
     current = out / CURRENT
     current.unlink(missing_ok=True)
@@ -61,31 +61,31 @@ def _fuzz(target: str, out: Path, inputs: Path, seconds: int, seed: int) -> None
         current.rename(out / f"{'late' if late else 'death'}-{digest}")
 
 
-def told(target: str, out: Path) -> int:
-    """Prints what was found; 1 if any of it is ours."""
+def report_findings(target: str, out: Path) -> int:
+    """Print the findings; return 1 if any is a fault of the compiler."""
     texts = sorted(out.glob("finding-*.txt"))
     for text in texts:
-        place, _, trace = text.read_text().partition("\n\n")
-        print(f"{text.stem}: {place}\n    {trace.strip().splitlines()[-1][:300]}")
-    ours = len(texts)
+        location, _, trace = text.read_text().partition("\n\n")
+        print(f"{text.stem}: {location}\n    {trace.strip().splitlines()[-1][:300]}")
+    count = len(texts)
     for path in sorted(p for kind in ("late", "death") for p in out.glob(f"{kind}-*")):
-        theirs = target == "importer" and _dies("onnx", path)
-        again = theirs or _dies(target, path)
-        ours += bool(again and not theirs)
-        print(f"{path.name}: {theirs or again or 'does not repeat'}{', onnx alone' if theirs else ''}")
-    print(f"{ours} findings")
-    return int(ours > 0)
+        onnx_death = target == "importer" and _dies("onnx", path)
+        death = onnx_death or _dies(target, path)
+        count += bool(death and not onnx_death)
+        print(f"{path.name}: {onnx_death or death or 'does not repeat'}{', onnx alone' if onnx_death else ''}")
+    print(f"{count} findings")
+    return int(count > 0)
 
 
 def _dies(name: str, path: Path) -> str | None:
-    """How a process that takes this input alone ends, and where, if it does not end well and in time."""
+    """Return how and where a process that takes this input alone ends, or None if it ends well and in time."""
     command = [sys.executable, "-m", "tests.attacks.fuzz.blame", name, str(path), str(_SECONDS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if process.returncode == 0:
         return None
-    frames = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("File")]
-    kind = "takes too long" if "Timeout" in done.stderr else f"ends with {done.returncode}"
-    return f"{kind} at {frames[0] if frames else 'an unknown place'}"
+    frames = [line.strip() for line in process.stderr.splitlines() if line.strip().startswith("File")]
+    kind = "takes too long" if "Timeout" in process.stderr else f"ends with {process.returncode}"
+    return f"{kind} at {frames[0] if frames else 'an unknown location'}"
 
 
 if __name__ == "__main__":

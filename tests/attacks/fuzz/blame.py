@@ -1,7 +1,7 @@
-"""Whose crash it is: `python -m tests.attacks.fuzz.blame [onnx | NAME] FILE SECONDS` does one thing to one input.
+"""Assign a crash: `python -m tests.attacks.fuzz.blame [onnx | NAME] FILE SECONDS` does one thing to one input.
 
-With `onnx`, what the importer asks of onnx before it looks at a model itself. A model that ends that process, too, is
-onnx's.
+With `onnx`, it calls onnx as the importer does before it looks at a model itself. A model that ends that process, too,
+is a fault of onnx.
 """
 
 from __future__ import annotations

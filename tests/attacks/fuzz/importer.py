@@ -13,7 +13,7 @@ from lowering.compiling import compilation, compiler
 from ..attack import make_case
 from ..draw import Draw
 from ..generators import GENERATORS
-from ..oracle import foreign_words
+from ..oracle import find_foreign_terms
 from .mutate_model import mutated as mutated
 
 # One model of so many goes on to the passes, which take ten times as long.
@@ -21,24 +21,24 @@ _LOWERED = 8
 
 
 class UnclearError(Exception):
-    """An error whose words no user understands."""
+    """An error that no user understands."""
 
 
 def attempt(data: bytes) -> None:
-    """Raises what must not come of any bytes."""
+    """Check bytes; raise what no bytes may cause."""
     try:
         lowering.check(data)
         if zlib.crc32(data) % _LOWERED == 0:
             with tempfile.TemporaryDirectory() as folder, mock.patch.object(compilation, "build", lambda *_: b""):
                 compiler.compile_to(Path(folder) / "module", data)
     except lowering.LoweringError as error:
-        words = foreign_words(str(error))
-        if words:
-            raise UnclearError(f"says '{words}': {error}") from error
+        terms = find_foreign_terms(str(error))
+        if terms:
+            raise UnclearError(f"says '{terms}': {error}") from error
 
 
 def corpus() -> list[bytes]:
-    """A model of each operator."""
+    """Return a model of each operator."""
     models = []
     for domain, op in sorted(GENERATORS):
         draw = Draw(f"{domain}.{op}", 0)

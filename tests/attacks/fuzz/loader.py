@@ -1,7 +1,7 @@
-"""The artifact loader's target: a manifest of any contents beside a model.so that is as it was.
+"""The artifact loader's target: a manifest of any contents next to an unchanged model.so.
 
-Every other manifest is given the digests that it asks for, as one who wants to be loaded would do: without them
-nothing behind the check of digests would be reached.
+Every other manifest gets the digests that it asks for, as an attacker would do: without them, no code after the check
+of digests would be reached.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from onnx import helper, numpy_helper
 import lowering
 from lowering.manifest import FILE, Manifest
 
-from ..oracle import foreign_words
+from ..oracle import find_foreign_terms
 from .importer import UnclearError
 from .mutate_json import mutated as mutated
 
 
 @functools.cache
 def artifact() -> Path:
-    """The folder of a small model with a weight, a symbolic size and a donated input."""
+    """Compile a small model with a weight, a symbolic size and a donated input; return its folder."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-")) / "artifact"
     weight = numpy_helper.from_array(np.ones((64, 8), np.float32), "w")
     values = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", d]) for n, d in (("x", 64), ("c", 8))]
@@ -40,7 +40,7 @@ def artifact() -> Path:
 
 
 def attempt(data: bytes) -> None:
-    """Raises what must not come of any manifest."""
+    """Load a manifest; raise what no manifest may cause."""
     folder = artifact()
     if zlib.crc32(data) % 2:
         data = _signed(data)
@@ -48,14 +48,14 @@ def attempt(data: bytes) -> None:
     try:
         repr(lowering.load(folder))
     except lowering.LoweringError as error:
-        # A place in the manifest can be the version of a package, by the package's name.
-        words = foreign_words(re.sub(r"manifest\.versions\.\S+", "", str(error)))
-        if words:
-            raise UnclearError(f"says '{words}': {error}") from error
+        # A path in the manifest can be the version of a package, by the package's name.
+        terms = find_foreign_terms(re.sub(r"manifest\.versions\.\S+", "", str(error)))
+        if terms:
+            raise UnclearError(f"says '{terms}': {error}") from error
 
 
 def _signed(data: bytes) -> bytes:
-    """The manifest with its own digest, as far as it is one."""
+    """Return the manifest with its own digest, as far as it is one."""
     try:
         fields = json.loads(data)
         fields["hashes"][FILE] = Manifest.from_dict(fields).digest()
@@ -65,6 +65,6 @@ def _signed(data: bytes) -> bytes:
 
 
 def corpus() -> list[bytes]:
-    """The manifest as it was written, and in another layout, which leaves it with a wrong digest of its own or none."""
+    """Return the manifest as it was written, and in another layout, whose digest is wrong or missing."""
     written = (artifact() / FILE).read_bytes()
     return [written, json.dumps(json.loads(written)).encode()]

@@ -13,36 +13,36 @@ _VALUES = (
 )  # fmt: skip
 
 
-def mutated(data: bytes, rng: random.Random, most: int) -> bytes | None:
-    """JSON like that in `data`, of at most so many bytes; None where there is none."""
+def mutated(data: bytes, rng: random.Random, limit: int) -> bytes | None:
+    """Return JSON like that in `data`, of at most `limit` bytes; None where there is none."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return None
     for _ in range(rng.choice((1, 1, 2, 3))):
-        places = [([value], 0), *_places(value)]
-        holder, key = rng.choice(places)
+        slots = [([value], 0), *_list_slots(value)]
+        holder, key = rng.choice(slots)
         choice = rng.random()
         if choice < 0.55:
             holder[key] = copy.deepcopy(rng.choice(_VALUES))
         elif choice < 0.7:
             del holder[key]
         elif choice < 0.85:
-            other, name = rng.choice(places)
+            other, name = rng.choice(slots)
             holder[key] = copy.deepcopy(other[name])
         elif isinstance(holder, list):
             holder.insert(key, copy.deepcopy(holder[key]))
         else:
             holder[rng.choice(("x", "name", key))] = holder[key]
-        value = places[0][0][0] if places[0][0] else None
+        value = slots[0][0][0] if slots[0][0] else None
     result = json.dumps(value).encode()
-    return result if len(result) <= most else None
+    return result if len(result) <= limit else None
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every list or dictionary with each of its indices or keys."""
+def _list_slots(value: Any) -> list[tuple[Any, Any]]:
+    """List every list or dictionary with each of its indices or keys."""
     keys = range(len(value)) if isinstance(value, list) else list(value) if isinstance(value, dict) else ()
-    found = [(value, k) for k in keys]
+    slots = [(value, k) for k in keys]
     for k in keys:
-        found += _places(value[k])
-    return found
+        slots += _list_slots(value[k])
+    return slots

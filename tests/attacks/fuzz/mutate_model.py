@@ -11,39 +11,39 @@ _SIZES = (-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**32 + 1
 _FLOATS = (0.0, -1.0, 0.5, 1e38, float("nan"), float("inf"))
 _TEXTS = ("", "x0", "y0", "Add", "Reshape", "Loop", "ai.onnx", "com.microsoft", "N", "\n", "a'b", "\0", "x" * 300, "ö")
 
-Place = tuple[Any, Any]  # a message and one of its fields
+Slot = tuple[Any, Any]  # a message and one of its fields
 
 
-def mutated(data: bytes, rng: random.Random, most: int) -> bytes | None:
-    """A model like that in `data`, of at most so many bytes; None where there is no model."""
+def mutated(data: bytes, rng: random.Random, limit: int) -> bytes | None:
+    """Return a model like that in `data`, of at most `limit` bytes; None if `data` is not a model."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
     except Exception:
         return None
     for _ in range(rng.choice((1, 1, 2, 4))):
-        places = _places(model)
-        _mutate(*rng.choice(places), rng, places)
+        slots = _list_slots(model)
+        _mutate(*rng.choice(slots), rng, slots)
     result = model.SerializePartialToString()
-    return result if len(result) <= most else None
+    return result if len(result) <= limit else None
 
 
-def _places(message: Any) -> list[Place]:
-    """Every field that is set, and some that are not, in the message and below."""
-    found: list[Place] = [(message, f) for f in message.DESCRIPTOR.fields]
+def _list_slots(message: Any) -> list[Slot]:
+    """List every field that is set, and some that are not, in the message and below."""
+    slots: list[Slot] = [(message, f) for f in message.DESCRIPTOR.fields]
     for field, value in message.ListFields():
         if field.message_type is not None:
             for child in value if field.is_repeated else [value]:
-                found += _places(child)
-    return found
+                slots += _list_slots(child)
+    return slots
 
 
-def _mutate(message: Any, field: Any, rng: random.Random, places: list[Place]) -> None:
+def _mutate(message: Any, field: Any, rng: random.Random, slots: list[Slot]) -> None:
     if rng.random() < 0.15:
         message.ClearField(field.name)
         return
     if field.message_type is not None:
-        _mutate_messages(message, field, rng, places)
+        _mutate_messages(message, field, rng, slots)
     elif field.is_repeated:
         values = getattr(message, field.name)
         choice = rng.random()
@@ -57,18 +57,18 @@ def _mutate(message: Any, field: Any, rng: random.Random, places: list[Place]) -
         setattr(message, field.name, _scalar(field, rng))
 
 
-def _mutate_messages(message: Any, field: Any, rng: random.Random, places: list[Place]) -> None:
-    """Copies a message of the same type from elsewhere, exchanges two, or takes one out."""
-    others = [
-        other
-        for owner, f in places
+def _mutate_messages(message: Any, field: Any, rng: random.Random, slots: list[Slot]) -> None:
+    """Copy a message of the same type from elsewhere, exchange two, or take one out."""
+    candidates = [
+        candidate
+        for owner, f in slots
         if f.message_type is field.message_type and owner.ByteSize()
-        for other in (getattr(owner, f.name) if f.is_repeated else [getattr(owner, f.name)])
+        for candidate in (getattr(owner, f.name) if f.is_repeated else [getattr(owner, f.name)])
     ]
     if not field.is_repeated:
-        if others:
-            copy = type(others[0])()
-            copy.CopyFrom(rng.choice(others))
+        if candidates:
+            copy = type(candidates[0])()
+            copy.CopyFrom(rng.choice(candidates))
             getattr(message, field.name).CopyFrom(copy)
         return
     values, choice = getattr(message, field.name), rng.random()
@@ -80,9 +80,9 @@ def _mutate_messages(message: Any, field: Any, rng: random.Random, places: list[
         copy.CopyFrom(values[first])
         values[first].CopyFrom(values[second])
         values[second].CopyFrom(copy)
-    elif others:
-        copy = type(others[0])()
-        copy.CopyFrom(rng.choice(others))
+    elif candidates:
+        copy = type(candidates[0])()
+        copy.CopyFrom(rng.choice(candidates))
         values.add().CopyFrom(copy)
     else:
         values.add()

@@ -1,4 +1,4 @@
-"""What a fuzz target raises, kept in files: one for each place that raised it, with the input that did."""
+"""Notes of the exceptions of a fuzz target: a file for each location that raised one, with the input."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-# The file that holds the input in hand: what is left of it when the process is killed.
+# The file with the current input, which stays when the process is killed.
 CURRENT = "current"
 
 
 def noted(attempt: Callable[[bytes], None], folder: Path) -> Callable[[bytes], None]:
-    """The attempt, with what it raises kept in files."""
+    """Return the attempt, with its exceptions saved in files."""
 
     def run(data: bytes) -> None:
         (folder / CURRENT).write_bytes(data)
         try:
             attempt(data)
         except Exception as error:
-            place = place_of(error)
-            digest = hashlib.sha256(place.encode()).hexdigest()[:12]
+            location = describe_location(error)
+            digest = hashlib.sha256(location.encode()).hexdigest()[:12]
             path = folder / f"finding-{digest}"
             if not path.exists():
                 path.write_bytes(data)
-                path.with_suffix(".txt").write_text(f"{place}\n\n{''.join(traceback.format_exception(error))}")
+                path.with_suffix(".txt").write_text(f"{location}\n\n{''.join(traceback.format_exception(error))}")
 
     return run
 
 
-def place_of(error: BaseException) -> str:
-    """Type and place of an exception: the last frame of the project, and the last of all."""
+def describe_location(error: BaseException) -> str:
+    """Return type and location of an exception: the last frame of the compiler, and the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if f.filename.startswith(str(ROOT / "lowering"))]
-    last = [f"{Path(f.filename).name}:{f.name[:60]}" for f in (*ours[-1:], *frames[-1:])]
+    own_frames = [f for f in frames if f.filename.startswith(str(ROOT / "lowering"))]
+    last = [f"{Path(f.filename).name}:{f.name[:60]}" for f in (*own_frames[-1:], *frames[-1:])]
     return f"{type(error).__name__} at {' and '.join(dict.fromkeys(last))}"

@@ -1,6 +1,6 @@
 """One fuzz target as a process: `python -m tests.attacks.fuzz.target NAME FOLDER [libFuzzer's options] CORPUS`.
 
-Exceptions that are no LoweringError, or speak the compiler's language, are noted in FOLDER, one file for each place
+Exceptions that are not a LoweringError, or use the compiler's terms, are noted in FOLDER, one file for each location
 that raised them, and fuzzing goes on. Crashes and hangs end the process; the input in hand is in FOLDER/current.
 """
 
@@ -28,10 +28,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     mutate = module.mutated
 
-    def mutator(data: bytes, most: int, seed: int) -> bytes:
+    def mutator(data: bytes, limit: int, seed: int) -> bytes:
         rng = random.Random(seed)
-        changed = mutate(data, rng, most) if rng.random() < 0.9 else None
-        return atheris.Mutate(data, most) if changed is None else changed
+        changed = mutate(data, rng, limit) if rng.random() < 0.9 else None
+        return atheris.Mutate(data, limit) if changed is None else changed
 
     atheris.Setup([sys.argv[0], *options], noted(module.attempt, Path(folder)), custom_mutator=mutator)
     atheris.Fuzz()

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.attention.onnx_oracle import attention as formula
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, normalize_axis, require
 from ..draw import ANY, Draw
 
 
@@ -23,7 +23,7 @@ def attention(d: Draw, op: str) -> Attack:
     mask_type = d.pick(("bool", dtype))
     past = d.chance(0.25)
     lengths = opset > 23 and not past and d.chance(0.3)
-    attributes: dict[str, Any] = d.some(is_causal=d.int(0, 1))
+    attributes: dict[str, Any] = d.choose(is_causal=d.int(0, 1))
     attributes |= {"softcap": d.pick((0.5, 20.0))} if d.chance(0.2) else {}
     attributes |= {"scale": 0.3} if d.chance(0.2) else {}
     attributes |= {"q_num_heads": q_heads, "kv_num_heads": kv_heads} if flat else {}
@@ -47,9 +47,9 @@ def attention(d: Draw, op: str) -> Attack:
             mask = d.array(mask_type, d.corrupted(dims) if d.chance(0.1) else dims)
         arrays.append(mask)
         if past:
-            kept = [(batch, kv, before, size), (batch, kv, before, wide)]
-            kept[1] = d.corrupted(kept[1]) if d.chance(0.05) else kept[1]
-            arrays += [d.array(dtype, s, scale=1.0) for s in kept]
+            cache_shapes = [(batch, kv, before, size), (batch, kv, before, wide)]
+            cache_shapes[1] = d.corrupted(cache_shapes[1]) if d.chance(0.05) else cache_shapes[1]
+            arrays += [d.array(dtype, s, scale=1.0) for s in cache_shapes]
         if lengths:
             valid = np.array([d.wild(0, keys, 0.1) for _ in range(batch)], np.int64)
             arrays += [None, None, valid if d.chance(0.95) else d.array("int64", d.corrupted((batch,)))]
@@ -85,8 +85,8 @@ def attention(d: Draw, op: str) -> Attack:
         if mask is not None:
             heads = q_heads if flat else q.shape[1]
             whole = (q.shape[0], heads, rows, keys)
-            for wanted, size in zip(reversed(whole), reversed(mask.shape)):
-                if size not in (1, wanted) and not (wanted == keys and size < keys and opset > 23):
+            for expected, size in zip(reversed(whole), reversed(mask.shape)):
+                if size not in (1, expected) and not (expected == keys and size < keys and opset > 23):
                     require(False, f"mask {mask.shape} for {whole}")
             if mask.ndim and (mask.shape[-1] != keys or mask.shape[-2] != rows):
                 raise Unspecified("a mask that is shorter or one row")
@@ -131,7 +131,7 @@ def rotary(d: Draw, op: str) -> Attack:
         if flat:
             require(count > 0 and x.shape[2] % count == 0, f"{count} heads of {x.shape[2]}")
         elif count not in (0, x.shape[1]):
-            raise Unspecified("num_heads beside rank 4")
+            raise Unspecified("num_heads with rank 4")
         wide = x.reshape(*x.shape[:2], count, x.shape[2] // count).swapaxes(1, 2) if flat else x
         rotated = attributes.get("rotary_embedding_dim", 0) or wide.shape[3]
         require(0 < rotated <= wide.shape[3] and rotated % 2 == 0, f"{rotated} of {wide.shape[3]}")
@@ -149,15 +149,15 @@ def rotary(d: Draw, op: str) -> Attack:
                 raise Unspecified("angles that all batches share")
             require(cos.shape[:2] == (x.shape[0], wide.shape[2]), f"caches {cos.shape}")
         c, s = (v.astype(np.float64)[:, None] for v in (cos, sin))
-        part = wide[..., :rotated].astype(np.float64)
-        pairs = part.reshape(*part.shape[:-1], rotated // 2, 2) if attributes["interleaved"] else None
-        a, b = (pairs[..., 0], pairs[..., 1]) if pairs is not None else np.split(part, 2, -1)
+        rotated_part = wide[..., :rotated].astype(np.float64)
+        pairs = rotated_part.reshape(*rotated_part.shape[:-1], rotated // 2, 2) if attributes["interleaved"] else None
+        a, b = (pairs[..., 0], pairs[..., 1]) if pairs is not None else np.split(rotated_part, 2, -1)
         real, imaginary = c * a - s * b, s * a + c * b
         if pairs is not None:
-            part = np.stack([real, imaginary], -1).reshape(part.shape)
+            rotated_part = np.stack([real, imaginary], -1).reshape(rotated_part.shape)
         else:
-            part = np.concatenate([real, imaginary], -1)
-        result = np.concatenate([part, wide[..., rotated:].astype(np.float64)], -1).astype(x.dtype)
+            rotated_part = np.concatenate([real, imaginary], -1)
+        result = np.concatenate([rotated_part, wide[..., rotated:].astype(np.float64)], -1).astype(x.dtype)
         return [result.swapaxes(1, 2).reshape(x.shape) if flat else result]
 
     fields: dict[str, Any] = {"attributes": attributes, "opset": d.pick((23, 24))}
@@ -169,8 +169,8 @@ def tensor_scatter(d: Draw, op: str) -> Attack:
     rank, dtype = d.int(2, 4), d.dtype(ANY)
     axis = d.int(1, rank - 1) if d.chance(0.93) else d.pick((0, rank, -rank - 1, 2**31))
     attributes: dict[str, Any] = {"axis": axis - rank if 0 < axis < rank and d.chance(0.5) else axis}
-    attributes |= d.some(mode=d.pick(("linear", "circular")))
-    given = d.chance(0.8)
+    attributes |= d.choose(mode=d.pick(("linear", "circular")))
+    has_indices = d.chance(0.8)
     at = axis if 0 < axis < rank else 1
 
     def feed() -> Arrays:
@@ -180,10 +180,10 @@ def tensor_scatter(d: Draw, op: str) -> Attack:
         update = d.corrupted(update) if d.chance(0.1) else update
         where = np.array([d.wild(0, max(room - rows, 0), 0.12) for _ in range(shape[0])], np.int64)
         where = d.array("int64", d.corrupted(where.shape)) if d.chance(0.05) else where
-        return [d.array(dtype, shape), d.array(dtype, update), *([where] if given else [])]
+        return [d.array(dtype, shape), d.array(dtype, update), *([where] if has_indices else [])]
 
     def rule(past: np.ndarray, update: np.ndarray, where: np.ndarray | None = None) -> Answer:
-        a = axis_of(attributes["axis"], past.ndim)
+        a = normalize_axis(attributes["axis"], past.ndim)
         require(a, "axis 0 is the batch")
         room, rows = past.shape[a], update.shape[a]
         require(all(k == a or n == m for k, (n, m) in enumerate(zip(past.shape, update.shape))), "shapes")

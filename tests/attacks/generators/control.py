@@ -29,7 +29,7 @@ def dropout(d: Draw, op: str) -> Attack:
 
 @attacks("Constant")
 def constant(d: Draw, op: str) -> Attack:
-    value = d.array(d.dtype(ANY), d.shape(d.int(0, 3), most=200))
+    value = d.array(d.dtype(ANY), d.shape(d.int(0, 3), limit=200))
 
     def rule() -> Answer:
         return [value]
@@ -57,23 +57,23 @@ def branches(d: Draw, op: str) -> Attack:
 
 @attacks("Loop", "Scan")
 def loops(d: Draw, op: str) -> Attack:
-    """Numbers of steps that are none, negative, or more than the 41 behind which the condition fails."""
+    """Draw numbers of steps that are 0, negative, or more than the 41 after which the condition fails."""
     steps = d.pick((0, 1, 3, 7, -1, -(2**62), 10**6, 2**62))
     batches = op == "Scan" and d.chance(0.3)  # Scan-8
     names = ("s", "t", "o")
     kind = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2]) for n in names]
     number = helper.make_tensor_value_info("i", onnx.TensorProto.INT64, [])
     goes = [helper.make_tensor_value_info(n, onnx.TensorProto.BOOL, []) for n in ("c", "g")]
-    one = numpy_helper.from_array(np.ones(2, np.float32), "one")
+    ones = numpy_helper.from_array(np.ones(2, np.float32), "one")
     last = numpy_helper.from_array(np.asarray(40), "last")
     nodes = [helper.make_node("Add", ["s", "one"], ["t"])]
     if op == "Scan":
-        body = helper.make_graph(nodes, "body", kind[:1], kind[1:2], [one])
+        body = helper.make_graph(nodes, "body", kind[:1], kind[1:2], [ones])
         attributes: dict = {"body": body, "num_scan_inputs": 1}
     else:
         nodes += [helper.make_node("Less", ["i", "last"], ["g"]), helper.make_node("Neg", ["s"], ["o"])]
         inputs, outputs = [number, goes[0], kind[0]], [goes[1], *kind[1:]]
-        attributes = {"body": helper.make_graph(nodes, "body", inputs, outputs, [one, last])}
+        attributes = {"body": helper.make_graph(nodes, "body", inputs, outputs, [ones, last])}
 
     def feed() -> Arrays:
         if op == "Scan":

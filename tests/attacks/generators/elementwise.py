@@ -1,4 +1,4 @@
-"""Operators that compute each element from those at one place: of any shape, empty ones too, and of shapes that
+"""Operators that compute each element from those at one index: of any shape, empty ones too, and of shapes that
 broadcast or do not."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, broadcast_of, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, broadcast_shapes, require
 from ..draw import ANY, INTEGERS, SIGNED, UNSIGNED, Draw
 
-# What the reference computes in; its half precision is computed in float32 by some operators and not by others.
+# Types in which the reference computes; some of its operators compute half precision in float32, others do not.
 _FLOATS = ("float32", "float32", "float64", "float16")
 _ARGUMENTS = ("Sin", "Cos", "Tan", "Sinh", "Cosh", "Asinh", "Atan")
 
@@ -35,7 +35,7 @@ def _one_input(d: Draw, op: str, types: Sequence[str], odd: float = 0.2, **attri
     "Log", "Mish", "Reciprocal", "Round", "Sigmoid", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Tan", "Tanh",
 )  # fmt: skip
 def function(d: Draw, op: str) -> Attack:
-    # Sines of 1e38 are no matter of memory or form.
+    # Sines of 1e38 do not concern memory or form.
     attack = _one_input(d, op, _FLOATS, 0.0 if op in _ARGUMENTS else 0.2)
     attack.close = _SINGLE
     if op == "Softsign":  # the reference gives no array for a scalar
@@ -55,7 +55,7 @@ def of_numbers(d: Draw, op: str) -> Attack:
 @attacks("Not", "BitwiseNot", "IsNaN", "IsInf", "Identity")
 def of_other_types(d: Draw, op: str) -> Attack:
     types = {"Not": ("bool",), "BitwiseNot": INTEGERS, "Identity": ANY}.get(op, _FLOATS)
-    attributes = d.some(detect_negative=d.int(0, 1), detect_positive=d.int(0, 1)) if op == "IsInf" else {}
+    attributes = d.choose(detect_negative=d.int(0, 1), detect_positive=d.int(0, 1)) if op == "IsInf" else {}
     return _one_input(d, op, types, **attributes)
 
 
@@ -71,7 +71,7 @@ def activation(d: Draw, op: str) -> Attack:
         "Selu": {"alpha": alpha, "gamma": alpha + other},
         "Shrink": {"lambd": alpha, "bias": other},
     }.get(op, {"alpha": alpha})
-    attributes = d.some(**attributes)
+    attributes = d.choose(**attributes)
     attack = _one_input(d, op, ("float32",) if op == "Celu" else _FLOATS, **attributes)
 
     def rule(x: np.ndarray) -> Answer:
@@ -104,7 +104,7 @@ def _several(d: Draw, op: str, types: Sequence[str], count: int, odd: float = 0.
         return [d.array(dtype, s, odd) for s in dims]
 
     def rule(*arrays: np.ndarray) -> Answer:
-        broadcast_of(*(a.shape for a in arrays))
+        broadcast_shapes(*(a.shape for a in arrays))
         return None
 
     return Attack(op, feed, rule, attributes=attributes)
@@ -131,7 +131,7 @@ def shift(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, y: np.ndarray) -> Answer:
         require(attack.attributes["direction"] in ("LEFT", "RIGHT"), "direction")
-        broadcast_of(x.shape, y.shape)
+        broadcast_shapes(x.shape, y.shape)
         if (y >= x.itemsize * 8).any():
             raise Unspecified("a shift by all bits")
         return None
@@ -146,12 +146,12 @@ def division(d: Draw, op: str) -> Attack:
     attributes = {}
     if op == "Mod":
         floats = d.chance(0.3)
-        types, attributes = (_FLOATS if floats else INTEGERS), d.some(fmod=d.int(0, 1))
+        types, attributes = (_FLOATS if floats else INTEGERS), d.choose(fmod=d.int(0, 1))
         attributes |= {"fmod": 1} if floats else {}
     attack = _several(d, op, types, 2, **attributes)
 
     def rule(x: np.ndarray, y: np.ndarray) -> Answer:
-        shape = broadcast_of(x.shape, y.shape)
+        shape = broadcast_shapes(x.shape, y.shape)
         if x.dtype.kind in "iu" and int(np.prod(shape)):
             if (y == 0).any():
                 raise Unspecified("an integer divided by 0")
@@ -171,7 +171,7 @@ def power(d: Draw, op: str) -> Attack:
     attack = _several(d, op, ("float32", "float64", "float16", "int32", "int64"), 2)
 
     def rule(x: np.ndarray, y: np.ndarray) -> Answer:
-        broadcast_of(x.shape, y.shape)
+        broadcast_shapes(x.shape, y.shape)
         if x.dtype.kind == "i" and ((y < 0).any() or (abs(x) > 9).any() or (abs(y) > 9).any()):
             raise Unspecified("an integer power out of range")
         return None
@@ -185,7 +185,7 @@ def prelu(d: Draw, op: str) -> Attack:
     attack = _several(d, op, ("float32", "float64", "int32"), 2)
 
     def rule(x: np.ndarray, slope: np.ndarray) -> Answer:
-        require(broadcast_of(x.shape, slope.shape) == x.shape, "the slope is larger")
+        require(broadcast_shapes(x.shape, slope.shape) == x.shape, "the slope is larger")
         return [np.where(x < 0, x * slope, x)]  # the reference multiplies what is not below 0 by the slope, too
 
     attack.rule = rule
@@ -198,7 +198,7 @@ def variadic(d: Draw, op: str) -> Attack:
     attack = _several(d, op, types, d.int(1, 4), 0.2 if op in ("Max", "Min") else 0.0)
 
     def rule(*arrays: np.ndarray) -> Answer:
-        shape = broadcast_of(*(a.shape for a in arrays))
+        shape = broadcast_shapes(*(a.shape for a in arrays))
         if op == "Mean":  # the reference adds to its first input, whatever its shape
             wide = sum(np.broadcast_to(a, shape).astype(np.float64) for a in arrays) / len(arrays)
             return [np.asarray(wide, arrays[0].dtype)]
@@ -236,7 +236,7 @@ def clip(d: Draw, op: str) -> Attack:
         return [d.array(dtype, d.shape(rank), 0.2), *bounds]
 
     def rule(x: np.ndarray, low: np.ndarray | None = None, high: np.ndarray | None = None) -> Answer:
-        require(all(b is None or b.ndim == 0 for b in (low, high)), "bounds that are no scalars")
+        require(all(b is None or b.ndim == 0 for b in (low, high)), "bounds that are not scalars")
         if low is None and high is None:
             return [x]
         ends = [None if b is None else b for b in (low, high)]
@@ -254,7 +254,7 @@ def _converted(x: np.ndarray, dtype: str) -> Answer:
     if kind.kind in "iu" and x.dtype.kind not in "iub" and x.size:
         wide, ends = x.astype(np.float64), np.iinfo(kind)
         if not (np.isfinite(wide) & (wide > float(ends.min) - 1) & (wide < float(ends.max))).all():
-            raise Unspecified("a number that the integer cannot hold")
+            raise Unspecified("a number that does not fit the integer")
     if dtype == "bool":
         return [x.astype(np.float64) != 0 if x.dtype.kind not in "iu" else x != 0]
     return [x.astype(kind)]
@@ -287,7 +287,7 @@ def cast_like(d: Draw, op: str) -> Attack:
 
 @attacks("BitCast")
 def bit_cast(d: Draw, op: str) -> Attack:
-    """Of as many bits, and sometimes not."""
+    """The types have as many bits, and sometimes do not."""
     of_bits = (("int8", "uint8"), ("int16", "uint16", "float16"), ("int32", "uint32", "float32"), ("int64", "float64"))
     alike, other = d.pick(of_bits), d.pick(of_bits)
     source, to = d.pick(alike), d.pick(alike if d.chance(0.9) else other)

@@ -63,8 +63,8 @@ def flex_attention(d: Draw, op: str) -> Attack:
     def graph(name: str) -> onnx.GraphProto:
         kind, numbers = f"{softmax}[b, h, rows_, keys_]", ", ".join(repr(float(x)) for x in table)
         body = BODIES[used[name]][0]
-        held = f"table = Constant<value = float[{len(table)}] {{{numbers}}}>()" if "table" in body else ""
-        return onnx.parser.parse_graph(f"{name} ({kind} s) => ({kind} r) {{ {PRELUDE} {held} {body} }}")
+        constant = f"table = Constant<value = float[{len(table)}] {{{numbers}}}>()" if "table" in body else ""
+        return onnx.parser.parse_graph(f"{name} ({kind} s) => ({kind} r) {{ {PRELUDE} {constant} {body} }}")
 
     def feed() -> Arrays:
         batch, rows, keys = d.size(), d.size(), d.size(0.08)

@@ -1,4 +1,4 @@
-"""com.microsoft operators that are others with an activation behind them or more types, and Inverse."""
+"""com.microsoft operators that are others followed by an activation or with more types, and Inverse."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .shapes import trilu
 
 @attacks("FusedConv", domain=MICROSOFT)
 def fused_conv(d: Draw, op: str) -> Attack:
-    base, summed = conv(d, "Conv"), d.chance(0.5)
+    base, has_residual = conv(d, "Conv"), d.chance(0.5)
 
     def feed() -> Arrays:
         x, w, *bias = (None if a is None else a.astype(np.float32) for a in base.feed())
-        if not summed:
+        if not has_residual:
             return [x, w, *bias]
         assert x is not None and w is not None
         try:

@@ -1,4 +1,4 @@
-"""What an attack on GptAttention has in common over its calls, and what there is to know of inputs and attributes."""
+"""The properties that all calls of an attack on GptAttention share, and tables of its inputs and attributes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LEAST = {
     "max_distance": 0,
     "multi_block_mode": -1,
 }
-# Of these attributes a number may mean nothing: the mask, or the rotation, is of another kind.
+# Attributes whose number may mean nothing: the mask, or the rotation, is of another kind.
 AT_TIMES = tuple(name for name in LEAST if name.startswith(("rotary_", "block_sparse_")))
 ENUMERATIONS = {
     "position_embedding_type": set(range(10)) - {7, 9},
@@ -109,7 +109,7 @@ WILD_LENGTHS = (0, 1, 2, 5, 63, 64, 2**20, 2**31 - 1, -(2**31), 2**31, 2**40, *W
 
 @dataclass(frozen=True)
 class Form:
-    """What all calls of an attack have in common."""
+    """The properties that all calls of an attack share."""
 
     case: Features
     attributes: dict[str, Any]

@@ -18,7 +18,7 @@ _MOST_RANKS, _MOST_SPLITS = 64, 256
 
 
 def _active(form: Form) -> bool:
-    """Whether anything is rotated."""
+    """Return whether anything is rotated."""
     return form.said("position_embedding_type") in (1, 2, 3, 8) and form.said("rotary_embedding_dim") != 0
 
 
@@ -26,8 +26,8 @@ def _scaling(form: Form) -> int:
     return {3: 3, 8: 5}.get(form.said("position_embedding_type"), form.said("rotary_embedding_scale_type"))
 
 
-def _masked(found: Tensors) -> bool:
-    return "attention_mask" in found or "attention_packed_mask" in found
+def _masked(tensors: Tensors) -> bool:
+    return "attention_mask" in tensors or "attention_packed_mask" in tensors
 
 
 def attributes_fit(form: Form) -> None:
@@ -76,26 +76,26 @@ def _config(form: Form) -> dict[str, Any]:
     return config
 
 
-def types_fit(form: Form, found: Tensors) -> None:
-    require("qkv" in found and found["qkv"].dtype.name in FLOATS, "type of qkv")
-    dtype = found["qkv"].dtype
-    for name in _used(form, found):
+def types_fit(form: Form, tensors: Tensors) -> None:
+    require("qkv" in tensors and tensors["qkv"].dtype.name in FLOATS, "type of qkv")
+    dtype = tensors["qkv"].dtype
+    for name in _used(form, tensors):
         kinds: Sequence[str] = TYPES.get(name, (dtype.name,))
         if name == "relative_attention_bias":
             kinds = (dtype.name, "float32")
         if name == "past_key_value":
             mode = form.said("kv_cache_quant_mode")
             kinds = ("int8",) if mode & INT8_MODE else ("float8_e4m3fn",) if mode & FP8_MODE else kinds
-        require(found[name].dtype.name in kinds, f"{name} is {found[name].dtype}")
+        require(tensors[name].dtype.name in kinds, f"{name} is {tensors[name].dtype}")
 
 
-def _used(form: Form, found: Tensors) -> list[str]:
-    """The inputs that mean something beside the attributes, and the others."""
+def _used(form: Form, tensors: Tensors) -> list[str]:
+    """Return the names of the inputs that mean something with these attributes and inputs."""
     unused: set[str] = set()
     if not form.said("use_cache"):
         unused |= {"past_key_value", "sequence_length", "kv_cache_block_offsets", "host_kv_cache_pool_mapping"}
         unused |= {"cache_indirection"}
-    if "kv_cache_block_offsets" not in found:
+    if "kv_cache_block_offsets" not in tensors:
         unused.add("host_kv_cache_pool_mapping")
     if not form.said("use_cache") or not form.said("kv_cache_quant_mode") & (INT8_MODE | FP8_MODE):
         unused |= set(SCALES)
@@ -106,30 +106,30 @@ def _used(form: Form, found: Tensors) -> list[str]:
     for prefix in ("", "long_rope_"):
         if not _active(form) or (prefix and _scaling(form) != 3):
             unused |= {f"{prefix}rotary_inv_freq", f"{prefix}rotary_cos_sin"}
-        elif f"{prefix}rotary_cos_sin" in found:
+        elif f"{prefix}rotary_cos_sin" in tensors:
             unused.add(f"{prefix}rotary_inv_freq")
-    return [name for name in found if name not in unused]
+    return [name for name in tensors if name not in unused]
 
 
-def shapes_fit(form: Form, found: Tensors) -> None:
-    """Raises Illegal for what is missing or of a shape that no contents go with."""
-    cached, cross, used = form.said("use_cache"), form.said("do_cross_attention"), _used(form, found)
+def shapes_fit(form: Form, tensors: Tensors) -> None:
+    """Raise Illegal for missing inputs and for shapes that no contents fit."""
+    cached, cross, used = form.said("use_cache"), form.said("do_cross_attention"), _used(form, tensors)
     needed = ["context_lengths"]
     needed += ["past_key_value", "sequence_length", *BY_REQUEST[1:3]] if cached else []
     needed += ["encoder_input_lengths"] if cross else []
     needed += SCALES if cached and form.said("kv_cache_quant_mode") & (INT8_MODE | FP8_MODE) else ()
-    missing = [name for name in needed if name not in found]
+    missing = [name for name in needed if name not in tensors]
     require(not missing, f"no {missing}")
-    require(form.said("mask_type") != 6 or _masked(found), "custom_mask without a mask")
-    heads, size, qkv = form.said("num_heads"), form.said("hidden_size_per_head"), found["qkv"]
+    require(form.said("mask_type") != 6 or _masked(tensors), "custom_mask without a mask")
+    heads, size, qkv = form.said("num_heads"), form.said("hidden_size_per_head"), tensors["qkv"]
     kv_heads = form.said("num_kv_heads") or heads
     width = (heads + 2 * kv_heads) * size
     require(qkv.ndim in (2, 3) and qkv.shape[-1] in (width, *([heads * size] if cross else [])), f"qkv {qkv.shape}")
-    rows, requests = int(np.prod(qkv.shape[:-1])), found["context_lengths"].size
+    rows, requests = int(np.prod(qkv.shape[:-1])), tensors["context_lengths"].size
     beams = 1
     if "cache_indirection" in used:
-        require(found["cache_indirection"].ndim == 3 and found["cache_indirection"].shape[1], "beams")
-        beams = found["cache_indirection"].shape[1]
+        require(tensors["cache_indirection"].ndim == 3 and tensors["cache_indirection"].shape[1], "beams")
+        beams = tensors["cache_indirection"].shape[1]
     require(not form.said("streamingllm") or (beams == 1 and not cross), "streamingllm")
     require(qkv.ndim == 2 or len(qkv) in (requests, requests * beams), f"qkv {qkv.shape} of {requests} requests")
     shapes: dict[str, Sequence[int | None]] = dict.fromkeys((*BY_REQUEST, "encoder_input_lengths"), (requests,))
@@ -146,34 +146,34 @@ def shapes_fit(form: Form, found: Tensors) -> None:
         "relative_attention_bias": (heads, None) if form.said("max_distance") else (heads, None, None),
     }
     if "cross_kv" in used:
-        require(found["cross_kv"].ndim in (2, 3), "rank of cross_kv")
-        shapes["cross_kv"] = (*[None] * (found["cross_kv"].ndim - 1), 2 * kv_heads * size)
+        require(tensors["cross_kv"].ndim in (2, 3), "rank of cross_kv")
+        shapes["cross_kv"] = (*[None] * (tensors["cross_kv"].ndim - 1), 2 * kv_heads * size)
     for name in used:
         shape = shapes.get(name)
-        fits = shape is None or _fits(found[name].shape, shape)
-        require(fits, f"{name} is {found[name].shape} instead of {shape}")
+        fits = shape is None or _fits(tensors[name].shape, shape)
+        require(fits, f"{name} is {tensors[name].shape} instead of {shape}")
     if "host_max_attention_window_sizes" in used and not cross:
-        require(found["host_max_attention_window_sizes"].size, "no windows")
+        require(tensors["host_max_attention_window_sizes"].size, "no windows")
     if cached:
-        require(found["sequence_length"].shape in ((requests,), (requests * beams,)), "sequence_length")
-        require(all(found[name].shape in ((1,), (2,)) for name in SCALES if name in used), "scales")
-        _cache_fits(form, found, requests, beams, kv_heads)
+        require(tensors["sequence_length"].shape in ((requests,), (requests * beams,)), "sequence_length")
+        require(all(tensors[name].shape in ((1,), (2,)) for name in SCALES if name in used), "scales")
+        _cache_fits(form, tensors, requests, beams, kv_heads)
     require(not cross or form.said("position_embedding_type") not in (4, 5), "ALiBi of an encoder")
-    require(not cross or "relative_attention_bias" not in found, "a bias of an encoder")
+    require(not cross or "relative_attention_bias" not in tensors, "a bias of an encoder")
     if "relative_attention_bias" in used and form.said("max_distance"):
-        _buckets_fit(form, found["relative_attention_bias"].shape[1])
+        _buckets_fit(form, tensors["relative_attention_bias"].shape[1])
     if _active(form):
-        _tables_fit(form, found, used)
+        _tables_fit(form, tensors, used)
 
 
-def _fits(shape: tuple[int, ...], wanted: Sequence[int | None]) -> bool:
-    return len(shape) == len(wanted) and all(w is None or s == w for s, w in zip(shape, wanted))
+def _fits(shape: tuple[int, ...], expected: Sequence[int | None]) -> bool:
+    return len(shape) == len(expected) and all(w is None or s == w for s, w in zip(shape, expected))
 
 
-def _cache_fits(form: Form, found: Tensors, requests: int, beams: int, kv_heads: int) -> None:
+def _cache_fits(form: Form, tensors: Tensors, requests: int, beams: int, kv_heads: int) -> None:
     pool, offsets, size = (
-        found["past_key_value"],
-        found.get("kv_cache_block_offsets"),
+        tensors["past_key_value"],
+        tensors.get("kv_cache_block_offsets"),
         form.said("hidden_size_per_head"),
     )
     require(pool.ndim == 5 or (pool.ndim == 6 and offsets is not None), f"cache of rank {pool.ndim}")
@@ -186,7 +186,7 @@ def _cache_fits(form: Form, found: Tensors, requests: int, beams: int, kv_heads:
     require(offsets.ndim in (4, 5), "rank of kv_cache_block_offsets")
     require(_fits(offsets.shape[-4:], (requests, None, 2, None)), f"offsets {offsets.shape}")
     require(offsets.shape[-3] in (1, beams) and (offsets.ndim == 4 or len(offsets)), f"offsets {offsets.shape}")
-    mapping = found.get("host_kv_cache_pool_mapping")
+    mapping = tensors.get("host_kv_cache_pool_mapping")
     if mapping is not None:
         require(_fits(mapping.shape, (None, 2)) and layer < len(mapping), f"mapping {mapping.shape} of layer {layer}")
     elif pool.ndim == 6:
@@ -198,13 +198,13 @@ def _buckets_fit(form: Form, buckets: int) -> None:
     require(exact >= 1 and form.said("max_distance") > exact, f"{buckets} buckets")
 
 
-def _tables_fit(form: Form, found: Tensors, used: Sequence[str]) -> None:
+def _tables_fit(form: Form, tensors: Tensors, used: Sequence[str]) -> None:
     dim = form.said("rotary_embedding_dim")
     for name in used:
         if name.endswith("rotary_inv_freq"):
-            require(found[name].size == dim // 2, name)
+            require(tensors[name].size == dim // 2, name)
         elif name.endswith("rotary_cos_sin"):
-            require(found[name].size % dim == 0, name)
+            require(tensors[name].size % dim == 0, name)
     if _scaling(form) == 3 and not any(name.endswith(("rotary_inv_freq", "rotary_cos_sin")) for name in used):
         for key in ("short_factor", "long_factor"):
             factors = _config(form).get(key)
@@ -212,10 +212,10 @@ def _tables_fit(form: Form, found: Tensors, used: Sequence[str]) -> None:
                 require(isinstance(factors, list) and len(factors) == dim // 2, key)
 
 
-def settled(form: Form, found: Tensors) -> None:
-    """Raises Unspecified for what means nothing, or what the description leaves open."""
-    used = _used(form, found)
-    idle = [name for name in found if name not in used]
+def check_specified(form: Form, tensors: Tensors) -> None:
+    """Raise Unspecified for inputs without meaning, or where the description leaves the outcome open."""
+    used = _used(form, tensors)
+    idle = [name for name in tensors if name not in used]
     if idle and (form.types or form.ranks or not form.said("use_cache")):
         raise Unspecified(f"{idle} mean nothing")
     if form.said("tp_size") > _MOST_RANKS or form.said("multi_block_mode") not in (None, *range(-1, _MOST_SPLITS + 1)):
@@ -227,9 +227,9 @@ def settled(form: Form, found: Tensors) -> None:
     if not form.said("use_cache") and len(form.outputs) > 1:
         raise Unspecified("no cache to give out")
     for name in used:
-        if name.endswith("rotary_inv_freq") and found[name].ndim != 1:
+        if name.endswith("rotary_inv_freq") and tensors[name].ndim != 1:
             raise Unspecified(f"rank of {name}")
-        if name.endswith("rotary_cos_sin") and found[name].shape[1:] not in (
+        if name.endswith("rotary_cos_sin") and tensors[name].shape[1:] not in (
             (form.said("rotary_embedding_dim") // 2, 2),
             (),
         ):

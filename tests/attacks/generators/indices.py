@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, bounded, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, check_elements, normalize_axis, require
 from ..draw import ANY, NUMBERS, Draw
 
 
 def within(indices: np.ndarray, bound: int, what: str = "index") -> None:
-    """Requires -bound <= index < bound, for which reference and runtimes differ and the standard does not."""
+    """Require -bound <= index < bound, for which reference and runtimes differ and the standard does not."""
     outside = indices[(indices < -bound) | (indices >= bound)]
     require(not outside.size, f"{what} {outside[:1]} of {bound}")
 
@@ -24,10 +24,10 @@ def gather(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         data = d.array(dtype, d.shape(rank))
         bound = data.shape[axis % rank]
-        return [data, d.indices(d.shape(index_rank, most=100), bound, dtype=index_type)]
+        return [data, d.indices(d.shape(index_rank, limit=100), bound, dtype=index_type)]
 
     def rule(data: np.ndarray, indices: np.ndarray) -> Answer:
-        within(indices, data.shape[axis_of(axis, data.ndim)])
+        within(indices, data.shape[normalize_axis(axis, data.ndim)])
         return [np.take(data, indices.astype(np.int64), axis=axis)]  # the reference reads empty indices as floats
 
     return Attack(op, feed, rule, attributes={"axis": axis}, parameters={1}, opset=d.pick((11, 13, 24)))
@@ -46,12 +46,12 @@ def gather_elements(d: Draw, op: str) -> Attack:
         return [d.array(dtype, shape), indices]
 
     def rule(data: np.ndarray, indices: np.ndarray) -> Answer:
-        a = axis_of(axis, data.ndim)
+        a = normalize_axis(axis, data.ndim)
         smaller_elsewhere(indices, data, a)
         within(indices, data.shape[a])
-        places = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
-        places[a] = indices
-        return [data[tuple(places)]]  # the reference wants indices of the shape of the data
+        positions = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
+        positions[a] = indices
+        return [data[tuple(positions)]]  # the reference wants indices of the shape of the data
 
     return Attack(op, feed, rule, attributes={"axis": axis}, parameters={1}, opset=d.pick((11, 13, 24)))
 
@@ -74,10 +74,10 @@ def gather_nd(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shape = d.shape(rank)
         first = min(max(batch, 0), rank - 1)
-        outer = [*shape[:first], *d.shape(max(index_rank - 1 - first, 0), most=60)]
+        outer = [*shape[:first], *d.shape(max(index_rank - 1 - first, 0), limit=60)]
         outer = list(d.corrupted(outer)) if d.chance(0.15) else outer
-        parts = [d.indices((*outer, 1), shape[min(first + k, rank - 1)], 0.15, "int64") for k in range(depth)]
-        indices = np.concatenate(parts, -1) if parts else np.zeros((*outer, 0), np.int64)
+        columns = [d.indices((*outer, 1), shape[min(first + k, rank - 1)], 0.15, "int64") for k in range(depth)]
+        indices = np.concatenate(columns, -1) if columns else np.zeros((*outer, 0), np.int64)
         return [d.array(dtype, shape), indices]
 
     def rule(data: np.ndarray, indices: np.ndarray) -> Answer:
@@ -88,8 +88,8 @@ def gather_nd(d: Draw, op: str) -> Attack:
         for k in range(depth):
             within(indices[..., k], data.shape[batch + k])
         out = np.empty((*indices.shape[:-1], *data.shape[batch + depth :]), data.dtype)
-        for place in np.ndindex(indices.shape[:-1]):
-            out[place] = data[(*place[:batch], *indices[place])]
+        for position in np.ndindex(indices.shape[:-1]):
+            out[position] = data[(*position[:batch], *indices[position])]
         return [out]  # the reference gives no empty results
 
     return Attack(op, feed, rule, attributes={"batch_dims": batch}, parameters={1}, opset=d.pick((12, 13, 24)))
@@ -112,7 +112,7 @@ def scatter_elements(d: Draw, op: str) -> Attack:
     reduction = d.pick(("none", "none", "add", "mul", "max", "min")) if op == "ScatterElements" else "none"
 
     def feed() -> Arrays:
-        shape = d.shape(rank, most=400)
+        shape = d.shape(rank, limit=400)
         inner = [d.int(0, s) if d.chance(0.4) else s for s in shape]
         inner = list(d.corrupted(inner)) if d.chance(0.2) else inner
         updates = d.corrupted(inner) if d.chance(0.12) else inner
@@ -123,14 +123,14 @@ def scatter_elements(d: Draw, op: str) -> Attack:
         ]
 
     def rule(data: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> Answer:
-        a = axis_of(axis, data.ndim)
+        a = normalize_axis(axis, data.ndim)
         require(indices.shape == updates.shape, f"indices {indices.shape} with updates {updates.shape}")
         smaller_elsewhere(indices, data, a)
         within(indices, data.shape[a])
         out, seen = data.copy(), set()
-        for place in np.ndindex(indices.shape):
-            target = (*place[:a], int(indices[place]) % data.shape[a], *place[a + 1 :])
-            combined(out, target, updates[place], reduction)
+        for position in np.ndindex(indices.shape):
+            target = (*position[:a], int(indices[position]) % data.shape[a], *position[a + 1 :])
+            combined(out, target, updates[position], reduction)
             if reduction == "none" and target in seen:
                 raise Unspecified("an element is replaced twice")
             seen.add(target)
@@ -148,27 +148,27 @@ def scatter_nd(d: Draw, op: str) -> Attack:
     dtype, reduction = d.dtype(NUMBERS), d.pick(("none", "none", "add", "mul", "max", "min"))
 
     def feed() -> Arrays:
-        shape = d.shape(rank, most=400)
-        outer = d.shape(index_rank - 1, most=30)
-        parts = [d.indices((*outer, 1), shape[min(k, rank - 1)], 0.15, "int64") for k in range(depth)]
+        shape = d.shape(rank, limit=400)
+        outer = d.shape(index_rank - 1, limit=30)
+        columns = [d.indices((*outer, 1), shape[min(k, rank - 1)], 0.15, "int64") for k in range(depth)]
         updates = (*outer, *shape[depth:])
         return [
             d.array(dtype, shape),
-            np.concatenate(parts, -1),
+            np.concatenate(columns, -1),
             d.array(dtype, d.corrupted(updates) if d.chance(0.15) else updates),
         ]
 
     def rule(data: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> Answer:
         depth = indices.shape[-1]
         require(depth <= data.ndim, f"depth {depth} for rank {data.ndim}")
-        wanted = (*indices.shape[:-1], *data.shape[depth:])
-        require(updates.shape == wanted, f"updates {updates.shape} instead of {wanted}")
+        expected = (*indices.shape[:-1], *data.shape[depth:])
+        require(updates.shape == expected, f"updates {updates.shape} instead of {expected}")
         for k in range(depth):
             within(indices[..., k], data.shape[k])
         out, seen = data.copy(), set()
-        for place in np.ndindex(indices.shape[:-1]):
-            target = tuple(int(i) % s for i, s in zip(indices[place], data.shape))
-            combined(out, target, updates[place], reduction)
+        for position in np.ndindex(indices.shape[:-1]):
+            target = tuple(int(i) % s for i, s in zip(indices[position], data.shape))
+            combined(out, target, updates[position], reduction)
             if reduction == "none" and target in seen:
                 raise Unspecified("a slice is replaced twice")
             seen.add(target)
@@ -190,14 +190,14 @@ def one_hot(d: Draw, op: str) -> Attack:
         depth = d.wild(1, 9, 0.25)
         ends = np.iinfo(depth_type)
         depth = min(max(depth, ends.min), ends.max)
-        indices = d.indices(d.shape(rank, most=100), min(abs(depth), 9), 0.3, "int64").astype(index_type)
+        indices = d.indices(d.shape(rank, limit=100), min(abs(depth), 9), 0.3, "int64").astype(index_type)
         return [indices, np.full((1,) * depth_rank, depth, depth_type), d.array(dtype, (2,))]
 
     def rule(indices: np.ndarray, depth: np.ndarray, values: np.ndarray) -> Answer:
-        a = axis_of(axis, indices.ndim + 1)
+        a = normalize_axis(axis, indices.ndim + 1)
         size = int(depth.ravel()[0])
-        bounded((size, *indices.shape))
-        bounded((size, indices.size))
+        check_elements((size, *indices.shape))
+        check_elements((size, indices.size))
         wide = indices.astype(np.int64)  # outside: all off, says the standard
         wide = np.where((wide < -size) | (wide >= size), size, np.where(wide < 0, wide + size, wide))
         hot = np.expand_dims(wide, a) == np.arange(size).reshape([size if k == a else 1 for k in range(wide.ndim + 1)])
@@ -213,11 +213,11 @@ def top_k(d: Draw, op: str) -> Attack:
     largest = d.int(0, 1)
 
     def feed() -> Arrays:
-        shape = d.shape(rank, most=600)
+        shape = d.shape(rank, limit=600)
         return [d.array(dtype, shape), np.array([d.wild(0, shape[axis % rank], 0.25)], np.int64)]
 
     def rule(data: np.ndarray, k: np.ndarray) -> Answer:
-        a, count = axis_of(axis, data.ndim), int(k[0])
+        a, count = normalize_axis(axis, data.ndim), int(k[0])
         require(0 <= count <= data.shape[a], f"k is {count} of {data.shape[a]}")
         wide = data.astype(np.float64)
         order = np.argsort(-wide if largest else wide, axis=a, kind="stable").take(np.arange(count), axis=a)
@@ -266,13 +266,13 @@ def compress(d: Draw, op: str) -> Attack:
     axis, dtype = (None if d.chance(0.3) else d.axis(rank)), d.dtype(ANY)
 
     def feed() -> Arrays:
-        shape = d.shape(rank, most=500)
+        shape = d.shape(rank, limit=500)
         size = int(np.prod(shape)) if axis is None else shape[axis % rank]
         count = d.pick((size, d.int(0, size), size + 1, size + 40, 5000)) if d.chance(0.5) else size
         return [d.array(dtype, shape), d.array("bool", (count,))]
 
     def rule(data: np.ndarray, condition: np.ndarray) -> Answer:
-        a = None if axis is None else axis_of(axis, data.ndim)
+        a = None if axis is None else normalize_axis(axis, data.ndim)
         size = data.size if a is None else data.shape[a]
         require(not condition[size:].any(), f"{condition.size} conditions for {size}")
         if condition.size > size:
@@ -292,14 +292,14 @@ def running(d: Draw, op: str) -> Attack:
         return [d.array(dtype, d.shape(rank)), np.array(d.axis(rank, 0.15), np.int64)]
 
     def rule(data: np.ndarray, axis: np.ndarray) -> Answer:
-        a = axis_of(int(axis), data.ndim)
+        a = normalize_axis(int(axis), data.ndim)
         x = np.flip(data, a) if reverse else data
         with np.errstate(all="ignore"):
-            sums = (np.cumsum if op == "CumSum" else np.cumprod)(x, axis=a, dtype=x.dtype)
+            totals = (np.cumsum if op == "CumSum" else np.cumprod)(x, axis=a, dtype=x.dtype)
         if exclusive:
-            sums = np.roll(sums, 1, a)
-            sums[(slice(None),) * a + (slice(0, 1),)] = op == "CumProd"
-        return [np.flip(sums, a) if reverse else sums]  # the reference fails on empty axes
+            totals = np.roll(totals, 1, a)
+            totals[(slice(None),) * a + (slice(0, 1),)] = op == "CumProd"
+        return [np.flip(totals, a) if reverse else totals]  # the reference fails on empty axes
 
     attributes, opset = {"exclusive": exclusive, "reverse": reverse}, d.pick((11, 24)) if op == "CumSum" else 26
     return Attack(op, feed, rule, attributes=attributes, parameters={1}, opset=opset, close=1e-4)

@@ -1,4 +1,4 @@
-"""Matmuls and functions of bytes. Scales are powers of two, so that what is rounded to a code is exact in float32."""
+"""Matmuls and functions of bytes. Scales are powers of two, so that quotients are exact in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, axis_of, broadcast_of, require
+from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, broadcast_shapes, normalize_axis, require
 from ..draw import Draw
 from .matmuls import conv
 from .reductions import pool, whole_pool
@@ -31,17 +31,17 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.int64)
 
 
-def _codes(numbers: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
-    """Where float32 might round to the other side, anything is right."""
+def _quantize(numbers: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """Quantize numbers; raise Unspecified where float32 might round to the other side."""
     over = numbers / scale
     if (abs(abs(over - np.floor(over)) - 0.5) < 1e-3).any() and (abs(over * 2 - np.rint(over * 2)) > 0).any():
-        raise Unspecified("numbers between two codes")
+        raise Unspecified("numbers between two quantized values")
     ends = np.iinfo(zero.dtype)
     return np.clip(np.rint(over) + zero.astype(float), ends.min, ends.max).astype(zero.dtype)
 
 
 def _centered(x: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
-    """x less its zero point, which is one number, or a vector along an axis."""
+    """Return x less its zero point, which is one number, or a vector along an axis."""
     if zero is None:
         return _wide(x)
     if zero.ndim == 0 or zero.shape == (1,):
@@ -54,7 +54,7 @@ def _centered(x: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
 
 def _matmul(a: np.ndarray, b: np.ndarray, a_zero: np.ndarray | None, b_zero: np.ndarray | None) -> np.ndarray:
     require(a.shape[-1] == b.shape[-2 if b.ndim > 1 else -1], f"{a.shape} times {b.shape}")
-    broadcast_of(a.shape[:-2], b.shape[:-2])
+    broadcast_shapes(a.shape[:-2], b.shape[:-2])
     if b.ndim == 1 and b_zero is not None and b_zero.ndim and b_zero.shape != (1,):
         raise Unspecified("zero points of columns of a vector")
     return np.asarray(np.matmul(_centered(a, a_zero, -2), _centered(b, b_zero, -1)))
@@ -87,8 +87,8 @@ def dynamic(d: Draw, op: str) -> Attack:
         zero = np.uint8(np.clip(np.rint(-low / scale), 0, 255))
         over = x / scale
         if (abs(abs(over - np.floor(over)) - 0.5) < 1e-3).any() or abs(abs(low / scale) % 1 - 0.5) < 1e-3:
-            raise Unspecified("numbers between two codes")
-        return [_codes(x.astype(float), scale.astype(float), np.asarray(zero)), np.asarray(scale), np.asarray(zero)]
+            raise Unspecified("numbers between two quantized values")
+        return [_quantize(x.astype(float), scale.astype(float), np.asarray(zero)), np.asarray(scale), np.asarray(zero)]
 
     return Attack(op, lambda: [d.array("float32", d.shape(rank))], rule, outputs=3)
 
@@ -99,10 +99,10 @@ def matmul_integer(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         a, b = drawn()
-        each = ((a.shape[-2],) if a.ndim > 1 else (1,)), ((b.shape[-1],) if b.ndim > 1 else (1,))
+        vectors = ((a.shape[-2],) if a.ndim > 1 else (1,)), ((b.shape[-1],) if b.ndim > 1 else (1,))
         zeros = [
             None if f is None else _zero(d, x.dtype.name, s if f == "each" else ())
-            for f, x, s in zip(form, (a, b), each)
+            for f, x, s in zip(form, (a, b), vectors)
         ]
         return [a, b, *zeros]
 
@@ -122,11 +122,11 @@ def qlinear_matmul(d: Draw, op: str) -> Attack:
         return [a, _scale(d), _zero(d, a.dtype.name), b, _scale(d, columns), _zero(d, b.dtype.name, columns),
                 _scale(d) * 16, _zero(d, to)]  # fmt: skip
 
-    def rule(*given: np.ndarray) -> Answer:
-        a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = given
+    def rule(*arrays: np.ndarray) -> Answer:
+        a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = arrays
         matmul = _matmul(a, b, a_zero, b_zero)
         require(b_scale.ndim == 0 or b_scale.shape == b_zero.shape, "scales and zero points of B differ")
-        return [_codes(matmul * (a_scale.astype(float) * b_scale), y_scale.astype(float), y_zero)]
+        return [_quantize(matmul * (a_scale.astype(float) * b_scale), y_scale.astype(float), y_zero)]
 
     return Attack(op, feed, rule, opset=21, parameters={3, 4, 5})
 
@@ -147,26 +147,26 @@ def integer_conv(d: Draw, op: str) -> Attack:
         bias = [d.rng.integers(-999, 999, w.shape[0]).astype(np.int32)] if biased else []
         return [x, _scale(d), zeros[0], w, _scale(d, channels), zeros[1], _scale(d) * 16, _zero(d, kinds[0]), *bias]
 
-    def sums(x: np.ndarray, w: np.ndarray, x_zero: Any, w_zero: Any) -> np.ndarray:
+    def accumulate(x: np.ndarray, w: np.ndarray, x_zero: Any, w_zero: Any) -> np.ndarray:
         data = x.astype(float) - (0 if x_zero is None else x_zero.astype(float))
         zero = np.zeros(()) if w_zero is None else w_zero.astype(float)
         require(zero.ndim == 0 or zero.shape in ((1,), (w.shape[0],)), f"zero points {zero.shape}")
         weights = w - (zero.reshape(()) if zero.size == 1 else zero.reshape(-1, *[1] * (w.ndim - 1)))
-        found = base.rule(data, weights)
-        assert found is not None
-        return found[0]
+        answer = base.rule(data, weights)
+        assert answer is not None
+        return answer[0]
 
-    def rule(*given: Any) -> Answer:
+    def rule(*arrays: Any) -> Answer:
         if not quantized:
-            x, w, x_zero, w_zero = (*given, None, None)[:4]
-            return [sums(x, w, x_zero, w_zero).astype(np.int32)]
-        x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*given, None)[:9]
+            x, w, x_zero, w_zero = (*arrays, None, None)[:4]
+            return [accumulate(x, w, x_zero, w_zero).astype(np.int32)]
+        x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*arrays, None)[:9]
         require(w_scale.ndim == 0 or w_scale.shape == w_zero.shape, "scales and zero points of W differ")
-        y = sums(x, w, x_zero, w_zero)
+        y = accumulate(x, w, x_zero, w_zero)
         along = [-1, *[1] * (w.ndim - 2)]
         y = y if bias is None else y + bias.reshape(along)
         factor = x_scale.astype(float) * (w_scale.reshape(along) if w_scale.size > 1 else w_scale.reshape(()))
-        return [_codes(y * factor, y_scale.astype(float), y_zero)]
+        return [_quantize(y * factor, y_scale.astype(float), y_zero)]
 
     parameters = {3, 4, 5} if quantized else {1, 3}
     return Attack(op, feed, rule, opset=21, attributes=base.attributes, parameters=parameters)
@@ -186,11 +186,11 @@ def binary(d: Draw, op: str) -> Attack:
         a, b = d.array(kind, shape), d.array(kind, (*[1] * (rank - len(other)), *other))
         return [a, _scale(d), _zero(d, kind), b, _scale(d), _zero(d, kind), _scale(d), _zero(d, kind)]
 
-    def rule(*given: np.ndarray) -> Answer:
-        a, a_scale, a_zero, b, b_scale, b_zero, c_scale, c_zero = given
-        require(broadcast_of(a.shape, b.shape) is not None, "shapes")
+    def rule(*arrays: np.ndarray) -> Answer:
+        a, a_scale, a_zero, b, b_scale, b_zero, c_scale, c_zero = arrays
+        require(broadcast_shapes(a.shape, b.shape) is not None, "shapes")
         x, y = ((_wide(v) - _wide(z)) * s.astype(float) for v, s, z in ((a, a_scale, a_zero), (b, b_scale, b_zero)))
-        return [_codes(x + y if op == "QLinearAdd" else x * y, c_scale.astype(float), c_zero)]
+        return [_quantize(x + y if op == "QLinearAdd" else x * y, c_scale.astype(float), c_zero)]
 
     return _microsoft(op, feed, rule, kind, rank)
 
@@ -209,7 +209,7 @@ def function(d: Draw, op: str) -> Attack:
     def rule(x: np.ndarray, scale: np.ndarray, zero: np.ndarray, y_scale: np.ndarray, y_zero: np.ndarray) -> Answer:
         y = (_wide(x) - _wide(zero)) * scale.astype(float)
         if op == "QLinearSoftmax":
-            at = axis_of(axis, x.ndim)
+            at = normalize_axis(axis, x.ndim)
             if not x.size:
                 return [x]
             y = np.exp(y - y.max(at, keepdims=True))
@@ -218,7 +218,7 @@ def function(d: Draw, op: str) -> Attack:
             y = 1 / (1 + np.exp(-y))
         else:
             y = np.where(y >= 0, y, 0.25 * y)
-        return [_codes(y, y_scale.astype(float), y_zero)]
+        return [_quantize(y, y_scale.astype(float), y_zero)]
 
     return _microsoft(op, feed, rule, kind, rank, attributes=attributes)
 
@@ -229,20 +229,20 @@ def concat(d: Draw, op: str) -> Attack:
     axis = d.int(-rank - 1, rank)
 
     def feed() -> Arrays:
-        shape, found = d.shape(rank), [_scale(d), _zero(d, kind)]
+        shape, arrays = d.shape(rank), [_scale(d), _zero(d, kind)]
         for _ in range(count):
-            part = list(shape)
-            part[axis % rank] = d.size()
-            part = list(d.corrupted(part)) if d.chance(0.05) else part
-            found += [d.array(kind, part), _scale(d), _zero(d, kind)]
-        return list(found)
+            dims = list(shape)
+            dims[axis % rank] = d.size()
+            dims = list(d.corrupted(dims)) if d.chance(0.05) else dims
+            arrays += [d.array(kind, dims), _scale(d), _zero(d, kind)]
+        return list(arrays)
 
-    def rule(y_scale: np.ndarray, y_zero: np.ndarray, *parts: np.ndarray) -> Answer:
-        at = axis_of(axis, rank)
-        shapes = {(*p.shape[:at], *p.shape[at + 1 :]) for p in parts[::3]}
+    def rule(y_scale: np.ndarray, y_zero: np.ndarray, *inputs: np.ndarray) -> Answer:
+        at = normalize_axis(axis, rank)
+        shapes = {(*p.shape[:at], *p.shape[at + 1 :]) for p in inputs[::3]}
         require(len(shapes) == 1, f"parts {shapes}")
-        numbers = [(_wide(x) - _wide(z)) * s.astype(float) for x, s, z in zip(parts[::3], parts[1::3], parts[2::3])]
-        return [_codes(np.concatenate(numbers, at), y_scale.astype(float), y_zero)]
+        numbers = [(_wide(x) - _wide(z)) * s.astype(float) for x, s, z in zip(inputs[::3], inputs[1::3], inputs[2::3])]
+        return [_quantize(np.concatenate(numbers, at), y_scale.astype(float), y_zero)]
 
     return _microsoft(op, feed, rule, kind, rank, attributes={"axis": axis})
 
@@ -253,18 +253,18 @@ def selected(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         shape = d.shape(rank)
-        others = [d.broadcast(shape) for _ in range(2)]
-        shapes = [shape, *((*[1] * (rank - len(other)), *other) for other in others)]
+        operand_shapes = [d.broadcast(shape) for _ in range(2)]
+        shapes = [shape, *((*[1] * (rank - len(other)), *other) for other in operand_shapes)]
         turned = d.int(0, 2)
         c, x, y = (*shapes[turned:], *shapes[:turned])
         return [d.array("bool", c), d.array(kind, x), _scale(d), _zero(d, kind), d.array(kind, y), _scale(d),
                 _zero(d, kind), _scale(d), _zero(d, kind)]  # fmt: skip
 
-    def rule(*given: np.ndarray) -> Answer:
-        c, x, x_scale, x_zero, y, y_scale, y_zero, z_scale, z_zero = given
-        broadcast_of(c.shape, x.shape, y.shape)
+    def rule(*arrays: np.ndarray) -> Answer:
+        c, x, x_scale, x_zero, y, y_scale, y_zero, z_scale, z_zero = arrays
+        broadcast_shapes(c.shape, x.shape, y.shape)
         a, b = ((_wide(v) - _wide(z)) * s.astype(float) for v, s, z in ((x, x_scale, x_zero), (y, y_scale, y_zero)))
-        return [_codes(np.where(c, a, b), z_scale.astype(float), z_zero)]
+        return [_quantize(np.where(c, a, b), z_scale.astype(float), z_zero)]
 
     return _microsoft(op, feed, rule, kind, rank)
 
@@ -281,14 +281,14 @@ def qlinear_pool(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         (x,) = base.feed()
         assert x is not None
-        codes = d.array(kind, np.moveaxis(x, 1, -1).shape if last else x.shape)
-        return [codes, _scale(d), _zero(d, kind), _scale(d), _zero(d, kind)]
+        quantized = d.array(kind, np.moveaxis(x, 1, -1).shape if last else x.shape)
+        return [quantized, _scale(d), _zero(d, kind), _scale(d), _zero(d, kind)]
 
     def rule(x: np.ndarray, scale: np.ndarray, zero: np.ndarray, y_scale: np.ndarray, y_zero: np.ndarray) -> Answer:
         numbers = (_wide(x) - _wide(zero)) * scale.astype(float)
-        found = base.rule(np.moveaxis(numbers, -1, 1) if last else numbers)
-        assert found is not None
-        return [_codes(np.moveaxis(found[0], 1, -1) if last else found[0], y_scale.astype(float), y_zero)]
+        answer = base.rule(np.moveaxis(numbers, -1, 1) if last else numbers)
+        assert answer is not None
+        return [_quantize(np.moveaxis(answer[0], 1, -1) if last else answer[0], y_scale.astype(float), y_zero)]
 
     return _microsoft(op, feed, rule, kind, first.ndim, attributes={**base.attributes, "channels_last": last})
 
@@ -296,23 +296,23 @@ def qlinear_pool(d: Draw, op: str) -> Attack:
 @attacks("MatMulIntegerToFloat", "DynamicQuantizeMatMul", domain=MICROSOFT)
 def to_float(d: Draw, op: str) -> Attack:
     kinds, by_column, biased = (d.pick(BYTES), d.pick(BYTES)), d.chance(0.5), d.chance(0.5)
-    given = op == "MatMulIntegerToFloat"
+    has_scale = op == "MatMulIntegerToFloat"
 
     def feed() -> Arrays:
         m, k, n = _size(d), _size(d) or 1, _size(d)
         b = d.array(kinds[1], d.corrupted((k, n)) if d.chance(0.1) else (k, n))
         columns = (n,) if by_column else ()
         bias = [d.array("float32", (n,))] if biased else []
-        if given:
+        if has_scale:
             a = d.array(kinds[0], (m, k))
             return [a, b, _scale(d), _scale(d, columns), _zero(d, kinds[0]), _zero(d, kinds[1], columns), *bias]
-        # Numbers whose codes are themselves: scale 1 and zero point 0.
+        # Numbers that quantize to themselves: scale 1 and zero point 0.
         a = d.rng.integers(0, 256, (max(m, 1), k)).astype(np.float32)
         a.flat[0] = 255
         return [a, b, _scale(d, columns), _zero(d, kinds[1], columns), *bias]
 
     def rule(*arrays: Any) -> Answer:
-        if given:
+        if has_scale:
             a, b, a_scale, b_scale, a_zero, b_zero, bias = (*arrays, None)[:7]
         else:
             a, b, b_scale, b_zero, bias = (*arrays, None)[:5]
@@ -349,7 +349,7 @@ def qgemm(d: Draw, op: str) -> Attack:
         y = _matmul(a.T if turned[0] else a, b.T if turned[1] else b, a_zero, b_zero)
         require(c is None or c.shape in (y.shape[-1:], (1,)), "C")
         y = (y if c is None else y + c) * (0.5 * a_scale.astype(float) * b_scale)
-        return [y.astype(np.float32) if y_scale is None else _codes(y, y_scale.astype(float), y_zero)]
+        return [y.astype(np.float32) if y_scale is None else _quantize(y, y_scale.astype(float), y_zero)]
 
     attributes = {"transA": turned[0], "transB": turned[1], "alpha": 0.5}
     return _microsoft(op, feed, rule, "float32" if floats else kinds[0], 2, attributes=attributes, parameters={3})

@@ -39,8 +39,8 @@ def _linear(d: Draw, domain: str) -> Attack:
         use = {"decay": there[0], "beta": there[1]}
         return [arrays.get(n) if use.get(n, True) else None for n in ("q", "k", "v", "state", "decay", "beta")]
 
-    def answer(*given: np.ndarray | None) -> Answer:
-        q, k, v, state, decay, beta = given
+    def answer(*arrays: np.ndarray | None) -> Answer:
+        q, k, v, state, decay, beta = arrays
         assert q is not None and k is not None and v is not None
         heads, groups = attributes["q_num_heads"], attributes["kv_num_heads"]
         require(min(heads, groups) > 0, "numbers of heads")
@@ -59,10 +59,10 @@ def _linear(d: Draw, domain: str) -> Attack:
         require(decay is None or decay.shape[2] in (groups, groups * own), "decay")
         require(beta is None or beta.shape[2] in (1, groups), "beta")
         require(state is None or state.shape == (q.shape[0], groups, own, width), "state")
-        found = LinearCase(rule, q.shape[0], heads, keys, groups, own, width, past=state is not None, dtype=dtype)
+        call_case = LinearCase(rule, q.shape[0], heads, keys, groups, own, width, past=state is not None, dtype=dtype)
         names = ("q", "k", "v", "state", "decay", "beta")
-        made = found.expected({name: x for name, x in zip(names, given) if x is not None})
-        return [made["y"].astype(types), made["present"].astype(types)]
+        results = call_case.expected({name: x for name, x in zip(names, arrays) if x is not None})
+        return [results["y"].astype(types), results["present"].astype(types)]
 
     return Attack(
         "LinearAttention", feed, answer, outputs=2, domain=domain, opset=27, attributes=attributes, close=1e-3,
@@ -106,9 +106,9 @@ def _causal_conv(d: Draw, domain: str) -> Attack:
     def answer(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, s: np.ndarray | None) -> Answer:
         require(w.shape[1] == 1 and w.shape[2] > 0 and w.shape[0] > 0 and x.shape[1] == w.shape[0], "channels")
         require(b is None or b.shape == w.shape[:1], "bias")
-        kept = (*x.shape[:2], w.shape[2] - 1)
-        require(s is None or s.shape == kept, "state")
-        before = np.zeros(kept) if s is None else s
+        state_shape = (*x.shape[:2], w.shape[2] - 1)
+        require(s is None or s.shape == state_shape, "state")
+        before = np.zeros(state_shape) if s is None else s
         joined = np.concatenate([before, x], axis=2).astype(np.float64)
         y = sum(joined[:, :, j : j + x.shape[2]] * w[:, 0, j, None] for j in range(w.shape[2]))
         y = y + (0 if b is None else b[:, None])

@@ -6,7 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, bounded, broadcast_of, require
+from ..attack import (
+    Answer,
+    Arrays,
+    Attack,
+    Unspecified,
+    attacks,
+    broadcast_shapes,
+    check_elements,
+    normalize_axis,
+    require,
+)
 from ..draw import Draw
 
 _FLOATS = ("float32", "float32", "float64", "float16")
@@ -22,7 +32,7 @@ def matmul(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         m, k, n = (_size(d) for _ in range(3))
-        batch = d.shape(2, most=6)
+        batch = d.shape(2, limit=6)
         shapes = [(k,) if ranks[0] == 1 else (m, k), (k,) if ranks[1] == 1 else (k, n)]
         batches = [d.broadcast(batch)[-max(r - 2, 0) :] if r > 2 else () for r in ranks]
         batches = [(*(1,) * (max(r - 2, 0) - len(b)), *b) for r, b in zip(ranks, batches)]
@@ -33,7 +43,7 @@ def matmul(d: Draw, op: str) -> Attack:
 
     def rule(a: np.ndarray, b: np.ndarray) -> Answer:
         require(a.shape[-1] == b.shape[-2 if b.ndim > 1 else -1], f"{a.shape} times {b.shape}")
-        broadcast_of(a.shape[:-2], b.shape[:-2])
+        broadcast_shapes(a.shape[:-2], b.shape[:-2])
         return [np.asarray(np.matmul(*_wide(a, b))).astype(a.dtype)]
 
     return Attack(op, feed, rule, parameters={1}, close=2e-4)
@@ -63,7 +73,7 @@ def gemm(d: Draw, op: str) -> Attack:
         require(x.shape[1] == y.shape[0], f"{x.shape} times {y.shape}")
         result = attributes["alpha"] * (x @ y)
         if c is not None:
-            require(broadcast_of(result.shape, c.shape) == result.shape, f"bias {c.shape}")
+            require(broadcast_shapes(result.shape, c.shape) == result.shape, f"bias {c.shape}")
             result = result + attributes["beta"] * c.astype(np.float64)
         return [result.astype(a.dtype)]
 
@@ -94,7 +104,7 @@ def einsum(d: Draw, op: str) -> Attack:
             for letter, size in zip(term, array.shape):
                 if sizes.setdefault(letter, size) != size:
                     if 1 in (sizes[letter], size) and term.count(letter) == 1:
-                        raise Unspecified("a size of 1 beside another")
+                        raise Unspecified("a size of 1 next to another")
                     require(False, f"'{letter}' is {size} and {sizes[letter]}")
         try:
             return [np.asarray(np.einsum(equation, *_wide(*arrays))).astype(arrays[0].dtype)]
@@ -107,12 +117,12 @@ def einsum(d: Draw, op: str) -> Attack:
 
 @attacks("Conv")
 def conv(d: Draw, op: str) -> Attack:
-    places, group, dtype = d.int(1, 2), d.pick((1, 1, 2)), d.dtype(("float32", "float64"))
-    kernel, strides = [d.int(1, 3) for _ in range(places)], [d.int(1, 2) for _ in range(places)]
-    dilations, pads = [d.int(1, 2) for _ in range(places)], [d.int(0, 2) for _ in range(2 * places)]
+    rank, group, dtype = d.int(1, 2), d.pick((1, 1, 2)), d.dtype(("float32", "float64"))
+    kernel, strides = [d.int(1, 3) for _ in range(rank)], [d.int(1, 2) for _ in range(rank)]
+    dilations, pads = [d.int(1, 2) for _ in range(rank)], [d.int(0, 2) for _ in range(2 * rank)]
     if d.chance(0.12):
         d.pick((strides, dilations, pads))[0] = d.pick((0, -1, 2**31, 2**62))
-    attributes: dict[str, Any] = d.some(strides=strides, dilations=dilations, pads=pads)
+    attributes: dict[str, Any] = d.choose(strides=strides, dilations=dilations, pads=pads)
     attributes |= {"group": group if d.chance(0.95) else d.pick((0, 3, -1))}
     if d.chance(0.1):
         attributes["kernel_shape"] = [*kernel[:-1], kernel[-1] + 1]
@@ -133,38 +143,38 @@ def conv(d: Draw, op: str) -> Attack:
         require(w.shape[1] * groups == c and m % groups == 0, f"channels {x.shape} {w.shape} in {groups} groups")
         require(attributes.get("kernel_shape", list(w.shape[2:])) == list(w.shape[2:]), "kernel_shape")
         require(b is None or b.shape == (m,), "bias")
-        steps, apart = (attributes.get(name, [1] * places) for name in ("strides", "dilations"))
-        before = attributes.get("pads", [0] * 2 * places)
+        steps, apart = (attributes.get(name, [1] * rank) for name in ("strides", "dilations"))
+        before = attributes.get("pads", [0] * 2 * rank)
         require(all(0 < v < 1 << 20 for v in (*steps, *apart)), "strides or dilations")
         require(all(0 <= v < 1 << 20 for v in before), "pads")
         if not all(w.shape[2:]):
             raise Unspecified("a kernel of nothing")
-        padded = np.pad(x.astype(np.float64), [(0, 0), (0, 0), *zip(before[:places], before[places:])])
+        padded = np.pad(x.astype(np.float64), [(0, 0), (0, 0), *zip(before[:rank], before[rank:])])
         reach = [e * (k - 1) + 1 for e, k in zip(apart, w.shape[2:])]
         require(all(s >= r for s, r in zip(padded.shape[2:], reach)), "a kernel larger than the data")
         out = [(s - r) // step + 1 for s, r, step in zip(padded.shape[2:], reach, steps)]
-        bounded((n, m, *out))
+        check_elements((n, m, *out))
         result = np.zeros((n, groups, m // groups, *out))
         weight = w.astype(np.float64).reshape(groups, m // groups, *w.shape[1:])
-        for place in np.ndindex(*w.shape[2:]):
-            cut = tuple(slice(p * e, p * e + (o - 1) * s + 1, s) for p, e, o, s in zip(place, apart, out, steps))
-            window = padded[(slice(None), slice(None), *cut)].reshape(n, groups, c // groups, *out)
-            result += np.einsum("ngc...,gmc->ngm...", window, weight[(slice(None), slice(None), slice(None), *place)])
+        for tap in np.ndindex(*w.shape[2:]):
+            slices = tuple(slice(p * e, p * e + (o - 1) * s + 1, s) for p, e, o, s in zip(tap, apart, out, steps))
+            window = padded[(slice(None), slice(None), *slices)].reshape(n, groups, c // groups, *out)
+            result += np.einsum("ngc...,gmc->ngm...", window, weight[(slice(None), slice(None), slice(None), *tap)])
         result = result.reshape(n, m, *out)
-        return [(result if b is None else result + b.reshape(m, *[1] * places)).astype(x.dtype)]
+        return [(result if b is None else result + b.reshape(m, *[1] * rank)).astype(x.dtype)]
 
     return Attack(op, feed, rule, attributes=attributes, opset=22, parameters={1, 2}, close=1e-3)
 
 
 @attacks("ConvTranspose")
 def conv_transpose(d: Draw, op: str) -> Attack:
-    places, group, dtype = d.int(1, 2), d.pick((1, 1, 2)), d.dtype(("float32", "float64"))
-    kernel, strides = [d.int(1, 4) for _ in range(places)], [d.int(1, 3) for _ in range(places)]
-    dilations, pads = [d.int(1, 2) for _ in range(places)], [d.int(0, 2) for _ in range(2 * places)]
+    rank, group, dtype = d.int(1, 2), d.pick((1, 1, 2)), d.dtype(("float32", "float64"))
+    kernel, strides = [d.int(1, 4) for _ in range(rank)], [d.int(1, 3) for _ in range(rank)]
+    dilations, pads = [d.int(1, 2) for _ in range(rank)], [d.int(0, 2) for _ in range(2 * rank)]
     padding = [d.int(0, max(s, e) - (0 if d.chance(0.1) else 1)) for s, e in zip(strides, dilations)]
     if d.chance(0.12):
         d.pick((strides, dilations, pads, padding))[0] = d.pick((0, -1, 2**31, 2**62))
-    attributes: dict[str, Any] = d.some(strides=strides, dilations=dilations, pads=pads, output_padding=padding)
+    attributes: dict[str, Any] = d.choose(strides=strides, dilations=dilations, pads=pads, output_padding=padding)
     attributes |= {"group": group if d.chance(0.95) else d.pick((0, 3, -1))}
     bias = d.chance(0.5)
 
@@ -182,28 +192,28 @@ def conv_transpose(d: Draw, op: str) -> Attack:
         require(groups > 0, f"group {groups}")
         require(w.shape[0] == c and c % groups == 0, f"channels {x.shape} {w.shape} in {groups} groups")
         require(b is None or b.shape == (m * groups,), "bias")
-        steps, apart = (attributes.get(name, [1] * places) for name in ("strides", "dilations"))
-        cut, behind = attributes.get("pads", [0] * 2 * places), attributes.get("output_padding", [0] * places)
+        steps, apart = (attributes.get(name, [1] * rank) for name in ("strides", "dilations"))
+        margins, extra = attributes.get("pads", [0] * 2 * rank), attributes.get("output_padding", [0] * rank)
         require(all(0 < v < 1 << 20 for v in (*steps, *apart)), "strides or dilations")
-        require(all(0 <= v < 1 << 20 for v in (*cut, *behind)), "pads")
-        require(all(p < max(s, e) for p, s, e in zip(behind, steps, apart)), "output_padding")
+        require(all(0 <= v < 1 << 20 for v in (*margins, *extra)), "pads")
+        require(all(p < max(s, e) for p, s, e in zip(extra, steps, apart)), "output_padding")
         if not all(w.shape[2:]) or not all(x.shape[1:]):
             raise Unspecified("a kernel or data of nothing")
         sizes = x.shape[2:]
-        full = [(v - 1) * s + (k - 1) * e + 1 + p for v, s, k, e, p in zip(sizes, steps, w.shape[2:], apart, behind)]
-        ends = [f - p for f, p in zip(full, cut[places:])]
-        require(all(0 <= p <= end for p, end in zip(cut, ends)), f"pads {cut} of {full}")
-        bounded((n, m * groups, *full))
+        full = [(v - 1) * s + (k - 1) * e + 1 + p for v, s, k, e, p in zip(sizes, steps, w.shape[2:], apart, extra)]
+        ends = [f - p for f, p in zip(full, margins[rank:])]
+        require(all(0 <= p <= end for p, end in zip(margins, ends)), f"pads {margins} of {full}")
+        check_elements((n, m * groups, *full))
         result = np.zeros((n, groups, m, *full))
         data = x.astype(np.float64).reshape(n, groups, c // groups, *sizes)
         weight = w.astype(np.float64).reshape(groups, c // groups, *w.shape[1:])
-        for place in np.ndindex(*w.shape[2:]):
-            at = tuple(slice(p * e, p * e + (v - 1) * s + 1, s) for p, e, v, s in zip(place, apart, sizes, steps))
-            part = np.einsum("ngc...,gcm->ngm...", data, weight[(slice(None), slice(None), slice(None), *place)])
-            result[(slice(None), slice(None), slice(None), *at)] += part
-        result = result[(..., *(slice(p, end) for p, end in zip(cut, ends)))].reshape(n, m * groups, *[
-            end - p for p, end in zip(cut, ends)])  # fmt: skip
-        return [(result if b is None else result + b.reshape(-1, *[1] * places)).astype(x.dtype)]
+        for tap in np.ndindex(*w.shape[2:]):
+            at = tuple(slice(p * e, p * e + (v - 1) * s + 1, s) for p, e, v, s in zip(tap, apart, sizes, steps))
+            update = np.einsum("ngc...,gcm->ngm...", data, weight[(slice(None), slice(None), slice(None), *tap)])
+            result[(slice(None), slice(None), slice(None), *at)] += update
+        result = result[(..., *(slice(p, end) for p, end in zip(margins, ends)))].reshape(n, m * groups, *[
+            end - p for p, end in zip(margins, ends)])  # fmt: skip
+        return [(result if b is None else result + b.reshape(-1, *[1] * rank)).astype(x.dtype)]
 
     return Attack(op, feed, rule, attributes=attributes, opset=22, parameters={1, 2}, close=1e-3)
 
@@ -237,15 +247,15 @@ def quantized(d: Draw, op: str) -> Attack:
         one_of_several = scale.shape == (1,) and x.shape[axis % x.ndim] != 1
         if form == "axis" and (one_of_several or (scale.shape == (1,) and not -x.ndim <= axis < x.ndim)):
             raise Unspecified("one scale in a vector, which many take for that of the tensor, without an axis")
-        a = axis_of(axis, x.ndim) if form != "tensor" else 0
+        a = normalize_axis(axis, x.ndim) if form != "tensor" else 0
         require(point is None or point.shape == scale.shape, "zero points of another shape than the scales")
         if form == "axis":
             require(scale.shape == (x.shape[a],), f"scales {scale.shape}")
         if form == "blocks":
             if block <= 0:
                 raise Unspecified("block_size below 1")
-            wanted = (*x.shape[:a], -(-x.shape[a] // block), *x.shape[a + 1 :])
-            require(scale.shape == wanted, f"scales {scale.shape} instead of {wanted}")
+            expected = (*x.shape[:a], -(-x.shape[a] // block), *x.shape[a + 1 :])
+            require(scale.shape == expected, f"scales {scale.shape} instead of {expected}")
         s, z = (_spread(v, x, a, form, block) for v in (scale, np.zeros(scale.shape) if point is None else point))
         if not to:
             return [((x.astype(np.float64) - z) * s).astype(np.float32)]

@@ -1,5 +1,7 @@
-"""com.microsoft: what onnxruntime's optimizers write. onnx has no reference for them: answers and rules are written
-from onnxruntime's documentation of each, whose kernels the tests of tests/ops/microsoft compare with."""
+"""com.microsoft: operators that onnxruntime's optimizers write, for which onnx does not have a reference.
+
+Answers and rules follow onnxruntime's documentation; the tests of tests/ops/microsoft compare with its kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, broadcast_of, require
+from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, broadcast_shapes, require
 from ..draw import Draw
 from .indices import within
 
@@ -64,7 +66,7 @@ def fused_matmul(d: Draw, op: str) -> Attack:
     def rule(a: np.ndarray, b: np.ndarray) -> Answer:
         a, b = (v.swapaxes(-1, -2) if t else v for v, t in zip((a, b), turned))
         require(a.shape[-1] == b.shape[-2], "inner sizes")
-        broadcast_of(a.shape[:-2], b.shape[:-2])
+        broadcast_shapes(a.shape[:-2], b.shape[:-2])
         return [(0.5 * (a.astype(np.float64) @ b.astype(np.float64))).astype(np.float32)]
 
     return _attack(op, feed, rule, attributes={"transA": turned[0], "transB": turned[1], "alpha": 0.5}, parameters={1})
@@ -98,8 +100,8 @@ def n_bits(d: Draw, op: str) -> Attack:
         require(x.shape[-1] == rows, f"x {x.shape}")
         if scales.shape != (columns, blocks):
             raise Unspecified("scales of another shape")
-        codes = weight if bits == 8 else np.stack([weight & 15, weight >> 4], -1).reshape(columns, blocks, block)
-        matrix = (codes.astype(np.float64) - 2 ** (bits - 1)) * scales[..., None]
+        quantized = weight if bits == 8 else np.stack([weight & 15, weight >> 4], -1).reshape(columns, blocks, block)
+        matrix = (quantized.astype(np.float64) - 2 ** (bits - 1)) * scales[..., None]
         y = x.astype(np.float64) @ matrix.reshape(columns, -1)[:, :rows].T
         return [(y + (rest[-1] if bias else 0)).astype(np.float32)]
 
@@ -107,8 +109,8 @@ def n_bits(d: Draw, op: str) -> Attack:
 
 
 @attacks("GatherBlockQuantized", domain=MICROSOFT)
-def rows_of_codes(d: Draw, op: str) -> Attack:
-    """What no index can be gives zeros."""
+def gather_quantized(d: Draw, op: str) -> Attack:
+    """Indices out of range give zeros."""
     bits, block, index_type = d.pick((4, 8)), d.pick((16, 32)), d.pick(("int64", "int32"))
     said = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
     legal = dict(said)
@@ -118,22 +120,24 @@ def rows_of_codes(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         rows, width = d.size(0), d.pick((16, 32, 40, 64))
-        codes = d.rng.integers(0, 256, (rows, width * bits // 8), np.uint8)
+        quantized = d.rng.integers(0, 256, (rows, width * bits // 8), np.uint8)
         shape = (rows, -(-width // block))
         scales = d.rng.random(d.corrupted(shape) if d.chance(0.08) else shape).astype(np.float32)
-        return [codes, d.indices(d.shape(index_rank), rows, dtype=index_type), scales]
+        return [quantized, d.indices(d.shape(index_rank), rows, dtype=index_type), scales]
 
     def rule(data: np.ndarray, indices: np.ndarray, scales: np.ndarray) -> Answer:
         if said != legal and said["quantize_axis"] == -1 and {**said, "quantize_axis": 1} == legal:
             pass  # the last of two axes
         else:
             require(said == legal, "attributes")
-        codes = data if bits == 8 else np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
-        require(scales.shape == (len(data), -(-codes.shape[1] // block)), f"scales {scales.shape}")
-        table = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, block, axis=1)[:, : codes.shape[1]]
+        quantized = data if bits == 8 else np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
+        require(scales.shape == (len(data), -(-quantized.shape[1] // block)), f"scales {scales.shape}")
+        table = (quantized.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, block, axis=1)[
+            :, : quantized.shape[1]
+        ]
         there = (indices >= -len(data)) & (indices < len(data))
         if not len(data):
-            return [np.zeros((*indices.shape, codes.shape[1]), np.float32)]
+            return [np.zeros((*indices.shape, quantized.shape[1]), np.float32)]
         return [np.where(there[..., None], table[np.where(there, indices, 0)], 0).astype(np.float32)]
 
     return _attack(op, feed, rule, attributes=said, fixed={0, 2})
@@ -177,26 +181,40 @@ def _from_the_front(d: Draw, shape: tuple[int, ...], bound: int) -> np.ndarray:
 
 @attacks("EmbedLayerNormalization", domain=MICROSOFT)
 def embedding(d: Draw, op: str) -> Attack:
-    segments, placed = d.chance(0.5), d.chance(0.4) and not op.startswith("Q")
+    segments, has_positions = d.chance(0.5), d.chance(0.4) and not op.startswith("Q")
 
     def feed() -> Arrays:
-        batch, length, width, words, places = d.size(), d.size(), d.size(0), d.size(0.05), d.pick((8, 17, 40))
-        ids, kinds, given = (_from_the_front(d, (batch, length), n) for n in (words, 2, places))
-        tables = [d.array("float32", (n, d.size(0) if d.chance(0.04) else width)) for n in (words, places, 2)]
+        batch, length, width, vocabulary, position_count = (
+            d.size(),
+            d.size(),
+            d.size(0),
+            d.size(0.05),
+            d.pick((8, 17, 40)),
+        )
+        ids, kinds, position_ids = (_from_the_front(d, (batch, length), n) for n in (vocabulary, 2, position_count))
+        tables = [
+            d.array("float32", (n, d.size(0) if d.chance(0.04) else width)) for n in (vocabulary, position_count, 2)
+        ]
         arrays: Arrays = [ids, kinds if segments else None, *tables[:2], tables[2] if segments else None]
         arrays += [d.array("float32", (width,)) for _ in range(2)]
-        return [*arrays, None, given] if placed else arrays
+        return [*arrays, None, position_ids] if has_positions else arrays
 
-    def rule(ids: np.ndarray, kinds: Any, words: np.ndarray, places: np.ndarray, table: Any, *rest: Any) -> Answer:
-        width = words.shape[1]
-        require(places.shape[1] == width and (table is None or table.shape[1] == width), "widths")
+    def rule(
+        ids: np.ndarray, kinds: Any, word_table: np.ndarray, position_table: np.ndarray, table: Any, *rest: Any
+    ) -> Answer:
+        width = word_table.shape[1]
+        require(position_table.shape[1] == width and (table is None or table.shape[1] == width), "widths")
         require(all(v.shape == (width,) for v in rest[:2]), "widths")
-        given = rest[3] if placed else np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        for index, rows in ((ids, words), (given, places), *(((kinds, table),) if segments else ())):
-            require(index.shape == ids.shape, f"{index.shape} beside {ids.shape}")
+        position_ids = rest[3] if has_positions else np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        for index, rows in (
+            (ids, word_table),
+            (position_ids, position_table),
+            *(((kinds, table),) if segments else ()),
+        ):
+            require(index.shape == ids.shape, f"{index.shape} next to {ids.shape}")
             require((index >= 0).all(), "a negative index")
             within(index, len(rows))
-        x = words[ids].astype(np.float64) + places[given] + (table[kinds] if segments else 0)
+        x = word_table[ids].astype(np.float64) + position_table[position_ids] + (table[kinds] if segments else 0)
         if not x.size:
             raise Unspecified("nothing to normalize")
         x = x - x.mean(-1, keepdims=True)
@@ -229,14 +247,14 @@ def rotary(d: Draw, op: str) -> Attack:
         require(cos.shape == sin.shape and cos.shape[1] == half, "caches")
         require(offset or where.shape == (x.shape[0], rows), "position_ids")
         require(rows <= len(cos), "more rows than positions")
-        places = where[:1, None].astype(object) + np.arange(rows) if offset else where
-        require(((places >= 0) & (places < len(cos))).all(), f"positions {where} of {len(cos)}")
-        places = np.broadcast_to(places.astype(np.int64), (x.shape[0], rows))
-        c, s = (v.astype(np.float64)[places][:, None] for v in (cos, sin))
+        positions = where[:1, None].astype(object) + np.arange(rows) if offset else where
+        require(((positions >= 0) & (positions < len(cos))).all(), f"positions {where} of {len(cos)}")
+        positions = np.broadcast_to(positions.astype(np.int64), (x.shape[0], rows))
+        c, s = (v.astype(np.float64)[positions][:, None] for v in (cos, sin))
         wide = x.astype(np.float64)
         a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else np.split(wide, 2, -1)
-        both = c * a - s * b, s * a + c * b
-        y = np.stack(both, -1).reshape(x.shape) if interleaved else np.concatenate(both, -1)
+        rotated = c * a - s * b, s * a + c * b
+        y = np.stack(rotated, -1).reshape(x.shape) if interleaved else np.concatenate(rotated, -1)
         return [y.astype(np.float32)]
 
     return _attack(op, feed, rule, attributes={"interleaved": interleaved}, parameters={2, 3}, numbers=_ANGLES)
@@ -245,7 +263,7 @@ def rotary(d: Draw, op: str) -> Attack:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-# Where the project wants numbers: heads are counted by them.
+# Axes that must be static: heads are counted by them.
 _WIDTHS = ((0, -1), (1, -1), (2, -1))
 
 
@@ -340,7 +358,7 @@ def projected(d: Draw, op: str) -> Attack:
         require(b is None or b.shape == w.shape[1:], "bias")
         batch, rows = x.shape[:2]
         qkv = x.astype(np.float64) @ w + (0 if b is None else b)
-        q, k, v = (_heads(part, heads) for part in np.split(qkv, 3, -1))
+        q, k, v = (_heads(projection, heads) for projection in np.split(qkv, 3, -1))
         added = np.zeros((batch, heads, rows, rows))
         if causal:
             added = added + np.triu(np.full((rows, rows), -10000.0), 1)

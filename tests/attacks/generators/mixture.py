@@ -19,10 +19,12 @@ def experts(d: Draw, op: str) -> Attack:
     said: dict[str, Any] = {"k": k, "activation_type": d.pick(("relu", "silu", "swiglu")), "swiglu_fusion": 1}
     said["normalize_routing_weights"] = d.int(0, 1)
     columns = inner * (2 if said["activation_type"] == "swiglu" else 1)
-    given = {**said, **({"expert_weight_bits": 8, "block_size": 16} if quantized else {})}
-    legal = dict(given)
+    attributes = {**said, **({"expert_weight_bits": 8, "block_size": 16} if quantized else {})}
+    legal = dict(attributes)
     if d.chance(0.12):
-        given[d.pick(("k", *(("expert_weight_bits", "block_size") if quantized else ())))] = d.pick((0, -1, 3, 2**40))
+        attributes[d.pick(("k", *(("expert_weight_bits", "block_size") if quantized else ())))] = d.pick(
+            (0, -1, 3, 2**40)
+        )
     sizes = ((count, columns, width), (count, width, inner))
 
     def feed() -> Arrays:
@@ -39,7 +41,7 @@ def experts(d: Draw, op: str) -> Attack:
         return arrays[:-1]
 
     def rule(x: np.ndarray, router: np.ndarray, *rest: np.ndarray | None) -> Answer:
-        require(given == legal, "attributes")
+        require(attributes == legal, "attributes")
         require(0 < k <= count, f"{k} of {count} experts")
         require(len(router) == len(x), "another number of tokens")
         first, second = rest[0], rest[3 if quantized else 2]
@@ -53,4 +55,4 @@ def experts(d: Draw, op: str) -> Attack:
         return [mixture(x, router, weights, None, **said, chosen=quantized).astype(np.float32)]
 
     fixed = range(2, 9)
-    return Attack(op, feed, rule, domain=MICROSOFT, opset=21, close=2e-3, fixed=fixed, attributes=given)
+    return Attack(op, feed, rule, domain=MICROSOFT, opset=21, close=2e-3, fixed=fixed, attributes=attributes)

@@ -27,10 +27,10 @@ def packed(d: Draw, op: str) -> Attack:
         if d.chance(0.15):
             starts = d.rng.integers(-(2**31), 2**31 - 1, starts.shape, np.int32)
         shapes = [d.corrupted((rows, width)) if d.chance(0.04) else (rows, width) for _ in range(3)]
-        given = [d.array("float32", shape) for shape in shapes]
+        arrays = [d.array("float32", shape) for shape in shapes]
         bias = d.array("float32", d.corrupted((3 * width,)) if d.chance(0.05) else (3 * width,)) if biased else None
         count = len(counts) + (1 if d.chance(0.05) else 0)
-        return [*given, bias, np.zeros((count, sequence), np.int32), starts]
+        return [*arrays, bias, np.zeros((count, sequence), np.int32), starts]
 
     def rule(q: np.ndarray, k: np.ndarray, v: np.ndarray, *rest: np.ndarray | None) -> Answer:
         bias, offsets, starts = rest
@@ -41,9 +41,9 @@ def packed(d: Draw, op: str) -> Attack:
         require(starts.shape == (len(offsets) + 1,), "starts")
         if starts[0] != 0 or starts[-1] != len(q) or (np.diff(starts) < 0).any():
             raise Unspecified("sequences that are not where rows are")
-        given = {"query": q, "key": k, "value": v, "cumulative_sequence_length": starts}
-        given |= {} if bias is None else {"bias": bias}
-        return [packed_attention(given, heads).astype(np.float32)]
+        tensors = {"query": q, "key": k, "value": v, "cumulative_sequence_length": starts}
+        tensors |= {} if bias is None else {"bias": bias}
+        return [packed_attention(tensors, heads).astype(np.float32)]
 
     return Attack(op, feed, rule, domain=MICROSOFT, opset=21, close=2e-3, attributes=said,
                   numbers={(0, 1), (1, 1), (2, 1), (3, 0)})  # fmt: skip

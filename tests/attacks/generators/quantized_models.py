@@ -18,8 +18,8 @@ def _scale(d: Draw, shape: tuple[int, ...] = ()) -> np.ndarray:
     return np.asarray(2.0 ** d.rng.integers(-6, -3, shape), np.float32)
 
 
-def _numbers(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
-    return (codes.astype(np.float64) - zero) * scale
+def _numbers(quantized: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    return (quantized.astype(np.float64) - zero) * scale
 
 
 @attacks("QAttention", domain=MICROSOFT)

@@ -16,7 +16,7 @@ def _onnx_type(dtype: str) -> int:
 
 
 def _certain(op: str, value: float) -> dict[str, float]:
-    """Attributes by which every draw is this number."""
+    """Return attributes by which every draw is this number."""
     return {"mean": value, "scale": 0.0} if "Normal" in op else {"low": value, "high": value}
 
 
@@ -25,7 +25,7 @@ def of_a_shape(d: Draw, op: str) -> Attack:
     dtype, value, shape = d.dtype(_FLOATS), d.pick((0.0, -2.5, 3.0)), [*d.shape(d.int(1, 4))]
     if d.chance(0.1):
         shape[0] = -1
-    attributes = {**_certain(op, value), "shape": shape, **d.some(seed=d.pick((0.0, -1.0, 2.5, 1e30)))}
+    attributes = {**_certain(op, value), "shape": shape, **d.choose(seed=d.pick((0.0, -1.0, 2.5, 1e30)))}
 
     def rule() -> Answer:
         require(min(shape) >= 0, "a negative size")
@@ -44,26 +44,26 @@ def of_a_shape_like(d: Draw, op: str) -> Attack:
         return [d.array(like, d.shape(rank))]
 
     def rule(x: np.ndarray) -> Answer:
-        made = x.dtype if keeps else np.dtype(dtype)
-        require(made.kind == "f", "no float")
-        return [np.full(x.shape, value, made)]
+        result_type = x.dtype if keeps else np.dtype(dtype)
+        require(result_type.kind == "f", "no float")
+        return [np.full(x.shape, value, result_type)]
 
     return Attack(op, feed, rule, attributes=attributes)
 
 
 @attacks("Bernoulli")
 def bernoulli(d: Draw, op: str) -> Attack:
-    rank, dtype, made = d.int(0, 4), d.dtype(_FLOATS), d.dtype((*_FLOATS, "int32", "bool", "uint8"))
+    rank, dtype, result_type = d.int(0, 4), d.dtype(_FLOATS), d.dtype((*_FLOATS, "int32", "bool", "uint8"))
 
     def feed() -> Arrays:
         return [(d.array("int32", d.shape(rank)) % 2).astype(dtype)]
 
-    return Attack(op, feed, lambda x: [x.astype(made)], attributes={"dtype": _onnx_type(made)})
+    return Attack(op, feed, lambda x: [x.astype(result_type)], attributes={"dtype": _onnx_type(result_type)})
 
 
 @attacks("Multinomial")
 def multinomial(d: Draw, op: str) -> Attack:
-    dtype, made, samples = d.dtype(_FLOATS), d.pick(("int32", "int64")), d.pick((0, 1, 3, 40, -1))
+    dtype, result_type, samples = d.dtype(_FLOATS), d.pick(("int32", "int64")), d.pick((0, 1, 3, 40, -1))
     rank = 2 if d.chance(0.9) else d.int(0, 3)
 
     def feed() -> Arrays:
@@ -75,7 +75,7 @@ def multinomial(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray) -> Answer:
         require(x.ndim == 2 and x.shape[1] and samples >= 0, "no classes to draw")
-        return [np.repeat(np.argmax(x, axis=1)[:, None], samples, axis=1).astype(made)]
+        return [np.repeat(np.argmax(x, axis=1)[:, None], samples, axis=1).astype(result_type)]
 
-    attributes = {"dtype": _onnx_type(made), "sample_size": samples}
+    attributes = {"dtype": _onnx_type(result_type), "sample_size": samples}
     return Attack(op, feed, rule, attributes=attributes, numbers={(0, 1)})

@@ -68,7 +68,7 @@ def resize(d: Draw, op: str) -> Attack:
             raise Unspecified("the values are those of tests/ops/test_resize.py")
         assert sizes is not None
         require(bool((sizes >= 0).all()) and int(np.prod(sizes, dtype=object)) < 2**31, "sizes")
-        require(all(n or not m for n, m in zip(x.shape, sizes)), "places of nothing")
+        require(all(n or not m for n, m in zip(x.shape, sizes)), "samples of nothing")
         raise Unspecified("the values are those of tests/ops/test_resize.py")
 
     return Attack(op, feed, rule, attributes={"mode": mode}, parameters=[2, 3], opset=19)
@@ -80,10 +80,10 @@ def suppression(d: Draw, op: str) -> Attack:
         n, c, b = d.pick((1, 2)), d.pick((1, 3)), d.pick((1, 7, 20, 0))
         boxes = d.array("float32", (n, b, 4 if d.chance(0.95) else 3), scale=1.0)
         scores = d.array("float32", (n, c, b if d.chance(0.95) else b + 1), scale=1.0)
-        most = np.asarray([d.pick((0, 1, 5, -1, 2**62, -(2**62)))])
-        return [boxes, scores, most, np.asarray([0.5], np.float32)]
+        limit = np.asarray([d.pick((0, 1, 5, -1, 2**62, -(2**62)))])
+        return [boxes, scores, limit, np.asarray([0.5], np.float32)]
 
-    def rule(boxes: np.ndarray, scores: np.ndarray, most: np.ndarray, iou: np.ndarray) -> Answer:
+    def rule(boxes: np.ndarray, scores: np.ndarray, limit: np.ndarray, iou: np.ndarray) -> Answer:
         require(boxes.shape == (scores.shape[0], scores.shape[2], 4), "boxes")
         raise Unspecified("the values are those of tests/ops/test_places.py")
 
@@ -128,17 +128,17 @@ def upsample(d: Draw, op: str) -> Attack:
 
 @attacks("DFT", "STFT")
 def transforms(d: Draw, op: str) -> Attack:
-    parts = d.pick((1, 1, 2, 3))
+    components = d.pick((1, 1, 2, 3))
     length = d.pick((1, 5, 8, 0, -1, 2**40))
 
     def feed() -> Arrays:
-        x = d.array("float32", (d.pick((1, 2)), d.pick((1, 8, 20)), parts), scale=1.0)
+        x = d.array("float32", (d.pick((1, 2)), d.pick((1, 8, 20)), components), scale=1.0)
         if op == "DFT":
             return [x, np.asarray(length) if d.chance(0.5) else None, np.asarray(d.pick((1, -2, 2, 7)))]
         return [x, np.asarray(d.pick((1, 3, 0, -4, 2**40))), None, np.asarray(length)]
 
     def rule(x: np.ndarray, *rest: np.ndarray | None) -> Answer:
-        require(x.shape[2] in (1, 2), "parts")
+        require(x.shape[2] in (1, 2), "components")
         raise Unspecified("the values are those of tests/ops/test_spectral.py")
 
     return Attack(op, feed, rule, parameters=[1, 2, 3], numbers=[(0, 2)], opset=20)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, broadcast_of, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, broadcast_shapes, normalize_axis, require
 from ..draw import WILD, Draw
 
 _FLOATS = ("float32", "float32", "float64", "float16")
@@ -28,22 +28,22 @@ def reduction(d: Draw, op: str) -> Attack:
         axes = [int(a) - (rank if d.chance(0.3) else 0) for a in d.rng.permutation(rank)[:count]]
         if axes and d.chance(0.12):
             axes[0] = d.pick((rank, -rank - 1, axes[-1], *WILD))
-        data = d.array(dtype, d.shape(rank, most=500), scale=1.0)
+        data = d.array(dtype, d.shape(rank, limit=500), scale=1.0)
         data = abs(data) if op == "ReduceLogSum" else data
         return [data, *([] if absent else [np.array(axes, np.int64)])]
 
     def rule(data: np.ndarray, axes: np.ndarray | None = None) -> Answer:
-        given = [axis_of(int(a), data.ndim) for a in (() if axes is None else axes)]
-        if len(set(given)) != len(given):
+        normalized = [normalize_axis(int(a), data.ndim) for a in (() if axes is None else axes)]
+        if len(set(normalized)) != len(normalized):
             raise Unspecified("an axis twice")
-        places = tuple(given) or (() if no_op else tuple(range(data.ndim)))
-        if not given and no_op:
+        reduced = tuple(normalized) or (() if no_op else tuple(range(data.ndim)))
+        if not normalized and no_op:
             if op in ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"):
                 raise Unspecified("a reduction over no axis is none, or one of single elements")
             return [data]
-        if any(data.shape[p] == 0 for p in places) and op in ("ReduceMean", "ReduceMax", "ReduceMin"):
+        if any(data.shape[p] == 0 for p in reduced) and op in ("ReduceMean", "ReduceMax", "ReduceMin"):
             raise Unspecified("the mean or the best of nothing")
-        return [_reduced(op, data, places, bool(keep))]  # the reference does not know axes of rank 0
+        return [_reduced(op, data, reduced, bool(keep))]  # the reference does not know axes of rank 0
 
     attributes = {"keepdims": keep, "noop_with_empty_axes": no_op}
     close, opset = 1e-4 if exact else 1e-3, 13 if old else d.pick((18, 24))
@@ -78,12 +78,12 @@ def best(d: Draw, op: str) -> Attack:
         return [d.array(dtype, d.shape(rank))]
 
     def rule(data: np.ndarray) -> Answer:
-        a = axis_of(axis, data.ndim)
+        a = normalize_axis(axis, data.ndim)
         require(data.shape[a], "the best of nothing")
         find = np.argmax if op == "ArgMax" else np.argmin
-        found = find(np.flip(data, a) if last else data, axis=a)
-        found = data.shape[a] - 1 - found if last else found
-        return [np.expand_dims(found, a) if keep else np.asarray(found)]  # the reference fails on empty results
+        indices = find(np.flip(data, a) if last else data, axis=a)
+        indices = data.shape[a] - 1 - indices if last else indices
+        return [np.expand_dims(indices, a) if keep else np.asarray(indices)]  # the reference fails on empty results
 
     attributes = {"axis": axis, "keepdims": keep, "select_last_index": last}
     return Attack(op, feed, rule, attributes=attributes, opset=d.pick((13, 24)))
@@ -98,7 +98,7 @@ def along_an_axis(d: Draw, op: str) -> Attack:
         return [d.array(dtype, d.shape(rank))]
 
     def rule(data: np.ndarray) -> Answer:
-        a = axis_of(axis, data.ndim)
+        a = normalize_axis(axis, data.ndim)
         if not data.size:
             return [data]
         x = data.astype(np.float64)
@@ -132,14 +132,14 @@ def over_last_axes(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         shape = d.shape(rank)
-        part = shape[first + less :]
-        parts = [d.corrupted(part) if d.chance(0.1) else part for _ in range(1 + bias)]
-        return [d.array(dtype, shape), *(d.array(dtype, p) for p in parts)]
+        suffix = shape[first + less :]
+        shapes = [d.corrupted(suffix) if d.chance(0.1) else suffix for _ in range(1 + bias)]
+        return [d.array(dtype, shape), *(d.array(dtype, p) for p in shapes)]
 
     def rule(x: np.ndarray, scale: np.ndarray, offset: np.ndarray | None = None) -> Answer:
-        a = axis_of(axis, x.ndim)
-        for part in (scale, *([] if offset is None else [offset])):
-            require(broadcast_of(x.shape[a:], part.shape) == x.shape[a:], f"scale or bias of {part.shape}")
+        a = normalize_axis(axis, x.ndim)
+        for vector in (scale, *([] if offset is None else [offset])):
+            require(broadcast_shapes(x.shape[a:], vector.shape) == x.shape[a:], f"scale or bias of {vector.shape}")
         if not x.size:
             return [x]
         axes, wide = tuple(range(a, x.ndim)), x.astype(np.float64)
@@ -157,7 +157,7 @@ def over_last_axes(d: Draw, op: str) -> Attack:
 
 
 @attacks("BatchNormalization", "InstanceNormalization", "GroupNormalization")
-def over_places(d: Draw, op: str) -> Attack:
+def over_spatial_axes(d: Draw, op: str) -> Attack:
     rank, dtype, groups = d.int(2, 4), d.dtype(("float32", "float64")), d.pick((1, 2, 3))
     if op == "InstanceNormalization":
         rank = max(rank, 3)
@@ -165,13 +165,13 @@ def over_places(d: Draw, op: str) -> Attack:
         groups = d.pick((0, -1, 2**62))
 
     def feed() -> Arrays:
-        n, c, *places = d.shape(rank)
+        n, c, *spatial = d.shape(rank)
         c = c * groups if op == "GroupNormalization" and 0 < groups < 4 and d.chance(0.9) else c
         count = 4 if op == "BatchNormalization" else 2
         vectors = [d.array(dtype, (d.size() if d.chance(0.05) else c,)) for _ in range(count)]
         if op == "BatchNormalization":
             vectors[3] = abs(vectors[3]) + np.array(0.5, dtype)
-        return [d.array(dtype, (n, c, *places)), *vectors]
+        return [d.array(dtype, (n, c, *spatial)), *vectors]
 
     def rule(x: np.ndarray, *vectors: np.ndarray) -> Answer:
         n, c = x.shape[:2]
@@ -202,8 +202,8 @@ def over_places(d: Draw, op: str) -> Attack:
 def across_channels(d: Draw, op: str) -> Attack:
     rank, dtype, size = d.int(1 if d.chance(0.05) else 2, 5), d.dtype(("float32", "float64")), d.wild(1, 6)
     settings: dict[str, float] = {"alpha": 1e-4, "beta": 0.75, "bias": 1.0}
-    given = d.some(alpha=0.5, beta=d.pick((0.5, 0.75, 2.0)), bias=2.0)
-    settings |= given
+    chosen = d.choose(alpha=0.5, beta=d.pick((0.5, 0.75, 2.0)), bias=2.0)
+    settings |= chosen
 
     def feed() -> Arrays:
         return [d.array(dtype, d.shape(rank))]
@@ -212,13 +212,13 @@ def across_channels(d: Draw, op: str) -> Attack:
         require(x.ndim >= 2 and 1 <= size < 1 << 31, f"rank {x.ndim}, size {size}")
         if size > 1 << 20:
             raise Unspecified("too long for this rule")
-        squares, sums = x.astype(np.float64) ** 2, np.zeros(x.shape)
+        squares, totals = x.astype(np.float64) ** 2, np.zeros(x.shape)
         for c in range(x.shape[1]):
             first = c - (size - 1) // 2
-            sums[:, c] = squares[:, max(first, 0) : first + size].sum(1)
-        return [(x / (settings["bias"] + settings["alpha"] / size * sums) ** settings["beta"]).astype(x.dtype)]
+            totals[:, c] = squares[:, max(first, 0) : first + size].sum(1)
+        return [(x / (settings["bias"] + settings["alpha"] / size * totals) ** settings["beta"]).astype(x.dtype)]
 
-    return Attack(op, feed, rule, attributes={"size": size, **given}, opset=13)
+    return Attack(op, feed, rule, attributes={"size": size, **chosen}, opset=13)
 
 
 @attacks("Det")
@@ -240,75 +240,75 @@ def determinant(d: Draw, op: str) -> Attack:
 
 @attacks("MaxPool", "AveragePool", "LpPool")
 def pool(d: Draw, op: str) -> Attack:
-    places, dtype = d.int(1, 2), d.dtype(("float32", "float64"))
-    kernel = [d.pick((1, 2, 3)) for _ in range(places)]
-    strides, dilations = ([d.pick((1, 1, 2, 3)) for _ in range(places)] for _ in range(2))
-    pads = [d.pick((0, 0, 1)) for _ in range(2 * places)]
+    rank, dtype = d.int(1, 2), d.dtype(("float32", "float64"))
+    kernel = [d.pick((1, 2, 3)) for _ in range(rank)]
+    strides, dilations = ([d.pick((1, 1, 2, 3)) for _ in range(rank)] for _ in range(2))
+    pads = [d.pick((0, 0, 1)) for _ in range(2 * rank)]
     if d.chance(0.1):
         d.pick((kernel, strides, dilations, pads))[0] = d.pick((0, -1, 2**31, 2**62))
     if d.chance(0.05):
         kernel = kernel[:-1] if d.chance(0.5) else [*kernel, 2]
     attributes: dict[str, Any] = {"kernel_shape": kernel}
-    attributes |= d.some(strides=strides, dilations=dilations, pads=pads, ceil_mode=d.int(0, 1))
+    attributes |= d.choose(strides=strides, dilations=dilations, pads=pads, ceil_mode=d.int(0, 1))
     if op == "AveragePool":
-        attributes |= d.some(count_include_pad=d.int(0, 1))
+        attributes |= d.choose(count_include_pad=d.int(0, 1))
     power = d.int(1, 3)
     if op == "LpPool":
         attributes["p"] = power
 
     def feed() -> Arrays:
-        shape = (d.size(), d.size(), *(d.int(0, 3) if d.chance(0.1) else d.int(4, 9) for _ in range(places)))
+        shape = (d.size(), d.size(), *(d.int(0, 3) if d.chance(0.1) else d.int(4, 9) for _ in range(rank)))
         return [d.array(dtype, shape)]
 
     def rule(x: np.ndarray) -> Answer:
-        window = _window(x, attributes, places)
+        window = _window(x, attributes, rank)
         if window is None:
             raise Unspecified("a window of which no element is inside")
         out, cells = window
         result = np.zeros((*x.shape[:2], *out))
-        for place in np.ndindex(*out):
-            inside, count = cells(place)
+        for position in np.ndindex(*out):
+            inside, count = cells(position)
             if not inside:
                 raise Unspecified("a window of which no element is inside")
             values = np.stack([x[(slice(None), slice(None), *cell)] for cell in inside], -1).astype(np.float64)
             if op == "LpPool":
-                result[(slice(None), slice(None), *place)] = (abs(values) ** power).sum(-1) ** (1 / power)
+                result[(slice(None), slice(None), *position)] = (abs(values) ** power).sum(-1) ** (1 / power)
             elif op == "MaxPool":
-                result[(slice(None), slice(None), *place)] = values.max(-1) if values.size else 0
+                result[(slice(None), slice(None), *position)] = values.max(-1) if values.size else 0
             else:
                 if attributes.get("count_include_pad") and attributes.get("ceil_mode"):
                     raise Unspecified("cells beyond the padding")
                 number = count if attributes.get("count_include_pad") else len(inside)
-                result[(slice(None), slice(None), *place)] = values.sum(-1) / number
+                result[(slice(None), slice(None), *position)] = values.sum(-1) / number
         return [result.astype(x.dtype)]  # the reference has trouble with dilations and ceil_mode
 
     return Attack(op, feed, rule, attributes=attributes, opset=d.pick((19, 22)))
 
 
-def _window(x: np.ndarray, attributes: dict[str, Any], places: int) -> Any:
+def _window(x: np.ndarray, attributes: dict[str, Any], rank: int) -> Any:
     kernel = attributes["kernel_shape"]
-    strides, dilations = (attributes.get(n, [1] * places) for n in ("strides", "dilations"))
-    pads = attributes.get("pads", [0] * 2 * places)
-    require(len(kernel) == places, f"a kernel of {len(kernel)} dimensions")
+    strides, dilations = (attributes.get(n, [1] * rank) for n in ("strides", "dilations"))
+    pads = attributes.get("pads", [0] * 2 * rank)
+    require(len(kernel) == rank, f"a kernel of {len(kernel)} dimensions")
     for name, numbers in (("kernel", kernel), ("stride", strides), ("dilation", dilations)):
         require(all(0 < n < 1 << 20 for n in numbers), f"{name} {numbers}")
     require(all(0 <= n < 1 << 20 for n in pads), f"pads {pads}")
     out = []
-    for k in range(places):
+    for k in range(rank):
         reach = dilations[k] * (kernel[k] - 1) + 1
-        room = x.shape[2 + k] + pads[k] + pads[places + k] - reach
+        room = x.shape[2 + k] + pads[k] + pads[rank + k] - reach
         require(room >= 0, "a window larger than the data")
-        if max(pads[k], pads[places + k]) >= reach:
+        if max(pads[k], pads[rank + k]) >= reach:
             raise Unspecified("pads as large as the window")
         number = (-(-room // strides[k]) if attributes.get("ceil_mode") else room // strides[k]) + 1
         if attributes.get("ceil_mode") and (number - 1) * strides[k] >= x.shape[2 + k] + pads[k]:
             number -= 1
         out.append(number)
 
-    def cells(place: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
+    def cells(position: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
         inside = []
         for step in np.ndindex(*kernel):
-            cell = tuple(p * s + t * e - b for p, s, t, e, b in zip(place, strides, step, dilations, pads))
+            cell = tuple(p * s + t * e - b for p, s, t, e, b in zip(position, strides, step, dilations, pads))
             if all(0 <= c < n for c, n in zip(cell, x.shape[2:])):
                 inside.append(cell)
         return inside, int(np.prod(kernel))

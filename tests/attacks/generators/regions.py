@@ -1,10 +1,10 @@
-"""RoiAlign, AffineGrid, MaxUnpool, Col2Im and DeformConv: regions, batches, places and sizes that do not fit."""
+"""RoiAlign, AffineGrid, MaxUnpool, Col2Im and DeformConv: regions, batches, indices and sizes that do not fit."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, bounded, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, check_elements, require
 from ..draw import Draw
 
 
@@ -25,7 +25,7 @@ def roi_align(d: Draw, op: str) -> Attack:
     def rule(x: np.ndarray, rois: np.ndarray, batch: np.ndarray) -> Answer:
         require(rois.shape[1] == 4 and rois.shape[0] == batch.shape[0], "regions")
         require(not batch.size or (batch.min() >= 0 and batch.max() < x.shape[0]), "batches")
-        require(not batch.size or 0 not in x.shape[2:], "places of nothing")
+        require(not batch.size or 0 not in x.shape[2:], "samples of nothing")
         raise Unspecified("the values are those of tests/ops/test_regions.py")
 
     return Attack(op, feed, rule, attributes=attributes, numbers=[(1, 1)], opset=16)
@@ -45,7 +45,7 @@ def affine_grid(d: Draw, op: str) -> Attack:
     def rule(theta: np.ndarray, size: np.ndarray) -> Answer:
         require(bool((size >= 0).all()), "negative size")
         require(int(size[0]) == theta.shape[0], "batches")
-        bounded([*map(int, (size[0], *size[2:])), axes])
+        check_elements([*map(int, (size[0], *size[2:])), axes])
         raise Unspecified("the values are those of tests/ops/test_regions.py")
 
     return Attack(op, feed, rule, parameters=[1], numbers=[(0, 1), (0, 2), (1, 0)], opset=20)
@@ -58,26 +58,26 @@ def max_unpool(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         n, c, h, w = (0 if d.chance(0.03) else d.pick((1, 2, 4)) for _ in range(4))
         pooled = np.asarray([n, c, (h - 1) * stride + 2, (w - 1) * stride + 2])
-        places = np.abs(d.indices((n, c, h, w), int(pooled.prod()), 0.0, "int64"))
-        if places.size and d.chance(0.3):
-            places.ravel()[0] = d.pick((-1, int(pooled.prod()), 2**62, -(2**63)))
+        indices = np.abs(d.indices((n, c, h, w), int(pooled.prod()), 0.0, "int64"))
+        if indices.size and d.chance(0.3):
+            indices.ravel()[0] = d.pick((-1, int(pooled.prod()), 2**62, -(2**63)))
         shape = pooled + d.rng.integers(0, 2, 4) * [0, 0, 1, 1]
         if d.chance(0.2):
             shape[d.int(0, 3)] = d.wild(0, 4, 1.0)
-        return [d.array("float32", (n, c, h, w)), places, *([shape] if sized else [])]
+        return [d.array("float32", (n, c, h, w)), indices, *([shape] if sized else [])]
 
-    def rule(x: np.ndarray, places: np.ndarray, shape: np.ndarray | None = None) -> Answer:
+    def rule(x: np.ndarray, indices: np.ndarray, shape: np.ndarray | None = None) -> Answer:
         pooled = [*x.shape[:2], *((s - 1) * stride + 2 for s in x.shape[2:])]
-        require(places.shape == x.shape and all(s >= 0 for s in pooled), "sizes")
-        wanted = pooled if shape is None else [int(s) for s in shape]
-        require(wanted[:2] == pooled[:2] and all(a >= b for a, b in zip(wanted, pooled)), "output_shape")
-        bounded(wanted)
+        require(indices.shape == x.shape and all(s >= 0 for s in pooled), "sizes")
+        sizes = pooled if shape is None else [int(s) for s in shape]
+        require(sizes[:2] == pooled[:2] and all(a >= b for a, b in zip(sizes, pooled)), "output_shape")
+        check_elements(sizes)
         total = int(np.prod(pooled))
-        require(not places.size or (places.min() >= 0 and places.max() < total), "places")
+        require(not indices.size or (indices.min() >= 0 and indices.max() < total), "indices")
         y = np.zeros(total, np.float32)
-        for place, value in zip(places.ravel(), x.ravel()):
-            y[place] = value
-        result = np.zeros(wanted, np.float32)
+        for index, value in zip(indices.ravel(), x.ravel()):
+            y[index] = value
+        result = np.zeros(sizes, np.float32)
         result[tuple(slice(0, s) for s in pooled)] = y.reshape(pooled)
         return [result]
 
@@ -92,7 +92,7 @@ def col2im(d: Draw, op: str) -> Attack:
     pads = [d.pick((0, 0, 1)) for _ in range(2 * axes)]
     if d.chance(0.1):
         d.pick((strides, dilations, pads))[0] = d.pick((0, -1, 2**31, 2**62))
-    attributes = d.some(strides=strides, dilations=dilations, pads=pads)
+    attributes = d.choose(strides=strides, dilations=dilations, pads=pads)
     steps, holes = (attributes.get(name, [1] * axes) for name in ("strides", "dilations"))
     around = attributes.get("pads", [0] * 2 * axes)
 
@@ -119,11 +119,11 @@ def col2im(d: Draw, op: str) -> Attack:
         require(all(k > 0 for k in windows) and data.shape[1] % elements == 0, "blocks")
         require(data.shape[2] == int(np.prod(windows, dtype=object)), "number of blocks")
         n, channels = data.shape[0], data.shape[1] // elements
-        bounded([n, channels, *map(int, image)])
+        check_elements([n, channels, *map(int, image)])
         result = np.zeros((n, channels, *image), np.float64)
-        for at, place in enumerate(np.ndindex(*windows)):
+        for at, window in enumerate(np.ndindex(*windows)):
             for k, inner in enumerate(np.ndindex(*block)):
-                cell = [w * s + i * h - a for w, s, i, h, a in zip(place, steps, inner, holes, around)]
+                cell = [w * s + i * h - a for w, s, i, h, a in zip(window, steps, inner, holes, around)]
                 if all(0 <= p < size for p, size in zip(cell, image)):
                     result[(slice(None), slice(None), *cell)] += data[:, k::elements, at]
         return [result.astype(np.float32)]
@@ -140,15 +140,15 @@ def deform_conv(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         n, h, w = (0 if d.chance(0.03) else d.pick((1, 2, 5)) for _ in range(3))
         before = attributes["pads"]
-        places = [h + before[0] + before[2] - kernel + 1, w + before[1] + before[3] - kernel + 1]
-        places = [max(size, 0) if d.chance(0.95) else d.int(0, 6) for size in places]
+        sizes = [h + before[0] + before[2] - kernel + 1, w + before[1] + before[3] - kernel + 1]
+        sizes = [max(size, 0) if d.chance(0.95) else d.int(0, 6) for size in sizes]
         count = groups * kernel * kernel
-        offset = d.array("float32", (n, 2 * count if d.chance(0.95) else count, *places), odd=0.3, scale=2.0)
+        offset = d.array("float32", (n, 2 * count if d.chance(0.95) else count, *sizes), odd=0.3, scale=2.0)
         if offset.size:
             offset.ravel()[0] = d.pick((np.nan, np.inf, -np.inf, 3e38, -1e30, 0))
         x = d.array("float32", (n, group * inner, h, w), scale=1.0)
         weights = d.array("float32", (group * 2, inner, kernel, kernel), scale=1.0)
-        mask = d.array("float32", (n if d.chance(0.95) else n + 1, count, *places), scale=1.0) if use_mask else None
+        mask = d.array("float32", (n if d.chance(0.95) else n + 1, count, *sizes), scale=1.0) if use_mask else None
         return [x, weights, offset, None, mask]
 
     def rule(x: np.ndarray, w: np.ndarray, offset: np.ndarray, bias: None, mask: np.ndarray | None = None) -> Answer:

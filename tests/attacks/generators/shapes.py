@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, normalize_axis, require
 from ..draw import ANY, WILD, Draw
 
 
@@ -31,14 +31,14 @@ def squeeze(d: Draw, op: str) -> Attack:
     def rule(data: np.ndarray, axes: np.ndarray | None = None) -> Answer:
         if axes is None:
             return [np.squeeze(data)]
-        places = [axis_of(int(a), data.ndim + (len(axes) if op == "Unsqueeze" else 0)) for a in axes]
+        normalized = [normalize_axis(int(a), data.ndim + (len(axes) if op == "Unsqueeze" else 0)) for a in axes]
         if op == "Unsqueeze":
-            require(len(set(places)) == len(places), "an axis twice")
-            return [np.expand_dims(data, tuple(places))]
-        require(all(data.shape[p] == 1 for p in places), "no dimension of size 1")
-        if len(set(places)) != len(places):
+            require(len(set(normalized)) == len(normalized), "an axis twice")
+            return [np.expand_dims(data, tuple(normalized))]
+        require(all(data.shape[p] == 1 for p in normalized), "no dimension of size 1")
+        if len(set(normalized)) != len(normalized):
             raise Unspecified("an axis twice")
-        return [np.squeeze(data, tuple(places))]
+        return [np.squeeze(data, tuple(normalized))]
 
     return Attack(op, feed, rule, parameters={1}, opset=d.pick((13, 21, 24)))
 
@@ -95,28 +95,28 @@ def transpose(d: Draw, op: str) -> Attack:
     order = [int(a) for a in d.rng.permutation(rank)]
     if order and d.chance(0.1):
         order[0] = d.pick((rank, -1, order[-1], 2**62))
-    given = d.chance(0.8)
+    has_order = d.chance(0.8)
 
     def feed() -> Arrays:
-        return [d.array(dtype, d.shape(rank, most=1500))]
+        return [d.array(dtype, d.shape(rank, limit=1500))]
 
     def rule(data: np.ndarray) -> Answer:
-        require(not given or sorted(order) == list(range(data.ndim)), f"perm {order}")
-        return [data.transpose(order if given else None)]
+        require(not has_order or sorted(order) == list(range(data.ndim)), f"perm {order}")
+        return [data.transpose(order if has_order else None)]
 
-    return Attack(op, feed, rule, attributes={"perm": order} if given and order else {})
+    return Attack(op, feed, rule, attributes={"perm": order} if has_order and order else {})
 
 
 @attacks("Concat")
 def concat(d: Draw, op: str) -> Attack:
-    rank, dtype, parts = d.int(1, 4), d.dtype(ANY), d.int(1, 4)
+    rank, dtype, count = d.int(1, 4), d.dtype(ANY), d.int(1, 4)
     axis = d.axis(rank)
     last = rank if d.chance(0.95) else d.int(1, 4)
 
     def feed() -> Arrays:
         shape = list(d.shape(rank))
         shapes = []
-        for _ in range(parts):
+        for _ in range(count):
             shape[axis % rank] = d.size(0.15)
             shapes.append(d.corrupted(shape) if d.chance(0.04) else tuple(shape))
         shapes[-1] = (*shapes[-1], 1, 1, 1)[:last]
@@ -124,7 +124,7 @@ def concat(d: Draw, op: str) -> Attack:
 
     def rule(*arrays: np.ndarray) -> Answer:
         require(len({a.ndim for a in arrays}) == 1, "ranks")
-        a = axis_of(axis, arrays[0].ndim)
+        a = normalize_axis(axis, arrays[0].ndim)
         require(len({(*x.shape[:a], *x.shape[a + 1 :]) for x in arrays}) == 1, "shapes")
         return [np.concatenate(arrays, a)]
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 from onnx import numpy_helper
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, bounded, broadcast_of, require
+from ..attack import (
+    Answer,
+    Arrays,
+    Attack,
+    Unspecified,
+    attacks,
+    broadcast_shapes,
+    check_elements,
+    normalize_axis,
+    require,
+)
 from ..draw import ANY, WILD, Draw
 
 
@@ -14,7 +24,7 @@ def _int64(*numbers: int) -> np.ndarray:
 
 
 def _factors(d: Draw, elements: int, count: int) -> list[int]:
-    """A shape of so many elements."""
+    """Draw a shape of so many elements."""
     if not elements:
         return [0, *(d.int(0, 3) for _ in range(count - 1))][:count]
     shape = [1] * count
@@ -34,18 +44,18 @@ def reshape(d: Draw, op: str) -> Attack:
     def feed() -> Arrays:
         shape = d.shape(rank)
         size = int(np.prod(shape))
-        wanted = _factors(d, size, count)
+        requested = _factors(d, size, count)
         if d.chance(0.3):
-            wanted[d.int(0, count - 1)] = -1
+            requested[d.int(0, count - 1)] = -1
         if d.chance(0.2):
-            wanted[d.int(0, count - 1)] = d.pick((0, 0, -1, -2, *WILD))
+            requested[d.int(0, count - 1)] = d.pick((0, 0, -1, -2, *WILD))
         if count > 1 and size and d.chance(0.1):  # wraps to the right number in 64 bits
-            wanted = [1] * count
-            wanted[:2] = [2**62 + size, 4] if size % 4 else [2**62 + size // 4, 4]
-        return [d.array(dtype, shape), _int64(*wanted)]
+            requested = [1] * count
+            requested[:2] = [2**62 + size, 4] if size % 4 else [2**62 + size // 4, 4]
+        return [d.array(dtype, shape), _int64(*requested)]
 
-    def rule(data: np.ndarray, wanted: np.ndarray) -> Answer:
-        dims = wanted.tolist()
+    def rule(data: np.ndarray, requested: np.ndarray) -> Answer:
+        dims = requested.tolist()
         for k, w in enumerate(dims):
             require(w >= -1, f"size {w}")
             if w == 0 and not allow_zero:
@@ -53,12 +63,12 @@ def reshape(d: Draw, op: str) -> Attack:
                 dims[k] = data.shape[k]
         require(dims.count(-1) <= 1, "-1 twice")
         if -1 in dims:
-            others = int(np.prod([n for n in dims if n != -1], dtype=object))
-            require(not (allow_zero and 0 in dims), "0 beside -1")
-            if others == 0 and data.size == 0:
-                raise Unspecified("-1 beside an empty dimension")
-            require(others and data.size % others == 0, "no whole number for -1")
-            dims[dims.index(-1)] = data.size // others
+            rest = int(np.prod([n for n in dims if n != -1], dtype=object))
+            require(not (allow_zero and 0 in dims), "0 next to -1")
+            if rest == 0 and data.size == 0:
+                raise Unspecified("-1 next to an empty dimension")
+            require(rest and data.size % rest == 0, "no whole number for -1")
+            dims[dims.index(-1)] = data.size // rest
         require(int(np.prod(dims, dtype=object)) == data.size, f"{data.size} elements to {dims}")
         if any(n >= 1 << 40 for n in dims):
             raise Unspecified("an empty tensor with an enormous dimension")
@@ -72,28 +82,28 @@ def expand(d: Draw, op: str) -> Attack:
     rank, count, dtype = d.int(0, 4), d.int(0, 4), d.dtype(ANY)
 
     def feed() -> Arrays:
-        wanted = list(d.shape(max(rank, count)))
-        shape = d.broadcast(wanted)[-rank:] if rank else ()
+        requested = list(d.shape(max(rank, count)))
+        shape = d.broadcast(requested)[-rank:] if rank else ()
         shape = (*(1,) * (rank - len(shape)), *shape)
-        if wanted and d.chance(0.2):
-            wanted[d.int(0, len(wanted) - 1)] = d.pick((0, 1, -1, *WILD))
+        if requested and d.chance(0.2):
+            requested[d.int(0, len(requested) - 1)] = d.pick((0, 1, -1, *WILD))
         if count > 1 and d.chance(0.08):
-            wanted[-2:] = d.pick(([2**32, 2**32], [2**61, 8], [2**31, 2**33], [2**62, 4]))
-        return [d.array(dtype, shape), _int64(*wanted[len(wanted) - count :])]
+            requested[-2:] = d.pick(([2**32, 2**32], [2**61, 8], [2**31, 2**33], [2**62, 4]))
+        return [d.array(dtype, shape), _int64(*requested[len(requested) - count :])]
 
-    def rule(data: np.ndarray, wanted: np.ndarray) -> Answer:
-        require((wanted >= 0).all(), f"{wanted}")
-        shape = list(np.broadcast_shapes(*_paired(data.shape, wanted.tolist())))
-        bounded(shape)
+    def rule(data: np.ndarray, requested: np.ndarray) -> Answer:
+        require((requested >= 0).all(), f"{requested}")
+        shape = list(np.broadcast_shapes(*_paired(data.shape, requested.tolist())))
+        check_elements(shape)
         return [np.broadcast_to(data, shape)]
 
     return Attack(op, feed, rule, parameters={1}, opset=d.pick((13, 24)))
 
 
-def _paired(shape: tuple[int, ...], wanted: list[int]) -> list[tuple[int, ...]]:
-    broadcast_of(*[[min(n, 1 << 20) for n in s] for s in (shape, wanted)])
-    bounded([max(a, b) for a, b in zip([1] * len(wanted) + [*shape], [1] * len(shape) + wanted)])
-    return [shape, tuple(wanted)]
+def _paired(shape: tuple[int, ...], requested: list[int]) -> list[tuple[int, ...]]:
+    broadcast_shapes(*[[min(n, 1 << 20) for n in s] for s in (shape, requested)])
+    check_elements([max(a, b) for a, b in zip([1] * len(requested) + [*shape], [1] * len(shape) + requested)])
+    return [shape, tuple(requested)]
 
 
 @attacks("Tile")
@@ -105,13 +115,13 @@ def tile(d: Draw, op: str) -> Attack:
         repeats = [d.wild(0, 3, 0.06) for _ in range(count)]
         if count > 1 and d.chance(0.06):
             repeats[:2] = d.pick(([2**32, 2**32], [2**62, 4]))
-        return [d.array(dtype, d.shape(rank, most=300)), _int64(*repeats)]
+        return [d.array(dtype, d.shape(rank, limit=300)), _int64(*repeats)]
 
     def rule(data: np.ndarray, repeats: np.ndarray) -> Answer:
         require(len(repeats) == data.ndim, f"{len(repeats)} repeats of rank {data.ndim}")
         require((repeats >= 0).all(), f"{repeats}")
         sizes = [n * r for n, r in zip(data.shape, repeats.tolist())]
-        bounded(sizes)
+        check_elements(sizes)
         if 0 in sizes:  # NumPy repeats before it finds nothing
             return [np.empty(sizes, data.dtype)]
         return [np.tile(data, repeats)]
@@ -150,11 +160,11 @@ def slices(d: Draw, op: str) -> Attack:
         axes: np.ndarray | None = None,
         steps: np.ndarray | None = None,
     ) -> Answer:
-        places = [axis_of(int(a), data.ndim) for a in (range(data.ndim) if axes is None else axes)]
-        if len(set(places)) != len(places):
+        normalized = [normalize_axis(int(a), data.ndim) for a in (range(data.ndim) if axes is None else axes)]
+        if len(set(normalized)) != len(normalized):
             raise Unspecified("an axis twice")
         cuts = [slice(None)] * data.ndim
-        for k, axis in enumerate(places):
+        for k, axis in enumerate(normalized):
             step = 1 if steps is None else int(steps[k])
             require(step, "step 0")
             cuts[axis] = _cut(data.shape[axis], int(starts[k]), int(stops[k]), step)
@@ -164,7 +174,7 @@ def slices(d: Draw, op: str) -> Attack:
 
 
 def _cut(size: int, start: int, stop: int, step: int) -> slice:
-    """As the standard clamps: to [0, size] for positive steps, else to [0, size - 1] and [-1, size - 1]."""
+    """Clamp as the standard does: to [0, size] for positive steps, else to [0, size - 1] and [-1, size - 1]."""
     start, stop = (n + size if n < 0 else n for n in (start, stop))
     if step > 0:
         return slice(min(max(start, 0), size), min(max(stop, 0), size), step)
@@ -184,7 +194,7 @@ def pad(d: Draw, op: str) -> Attack:
     length = 2 * count + d.pick((0, 0, 0, 0, 0, 0, 0, 1, -1))
 
     def feed() -> Arrays:
-        shape = d.shape(rank, most=300)
+        shape = d.shape(rank, limit=300)
         pads = [d.wild(-1, 3, 0.05) for _ in range(length)]
         result: Arrays = [d.array(dtype, shape), _int64(*pads)]
         if mode == "constant" and d.chance(0.999):
@@ -197,20 +207,20 @@ def pad(d: Draw, op: str) -> Attack:
         data: np.ndarray, pads: np.ndarray, value: np.ndarray | None = None, axes: np.ndarray | None = None
     ) -> Answer:
         require(mode in ("constant", "reflect", "edge", "wrap"), f"mode {mode}")
-        places = [axis_of(int(a), data.ndim) for a in (range(data.ndim) if axes is None else axes)]
-        require(len(pads) == 2 * len(places), f"{len(pads)} pads for {len(places)} axes")
-        if len(set(places)) != len(places):
+        normalized = [normalize_axis(int(a), data.ndim) for a in (range(data.ndim) if axes is None else axes)]
+        require(len(pads) == 2 * len(normalized), f"{len(pads)} pads for {len(normalized)} axes")
+        if len(set(normalized)) != len(normalized):
             raise Unspecified("an axis twice")
         amounts = [(0, 0)] * data.ndim
-        for k, axis in enumerate(places):
-            amounts[axis] = int(pads[k]), int(pads[k + len(places)])
+        for k, axis in enumerate(normalized):
+            amounts[axis] = int(pads[k]), int(pads[k + len(normalized)])
         sizes = [n + a + b for n, (a, b) in zip(data.shape, amounts)]
-        bounded(sizes)
-        bounded([n + max(a, 0) + max(b, 0) for n, (a, b) in zip(data.shape, amounts)])
+        check_elements(sizes)
+        check_elements([n + max(a, 0) + max(b, 0) for n, (a, b) in zip(data.shape, amounts)])
         cuts = [slice(max(-a, 0), n - max(-b, 0)) for n, (a, b) in zip(data.shape, amounts)]
-        kept = [c.stop - c.start for c in cuts]
+        lengths = [c.stop - c.start for c in cuts]
         if mode == "constant":
-            if min(kept) < 0:
+            if min(lengths) < 0:
                 raise Unspecified("more is taken away than there is")
             grown = [(max(a, 0), max(b, 0)) for a, b in amounts]
             return [np.pad(data[tuple(cuts)], grown, constant_values=0 if value is None else value.astype(data.dtype))]
@@ -246,7 +256,7 @@ def range_(d: Draw, op: str) -> Attack:
         a, b, s = (x.item() for x in (start, limit, delta))
         require(all(np.isfinite(x) for x in (a, b, s)), "no finite number")
         count = max(-(-(b - a) // s), 0) if isinstance(a, int) else max(np.ceil((b - a) / s), 0)
-        bounded((int(count),))
+        check_elements((int(count),))
         numbers = [a + k * s for k in range(int(count))]
         return [np.array(numbers).astype(start.dtype)]
 
@@ -267,7 +277,7 @@ def constant_of_shape(d: Draw, op: str) -> Attack:
         return [_int64(*shape)]
 
     def rule(shape: np.ndarray) -> Answer:
-        bounded(shape.tolist())
+        check_elements(shape.tolist())
         return [np.full(shape.tolist(), numpy_helper.to_array(value)[0])]
 
     return Attack(op, feed, rule, attributes={"value": value}, parameters={0})
@@ -275,29 +285,29 @@ def constant_of_shape(d: Draw, op: str) -> Attack:
 
 @attacks("Split")
 def split(d: Draw, op: str) -> Attack:
-    rank, dtype, parts = d.int(1, 4), d.dtype(ANY), d.int(1, 4)
-    axis, given = d.axis(rank), d.chance(0.6)
-    attributes = {"axis": axis} | ({} if given else {"num_outputs": parts})
+    rank, dtype, count = d.int(1, 4), d.dtype(ANY), d.int(1, 4)
+    axis, has_lengths = d.axis(rank), d.chance(0.6)
+    attributes = {"axis": axis} | ({} if has_lengths else {"num_outputs": count})
 
     def feed() -> Arrays:
         shape = d.shape(rank)
         size = shape[axis % rank]
-        ends = sorted(d.int(0, size) for _ in range(parts - 1))
+        ends = sorted(d.int(0, size) for _ in range(count - 1))
         lengths = [int(n) for n in np.diff([0, *ends, size])]
         if d.chance(0.15):
-            lengths[d.int(0, parts - 1)] = d.pick((0, 1, size + 1, *WILD))
-        if parts > 1 and d.chance(0.05):
+            lengths[d.int(0, count - 1)] = d.pick((0, 1, size + 1, *WILD))
+        if count > 1 and d.chance(0.05):
             lengths[:2] = [lengths[0] + lengths[1] + 1, -1]
-        return [d.array(dtype, shape), *([_int64(*lengths)] if given else [])]
+        return [d.array(dtype, shape), *([_int64(*lengths)] if has_lengths else [])]
 
     def rule(data: np.ndarray, lengths: np.ndarray | None = None) -> Answer:
-        a = axis_of(axis, data.ndim)
+        a = normalize_axis(axis, data.ndim)
         size = data.shape[a]
         if lengths is None:
-            each = -(-size // parts)
-            require(each * (parts - 1) <= size, f"{parts} parts of {size}")
-            lengths = np.array([each] * (parts - 1) + [size - each * (parts - 1)])
+            chunk = -(-size // count)
+            require(chunk * (count - 1) <= size, f"{count} parts of {size}")
+            lengths = np.array([chunk] * (count - 1) + [size - chunk * (count - 1)])
         require((lengths >= 0).all() and sum(lengths.tolist()) == size, f"{lengths} of {size}")
         return np.split(data, np.cumsum(lengths)[:-1], axis=a)
 
-    return Attack(op, feed, rule, outputs=parts, attributes=attributes, parameters={1}, opset=d.pick((18, 24)))
+    return Attack(op, feed, rule, outputs=count, attributes=attributes, parameters={1}, opset=d.pick((18, 24)))

@@ -42,7 +42,7 @@ from .gpt_form import (
     Form,
     Tensors,
 )
-from .gpt_rules import attributes_fit, settled, shapes_fit, types_fit
+from .gpt_rules import attributes_fit, check_specified, shapes_fit, types_fit
 
 
 @attacks("GptAttention", domain=DOMAIN)
@@ -56,7 +56,7 @@ def gpt(d: Draw, op: str) -> Attack:
     attributes = _attributes_of(first)
     corrupted = None
     if d.chance(0.15):
-        corrupted = _spoil_attribute(d, attributes)
+        corrupted = _corrupt_attribute(d, attributes)
     names = tuple(_inputs_of(first))
     types = {d.pick(names): d.pick((*SIGNED, *ANY))} if d.chance(0.05) else {}
     ranks = {d.pick(names): d.pick((-1, 1))} if d.chance(0.05) else {}
@@ -89,12 +89,12 @@ def _tolerance(case: Features) -> float:
     return 1e-4 if case.dtype == "float32" else 2e-2
 
 
-def _outputs(d: Draw, form: Form, found: Tensors) -> list[tuple[str, int]]:
-    """Types and ranks: the cache is given out, so that no input is written to."""
-    qkv = found["qkv"]
-    outputs = [("float8_e4m3fn" if "attention_output_orig_quant_scale" in found else qkv.dtype.name, qkv.ndim)]
+def _outputs(d: Draw, form: Form, tensors: Tensors) -> list[tuple[str, int]]:
+    """Return types and ranks: the cache is an output, so that no input is written to."""
+    qkv = tensors["qkv"]
+    outputs = [("float8_e4m3fn" if "attention_output_orig_quant_scale" in tensors else qkv.dtype.name, qkv.ndim)]
     if form.said("use_cache") or d.chance(0.05):
-        pool = found.get("past_key_value", qkv)
+        pool = tensors.get("past_key_value", qkv)
         outputs.append((pool.dtype.name, pool.ndim))
         if d.chance(0.5):
             outputs.append(("float32", qkv.ndim))
@@ -105,8 +105,8 @@ def _outputs(d: Draw, form: Form, found: Tensors) -> list[tuple[str, int]]:
 
 
 def _attributes_of(drawing: Drawing) -> dict[str, Any]:
-    """The arguments that are no arrays, as a node has them."""
-    found: dict[str, Any] = {}
+    """Return the arguments that are not arrays, as a node has them."""
+    attributes: dict[str, Any] = {}
     for name, value in drawing.arguments.items():
         if name not in ATTRIBUTES or value is None:
             continue
@@ -114,23 +114,23 @@ def _attributes_of(drawing: Drawing) -> dict[str, Any]:
             value = json.dumps(value)
         elif name in FLOAT:
             value = float(np.float32(value))
-        found[name] = int(value) if isinstance(value, (bool, np.bool_)) else value
-    return found
+        attributes[name] = int(value) if isinstance(value, (bool, np.bool_)) else value
+    return attributes
 
 
 def _inputs_of(drawing: Drawing) -> Tensors:
-    """The arrays by name; of several pools the one of the layer."""
+    """Return the arrays by name; of several pools the one of the layer."""
     arguments = dict(drawing.arguments)
-    found = {name: np.asarray(arguments[name]) for name in INPUTS if arguments.get(name) is not None}
+    tensors = {name: np.asarray(arguments[name]) for name in INPUTS if arguments.get(name) is not None}
     if drawing.case.cache != "none":
-        found["past_key_value"] = drawing.pool()
-    if "host_sink_token_length" in found:
-        found["host_sink_token_length"] = found["host_sink_token_length"].reshape(1).astype(drawing.ints)
-    return found
+        tensors["past_key_value"] = drawing.pool()
+    if "host_sink_token_length" in tensors:
+        tensors["host_sink_token_length"] = tensors["host_sink_token_length"].reshape(1).astype(drawing.ints)
+    return tensors
 
 
-def _spoil_attribute(d: Draw, attributes: dict[str, Any]) -> str:
-    """Changes an attribute, in half of the cases one that the node has, or leaves it out; its name."""
+def _corrupt_attribute(d: Draw, attributes: dict[str, Any]) -> str:
+    """Change or remove an attribute, in half of the cases one that the node has; return its name."""
     name = d.pick(tuple(attributes) if d.chance(0.5) else ATTRIBUTES)
     if d.chance(0.05):
         attributes.pop(name, None)
@@ -145,23 +145,23 @@ def _spoil_attribute(d: Draw, attributes: dict[str, Any]) -> str:
     return name
 
 
-def _feed(d: Draw, form: Form, found: Tensors, same: bool) -> Arrays:
-    """The inputs of a call in order, with something wrong in them, most of the time."""
-    ints = [name for name in (*INTS, *READ) if name in found and name not in form.holes]
+def _feed(d: Draw, form: Form, tensors: Tensors, same: bool) -> Arrays:
+    """Return the inputs of a call in order, most of the time with an error."""
+    ints = [name for name in (*INTS, *READ) if name in tensors and name not in form.holes]
     for _ in range(d.pick((0, 0, 0, 1, 1, 1, 2, 3))):
         name = d.pick(ints)
-        found[name] = wild_table(d, found[name])
+        tensors[name] = wild_table(d, tensors[name])
     if d.chance(0.04):
-        found = _without_requests(found)
+        tensors = _without_requests(tensors)
     for name, change in form.ranks.items():
-        found[name] = found[name][None] if change > 0 else _flatter(found[name])
+        tensors[name] = tensors[name][None] if change > 0 else _flatter(tensors[name])
     if d.chance(0.08 if same else 0.15):
-        name = d.pick(tuple(found))
-        shape = list(d.corrupted(found[name].shape))
+        name = d.pick(tuple(tensors))
+        shape = list(d.corrupted(tensors[name].shape))
         if shape and d.chance(0.4):
             shape[d.int(0, len(shape) - 1)] = 0
-        found[name] = np.resize(found[name], shape).astype(found[name].dtype)
-    arrays: Arrays = [None if name in form.holes else found.get(name) for name in INPUTS]
+        tensors[name] = np.resize(tensors[name], shape).astype(tensors[name].dtype)
+    arrays: Arrays = [None if name in form.holes else tensors.get(name) for name in INPUTS]
     while arrays[-1] is None:
         arrays.pop()
     with np.errstate(all="ignore"):
@@ -174,7 +174,7 @@ def _feed(d: Draw, form: Form, found: Tensors, same: bool) -> Arrays:
 
 
 def wild_table(d: Draw, array: np.ndarray) -> np.ndarray:
-    """An input that says where things are, which says something else."""
+    """Corrupt an input that gives positions."""
     if not array.size:
         return array
     ends, result = np.iinfo(array.dtype), array.astype(np.int64)
@@ -201,13 +201,13 @@ def _flatter(array: np.ndarray) -> np.ndarray:
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
-def _without_requests(found: Tensors) -> Tensors:
-    """The call with nobody in it. Caches stay."""
+def _without_requests(tensors: Tensors) -> Tensors:
+    """Return the call without requests. Caches stay."""
     axes = dict.fromkeys((*BY_REQUEST, "sequence_length", "encoder_input_lengths", "cache_indirection", "qkv"), 0)
     axes |= dict.fromkeys(("attention_mask", "attention_packed_mask", "cross_kv"), 0) | {"kv_cache_block_offsets": -4}
     return {
         name: np.take(x, [], axis=axes[name]) if name in axes and x.ndim >= -axes[name] else x
-        for name, x in found.items()
+        for name, x in tensors.items()
     }
 
 
@@ -215,63 +215,63 @@ def _without_requests(found: Tensors) -> Tensors:
 
 
 def _rule(form: Form, arrays: tuple[np.ndarray | None, ...]) -> Answer:
-    found = {name: array for name, array in zip(INPUTS, arrays) if array is not None}
+    tensors = {name: array for name, array in zip(INPUTS, arrays) if array is not None}
     attributes_fit(form)
-    types_fit(form, found)
-    shapes_fit(form, found)
-    settled(form, found)
-    arguments = _arguments(form, found)
+    types_fit(form, tensors)
+    shapes_fit(form, tensors)
+    check_specified(form, tensors)
+    arguments = _arguments(form, tensors)
     try:
-        check_call(found["qkv"], DEFAULTS | arguments, contents=False)
+        check_call(tensors["qkv"], DEFAULTS | arguments, contents=False)
     except (ArgumentError, NotImplementedError) as error:
         raise Unspecified(str(error)) from error
     try:
-        check_call(found["qkv"], DEFAULTS | arguments)
+        check_call(tensors["qkv"], DEFAULTS | arguments)
     except ArgumentError as error:
         # Runs compare no masks.
         raise (Unspecified if "differ in row" in str(error) else Illegal)(str(error)) from error
-    return _answer(form, found, arguments)
+    return _answer(form, tensors, arguments)
 
 
-def _arguments(form: Form, found: Tensors) -> dict[str, Any]:
-    """As the function takes them: pools in a list, as many as there are tables of blocks."""
-    arguments: dict[str, Any] = {name: x for name, x in found.items() if name != "qkv"}
+def _arguments(form: Form, tensors: Tensors) -> dict[str, Any]:
+    """Return arguments as the function takes them: pools in a list, as many as there are tables of blocks."""
+    arguments: dict[str, Any] = {name: x for name, x in tensors.items() if name != "qkv"}
     for name, value in form.attributes.items():
         if name == "rope_scaling_config":
             value = json.loads(value) if value else None
         if (name, value) != ("multi_block_mode", -1):
             arguments[name] = value
-    offsets = found.get("kv_cache_block_offsets")
+    offsets = tensors.get("kv_cache_block_offsets")
     if offsets is not None and offsets.ndim == 5:
         arguments["host_kv_cache_pool_pointers"] = [arguments.pop("past_key_value")] * len(offsets)
     return arguments
 
 
-def _answer(form: Form, found: Tensors, arguments: dict[str, Any]) -> Answer:
-    qkv, cache = found["qkv"], found.get("past_key_value")
+def _answer(form: Form, tensors: Tensors, arguments: dict[str, Any]) -> Answer:
+    qkv, cache = tensors["qkv"], tensors.get("past_key_value")
     heads, size = form.said("num_heads"), form.said("hidden_size_per_head")
     kinds = [np.dtype(getattr(ml_dtypes, kind, kind)) for kind, _ in form.outputs]
-    if not len(found["context_lengths"]):
+    if not len(tensors["context_lengths"]):
         shapes = [(*qkv.shape[:-1], heads * size), (), (*qkv.shape[:-1], heads)]
         if qkv.size:
             raise Unspecified("rows of nobody")
         empty = [np.zeros(shape, kind) for shape, kind in zip(shapes, kinds)]
         return [*empty[:1], *([] if cache is None else [cache]), *empty[2:]]
-    _one_code_each(form, qkv, arguments)
+    _check_certain_rounding(form, qkv, arguments)
     context, lse, caches = reference.gpt_attention(qkv, **arguments)
     if np.isnan(lse).any() or np.isnan(context).any():
-        raise Unspecified("keys that are no numbers")
-    mapping = found.get("host_kv_cache_pool_mapping")
+        raise Unspecified("keys that are not numbers")
+    mapping = tensors.get("host_kv_cache_pool_mapping")
     pool = 0 if mapping is None else int(mapping[form.said("layer_idx"), 0])
     context = to_e4m3(context.astype(np.float32)) if kinds[0] == E4M3 else context.astype(kinds[0])
     return [context, *(caches[pool : pool + 1]), lse.astype(np.float32)][: len(kinds)]
 
 
-def _one_code_each(form: Form, qkv: np.ndarray, arguments: dict[str, Any]) -> None:
-    """Raises Unspecified where float32 may round a key to either of two codes."""
+def _check_certain_rounding(form: Form, qkv: np.ndarray, arguments: dict[str, Any]) -> None:
+    """Raise Unspecified where float32 may round a key to either of two quantized values."""
     if not form.said("kv_cache_quant_mode") & (INT8_MODE | FP8_MODE):
         return
     low, high = reference.cache_bounds(qkv, **arguments)
     same = all(a.tobytes() == b.tobytes() for a, b in zip(low, high))
     if not same or reference.uncertain_keys(qkv, **arguments).any():
-        raise Unspecified("a key between two codes")
+        raise Unspecified("a key between two quantized values")

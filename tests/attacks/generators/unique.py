@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, normalize_axis, require
 from ..draw import INTEGERS, Draw
 
 
@@ -15,10 +15,10 @@ def unique(d: Draw, op: str) -> Attack:
     attributes = {"sorted": in_order} | ({} if axis is None else {"axis": axis})
 
     def feed() -> Arrays:
-        return [(abs(d.array("int32", d.shape(rank, most=400))) % 3).astype(dtype)]
+        return [(abs(d.array("int32", d.shape(rank, limit=400))) % 3).astype(dtype)]
 
     def rule(x: np.ndarray) -> Answer:
-        along = None if axis is None else axis_of(axis, x.ndim)
+        along = None if axis is None else normalize_axis(axis, x.ndim)
         if along is not None and 0 in x.shape and x.shape[along]:  # NumPy takes slices of nothing for different
             rows, count = x.shape[along], 1
             y = np.take(x, [0], along)

@@ -24,10 +24,10 @@ from .damage import DAMAGES
 from .trial import MODEL, TEMPORARY, Arrays, attempt
 
 SAMPLES = Path(__file__).parents[2] / "exports" / "samples"
-# How a mutant may end. Those that are unjudged ONNX Runtime refuses.
+# How a mutant may end. ONNX Runtime rejects unjudged ones.
 FINE = ("refused", "passed", "right", "refused at run", "unjudged")
-# How it must not: `check` and `compile` disagree, files that are no artifact are left, ONNX Runtime takes the call.
-FINDINGS = ("crash", "hang", "raw", "unclear", "check says ok", "check refuses", "left behind", "stricter", "wrong")
+# How it must not: `check` and `compile` disagree, files other than an artifact stay, ONNX Runtime takes the call.
+FINDINGS = ("crash", "hang", "raw", "unclear", "check says ok", "check refuses", "leftover files", "stricter", "wrong")
 
 # Seconds of `check`, and of all steps of a mutant that is compiled; bytes that it may allocate.
 _SECONDS, _COMPILED_SECONDS, _MEMORY = 60, 240, 6 << 30
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def mutant(seed: int) -> tuple[str, Path, bytes]:
-    """The damage, the folder of the sample, and the damaged model."""
+    """Return the damage, the folder of the sample, and the damaged model."""
     rng = random.Random(seed)
     samples, names = sorted(SAMPLES.iterdir()), sorted(DAMAGES)
     name, sample = names[seed % len(names)], rng.choice(samples)
@@ -77,7 +77,7 @@ def _calls(sample: Path) -> list[Arrays]:
 
 
 def judged(data: bytes, calls: list[Arrays], compiles: bool) -> tuple[str, str, float]:
-    """How a mutant ended in a child of this process: a kind, details, and seconds."""
+    """Return how a mutant ended in a child of this process: a kind, details, and seconds."""
     start = time.monotonic()
     seconds = _COMPILED_SECONDS if compiles else _SECONDS
     reading, writing = os.pipe()

@@ -97,20 +97,20 @@ def swap_nodes(graph: onnx.GraphProto, rng: random.Random) -> None:
 
 @_of_model
 def rename_values(graph: onnx.GraphProto, rng: random.Random) -> None:
-    """One place that names a value names another one, or none."""
+    """Replace the name of a value by another one, or by none."""
     everything = [name for node in graph.node for name in (*node.input, *node.output)]
     name = rng.choice((rng.choice(everything), rng.choice(everything), "nowhere", ""))
     if rng.random() < 0.15:
         rng.choice([*graph.input, *graph.output, *graph.initializer]).name = name
         return
     node = rng.choice(graph.node)
-    places = node.output if rng.random() < 0.3 or not node.input else node.input
-    places[rng.randrange(len(places))] = name
+    names = node.output if rng.random() < 0.3 or not node.input else node.input
+    names[rng.randrange(len(names))] = name
 
 
 @_of_model
 def change_inputs(graph: onnx.GraphProto, rng: random.Random) -> None:
-    """A node has one input more, one less, or two exchanged."""
+    """Give a node one input more or one less, or reverse its inputs."""
     node = rng.choice([node for node in graph.node if node.input])
     choice = rng.randrange(3)
     if choice == 0:
@@ -123,13 +123,13 @@ def change_inputs(graph: onnx.GraphProto, rng: random.Random) -> None:
 
 @_of_model
 def change_attributes(graph: onnx.GraphProto, rng: random.Random) -> None:
-    """A value of another size or type, one attribute less, or one that the operator does not have."""
+    """Set a value of another size or type, remove an attribute, or add one that the operator does not have."""
     node = rng.choice([node for node in graph.node if node.attribute])
-    place = rng.randrange(len(node.attribute))
-    name = node.attribute[place].name
+    index = rng.randrange(len(node.attribute))
+    name = node.attribute[index].name
     choice = rng.random()
     if choice < 0.8:
-        node.attribute.pop(place)
+        node.attribute.pop(index)
     if choice > 0.2:
         name = "unknown" if choice > 0.9 else name
         node.attribute.append(onnx.helper.make_attribute(name, rng.choice(_VALUES)))
@@ -176,7 +176,7 @@ def change_operators(graph: onnx.GraphProto, rng: random.Random) -> None:
 
 @_of_model
 def change_constants(graph: onnx.GraphProto, rng: random.Random) -> None:
-    """Elements of a small tensor of integers: axes, shapes and the like; or its data gets shorter."""
+    """Change elements of a small tensor of integers (axes, shapes), or truncate its data."""
     inner = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
     tensors = [t for t in (*graph.initializer, *inner) if t.data_type == onnx.TensorProto.INT64]
     if not tensors:
@@ -192,12 +192,12 @@ def change_constants(graph: onnx.GraphProto, rng: random.Random) -> None:
 
 @_of_model
 def lay_outside(graph: onnx.GraphProto, rng: random.Random) -> None:
-    """A weight is said to lie in a file that is missing, elsewhere, or none; or, if it is of integers, in the model."""
+    """Declare a weight external, in a file that is missing, elsewhere or none; or, if of integers, in the model."""
     tensor = rng.choice(graph.initializer)
-    places = ["missing.bin", "/etc/passwd", "../model.onnx", "", ".", "a\0b"]
+    locations = ["missing.bin", "/etc/passwd", "../model.onnx", "", ".", "a\0b"]
     if tensor.data_type == onnx.TensorProto.INT64:  # floats of 1e30 would overflow, and anything come of them
-        places.append("model.onnx")
-    fields = {"location": rng.choice(places)}
+        locations.append("model.onnx")
+    fields = {"location": rng.choice(locations)}
     if rng.random() < 0.7:
         fields["offset"] = rng.choice(("0", "8", "-8", "99999999999", "x"))
         fields["length"] = rng.choice((str(len(tensor.raw_data)), "0", "-1", "99999999999999999999"))
@@ -219,7 +219,7 @@ def change_versions(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_fields(data: bytes, rng: random.Random) -> bytes:
-    """Any fields at any depth."""
+    """Change any fields at any depth."""
     return mutated(data, rng, _LONGEST) or data
 
 

@@ -1,4 +1,4 @@
-"""One mutant, in a process of its own: checked, on request compiled and called, and judged beside ONNX Runtime."""
+"""One mutant, in a process of its own: checked, on request compiled and called, and compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ import onnxruntime
 import lowering
 from lowering.compiling import compiler
 
-from ..oracle import difference, foreign_words
+from ..oracle import difference, find_foreign_terms
 
 Arrays = dict[str, np.ndarray]
 # How a mutant ended: a kind (see __main__.py) and its details.
 End = tuple[str, str]
 
-# The largest relative difference of outputs that are right behind some layers.
+# The largest relative difference of correct outputs after some layers.
 _CLOSE = 1e-3
 MODEL, ARTIFACT, TEMPORARY = "model.onnx", "artifact", "temporary"
 
 
 class RefusedError(Exception):
-    """The model, or the call, is refused in words that users understand."""
+    """The model, or the call, is rejected by an error that users understand."""
 
 
-class FoundError(Exception):
-    """What must not happen: a kind and its details."""
+class FindingError(Exception):
+    """A fault of the compiler: a kind and its details."""
 
 
 def attempt(folder: Path, calls: Sequence[Arrays], compiles: bool, begin: Callable[[str], None]) -> End:
-    """How it ended. The folder holds the model and an empty folder for temporary files; `begin` is told each step."""
+    """Return how the mutant ended; `begin` is called with each step.
+
+    The folder contains the model and an empty folder for temporary files.
+    """
     try:
         return _attempt(folder, calls, compiles, begin)
-    except FoundError as found:
-        return found.args
+    except FindingError as finding:
+        return finding.args
 
 
 def _attempt(folder: Path, calls: Sequence[Arrays], compiles: bool, begin: Callable[[str], None]) -> End:
@@ -63,16 +66,16 @@ def _check(path: Path) -> None:
 
 
 def _refusal(step: str, action: Callable[[], object]) -> str | None:
-    """The words in which an action is refused, None where it is done."""
+    """Return the text by which an action is rejected, None where it succeeds."""
     try:
         action()
     except (lowering.LoweringError, RefusedError) as error:
-        words = foreign_words(str(error))
-        if words:
-            raise FoundError("unclear", f"at {step}: says '{words}': {error}") from error
+        terms = find_foreign_terms(str(error))
+        if terms:
+            raise FindingError("unclear", f"at {step}: says '{terms}': {error}") from error
         return str(error)
     except Exception as error:
-        raise FoundError("raw", f"at {step}: {type(error).__name__}: {error}") from error
+        raise FindingError("raw", f"at {step}: {type(error).__name__}: {error}") from error
     return None
 
 
@@ -80,7 +83,7 @@ def _check_files(folder: Path, expected: set[str]) -> None:
     files = {path.name for path in folder.iterdir()} - {MODEL, TEMPORARY}
     left = sorted(path.name for path in (folder / TEMPORARY).iterdir())
     if files != expected or left:
-        raise FoundError("left behind", f"{sorted(files)}, temporary {left}")
+        raise FindingError("leftover files", f"{sorted(files)}, temporary {left}")
 
 
 def _judged(folder: Path, calls: Sequence[Arrays], begin: Callable[[str], None]) -> End:

@@ -1,4 +1,4 @@
-"""What each model type that ONNX Runtime's exporter registers is built with, so small that all of them are.
+"""Small configurations of each model type that ONNX Runtime's exporter registers.
 
 A type gets the sizes of decoders, what its task changes, then what the class that is registered for it changes, then
 what is its own. Types of the exporter's map of diffusers have sizes of their own.
@@ -13,7 +13,7 @@ from architectures import decoders, diffusion, encoder_decoders, encoders, multi
 
 _TABLES: tuple[Any, ...] = (decoders, encoders, encoder_decoders, multimodal)
 
-# Fields that hold a configuration of their own.
+# Fields that are a configuration of their own.
 _PARTS = {
     "vision": "VisionConfig", "audio": "AudioConfig", "tts": "TTSConfig", "codec_decoder": "CodecDecoderConfig",
     "codec_encoder": "CodecEncoderConfig", "code_predictor": "CodePredictorConfig",
@@ -23,7 +23,7 @@ _PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What the exporter builds a model type from: a class of modules, its configuration, and its task by name."""
+    """The source of a model type in the exporter: a class of modules, its configuration, and its task by name."""
 
     module: Any
     config: Any
@@ -49,9 +49,9 @@ def architecture(name: str, changes: dict[str, Any]) -> Architecture:
         return Architecture(module, config_class(**diffusion.BY_TYPE[name]), task)
     module, task = registry.get(name), _default_task_for_model(name)
     sizes = dict(decoders.SIZES)
-    for part, key in (("BY_TASK", task), ("BY_CLASS", module.__name__), ("BY_TYPE", name)):
+    for table_name, key in (("BY_TASK", task), ("BY_CLASS", module.__name__), ("BY_TYPE", name)):
         for table in _TABLES:
-            sizes |= getattr(table, part, {}).get(key, {})
+            sizes |= getattr(table, table_name, {}).get(key, {})
     return Architecture(module, configured(_config_class(name, module), sizes | changes), task)
 
 

@@ -1,4 +1,4 @@
-"""Small sizes of models that decode what an encoder made of texts or sounds, and of codecs."""
+"""Small sizes of models that decode the states of an encoder of texts or sounds, and of speech tokenizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CODEC = {
 
 BY_TASK: dict[str, dict[str, Any]] = {"seq2seq": _BART}
 
-# What a dictionary under "audio", "codec_decoder" and so on holds are the fields of a configuration of that part.
+# Dictionaries under "audio" and so on are the fields of a configuration of that part.
 BY_CLASS: dict[str, dict[str, Any]] = {
     "EncDecRNNTModel": {
         "num_key_value_heads": 4, "fastconformer_feat_in": 16, "fastconformer_subsampling_conv_channels": 8,

@@ -1,4 +1,4 @@
-"""Small sizes of models that read images, and sounds, beside text: what differs from those of decoders."""
+"""Small sizes of models that read images, and sounds, next to text: differences from decoders."""
 
 from __future__ import annotations
 
