@@ -1,4 +1,4 @@
-// Kernels whose wavefronts and sectors are known; a block of one warp.
+// Kernels whose number of wavefronts and sectors is fixed; a block of one warp.
 #include <cstdint>
 
 __device__ uint32_t at(const void* shared) { return (uint32_t)__cvta_generic_to_shared(shared); }

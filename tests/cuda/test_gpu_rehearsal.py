@@ -1,4 +1,4 @@
-"""measure.py from beginning to end without a GPU: every kind of job, and kernels that hang, die and are wrong."""
+"""measure.py from beginning to end without a GPU: every kind of job, and kernels that hang, end and are wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pathlib, sys
 from benchmarks.gpu.host.measure import main
 main(pathlib.Path(sys.argv[1]), sys.argv[2:])
 """
-LIMIT = 100  # seconds of a job: how long the kernel that hangs is waited for
+LIMIT = 100  # seconds of a job: the wait for the kernel that hangs
 
 # Seven models are compiled for the emulation; torch and transformers are needed.
 pytestmark = [pytest.mark.no_gpu, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -37,7 +37,7 @@ while [ "$1" != "$PYTHON" ]; do echo "$1"; shift; done
 
 
 def run(*command: object, path: Path) -> str:
-    """What a command prints that takes the emulation for a GPU, and finds the programs in a folder first."""
+    """Return the output of a command that takes the emulation for a GPU, and finds programs in a folder first."""
     emulation = environment("sm_90a")
     programs = {"PATH": f"{path}{os.pathsep}{emulation['PATH']}", "PYTHON": sys.executable}
     here = {**os.environ, **emulation, **programs, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -48,18 +48,18 @@ def run(*command: object, path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a bundle, with its results in `out`, a copy of them in `copy`, and what was printed in `said`."""
+    """Run a bundle. Its folder has results in `out`, a copy of them in `copy`, and the output in `said`."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    place = tmp_path_factory.mktemp("rehearsal")
-    tool = place / "bin" / "compute-sanitizer"
+    bundle = tmp_path_factory.mktemp("rehearsal")
+    tool = bundle / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
-    run(BUILD, place, path=tool.parent)
-    options = ["--rehearse", "--minutes", 60, "--limit", LIMIT, "--copy", place / "copy"]
-    (place / "said").write_text(run("-c", MEASURE, place, "--out", place / "out", *options, path=tool.parent))
-    return place
+    run(BUILD, bundle, path=tool.parent)
+    options = ["--rehearse", "--minutes", 60, "--limit", LIMIT, "--copy", bundle / "copy"]
+    (bundle / "said").write_text(run("-c", MEASURE, bundle, "--out", bundle / "out", *options, path=tool.parent))
+    return bundle
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_fault_costs_its_own_fact(found: dict[str, Any]) -> None:
 
 
 def test_a_fault_while_others_are_timed_costs_one_contender(folder: Path, tmp_path: Path) -> None:
-    """A kernel that passed its checks and then ends the process."""
+    """A kernel passes its checks and then ends the process."""
     (path,) = (folder / "out").glob("*.json")
     data = json.loads(path.read_text())
     data["found"]["checks"]["dying"] = {"error": 0.0}
