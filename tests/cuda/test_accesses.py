@@ -26,7 +26,7 @@ def counted(kernel: str, *arguments: Any) -> dict[tuple[str, str, int], tuple[in
 
 @pytest.mark.parametrize(("stride", "wavefronts"), [(0, 1), (1, 1), (2, 2), (3, 1), (32, 32), (33, 1)])
 def test_scalars_of_shared_memory(stride: int, wavefronts: int) -> None:
-    accesses = counted("words", LINE, np.int32(stride))
+    accesses = counted("scalars", LINE, np.int32(stride))
     assert accesses["shared", "write", 4] == accesses["shared", "read", 4] == (1, 1, wavefronts)
 
 
@@ -94,7 +94,7 @@ def test_parameters_that_alias_are_reported() -> None:
 
 
 def test_slices_of_one_allocation_do_not_alias() -> None:
-    """The same holds for parameters without a promise."""
+    """Parameters without a promise may alias, too."""
     want = np.concatenate([X[:32], X[:32] + 1, X[64:]])
     np.testing.assert_array_equal(shifted("restricted", X, INTO_X, reads=0, writes=32), want)
     np.testing.assert_array_equal(shifted("restricted", X, Pointer(0, 128), reads=0, writes=0), want)

@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_matmuls(name: str) -> None:
-    """Rows of whole clusters, so many that part of the last may be empty, and few rows, which have another launch."""
+    """Rows of whole clusters, so many that part of the last may be empty, and a small M, which has another launch."""
     case = CASES[name]
     check(case, make_module(case, "sm_90a"), TURNS)
 

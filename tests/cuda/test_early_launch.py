@@ -24,7 +24,7 @@ ARCH = "sm_90a"
 
 
 def decoder() -> onnx.ModelProto:
-    """Return a decoder whose rows of k are whole chunks, so that few rows have a kernel of their own."""
+    """Return a decoder whose rows of k are whole chunks, so that a small M has a kernel of its own."""
     return in_half(build_decoder(DecoderConfig(1, 256, 4, 2, 64, 512, 256, 64)))
 
 

@@ -219,7 +219,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
     assert mma.ratio == 0.5 and mma.bars == [("0.9 of limit", False)]
     assert results.read(tmp_path / "copy" / layout.path.name) == results.read(layout.path)
     measure.measure(PLAN, todo, layout, 5, 60)
-    assert done[3:] == [], "there was no time"
+    assert done[3:] == [], "no time was left"
     assert "1 of 1 jobs are left" in capsys.readouterr().out
     good["mma"] = True
     layout = results.Store([tmp_path], PLAN.digest, "a GPU")

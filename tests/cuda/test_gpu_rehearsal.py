@@ -63,32 +63,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
+def record(folder: Path) -> dict[str, Any]:
     (path,) = (folder / "out").glob("*.json")
     assert (folder / "copy" / path.name).read_text() == path.read_text()
     return json.loads(path.read_text())["found"]
 
 
-def test_every_kind_of_job_has_an_answer(found: dict[str, Any]) -> None:
-    assert {kind for kind in KINDS if found[kind]} == set(KINDS)
+def test_every_kind_of_job_has_an_answer(record: dict[str, Any]) -> None:
+    assert {kind for kind in KINDS if record[kind]} == set(KINDS)
     problems = {
         f"{kind}: {name}": entry["problem"]
-        for kind, entries in found.items()
+        for kind, entries in record.items()
         for name, entry in entries.items()
         if "problem" in entry
     }
     assert set(problems) == {"checks: wrong", "checks: dying", "checks: hanging"}, problems
 
 
-def test_a_fault_costs_its_own_fact(found: dict[str, Any]) -> None:
-    checks, contenders = found["checks"], found["cases"]["decode"]
+def test_a_fault_costs_its_own_fact(record: dict[str, Any]) -> None:
+    checks, contenders = record["checks"], record["cases"]["decode"]
     assert "wrong at" in checks["wrong"]["problem"]
     assert "died" in checks["dying"]["problem"]
     assert "no answer" in checks["hanging"]["problem"]
     assert all(contenders[name]["problem"] == checks[name]["problem"] for name in ("wrong", "dying", "hanging"))
     for contender in ("decode", "k16w2s2p64m1", "math"):
         assert contenders[contender]["error"] < 2e-3 and contenders[contender]["timing"]["median"] > 0
-    assert "problem" in contenders["flashinfer"], "the bundle has no library of it"
+    assert "problem" in contenders["flashinfer"], "the bundle lacks its library"
 
 
 def test_a_fault_while_others_are_timed_costs_one_contender(folder: Path, tmp_path: Path) -> None:
@@ -104,23 +104,23 @@ def test_a_fault_while_others_are_timed_costs_one_contender(folder: Path, tmp_pa
     assert contenders["decode"]["timing"]["median"] > 0 and contenders["math"]["timing"]["median"] > 0
 
 
-def test_programs_are_right_and_timed(found: dict[str, Any]) -> None:
-    assert found["models"]["exp"]["error"] < 2e-3
-    assert set(found["weights"]) == {"float16", "int4"} and set(found["flex"]) == {"documents", "documents by blocks"}
-    assert set(found["experts"]) == {"8 experts"}
-    assert len(found["decoders"]) == 2
+def test_programs_are_right_and_timed(record: dict[str, Any]) -> None:
+    assert record["models"]["exp"]["error"] < 2e-3
+    assert set(record["weights"]) == {"float16", "int4"} and set(record["flex"]) == {"documents", "documents by blocks"}
+    assert set(record["experts"]) == {"8 experts"}
+    assert len(record["decoders"]) == 2
     for kind in ("weights", "experts", "flex", "decoders"):
-        for entry in found[kind].values():
+        for entry in record[kind].values():
             assert entry["times"] and all(timing["median"] > 0 for timing in entry["times"].values())
     for tool in ("memcheck", "synccheck", "racecheck"):
-        assert found["sanitizer"][f"{tool} update"] == {"note": "ERROR SUMMARY: 0 errors"}
-    steps = found["steps"]
+        assert record["sanitizer"][f"{tool} update"] == {"note": "ERROR SUMMARY: 0 errors"}
+    steps = record["steps"]
     assert len(steps["llama-3.2-1b tokens"]["rounds"]) == 3
     assert steps["llama-3.2-1b time"]["ours"]["timing"]["median"] > 0
     assert steps["llama-3.2-1b profile"]["kernels"]
 
 
-def test_the_report_has_all_of_it(folder: Path, found: dict[str, Any]) -> None:
+def test_the_report_has_all_of_it(folder: Path, record: dict[str, Any]) -> None:
     (path,) = (folder / "out").glob("*.json")
     shown = table(read(folder), read_results(path))
     assert shown in (folder / "said").read_text()

@@ -33,7 +33,7 @@ def test_variants_are_shown_by_their_time(tmp_path: Path) -> None:
     assert said in table(plan, record)
 
 
-def test_a_profile_is_summed_by_kernel() -> None:
+def test_a_profile_is_accumulated_by_kernel() -> None:
     launches = [Launch("a", 0.0, 1.0), Launch("b", 1.5, 2.0), Launch("a", 2.0, 5.0), Launch("b", 5.0, 6.0)]
     record = summarize(launches, 2)
     assert record["kernels"] == {

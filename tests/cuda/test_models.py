@@ -92,8 +92,8 @@ def test_a_greedy_decoder() -> None:
 def decoding(precision: Precision | None) -> tuple[float, set[int], bool]:
     """Compare a decoder with slot caches with the CPU, after a fork too.
 
-    Return the difference of logits, the copies between host and GPU in a step, and whether `run` updates GPU caches in
-    place."""
+    Return the difference of logits, the copies between host and GPU in a step, and whether `run` updates GPU caches
+    in place."""
     path = SAMPLES / "llama-past-dynamo23" / "model.onnx"
     gpu, cpu = (
         lowering.compile(path, target, static_cache=16, precision=precision) for target in ("cuda:sm_80", "cpu")

@@ -170,7 +170,7 @@ def test_no_wait_can_be_left_out() -> None:
         return all(np.allclose(b.astype("float64"), a, rtol=2e-3, atol=5e-2, equal_nan=True) for a, b in pairs)
 
     module = emulated.module({"main": variants("sm_80", m)[0].make(normed=PrologueSmallMTiles(2, 2))}, arch="sm_80")
-    # The last copies are empty. With more warps, their addresses after the accumulators would hold data.
+    # The last copies are empty. With more warps, their addresses after the accumulators would contain data.
     redundant = ["ptx_cp_async_wait_group_async_wait_group_0"]
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant
 
