@@ -45,7 +45,7 @@ def problem(window: Window | None, mask: Mask | None, symbolic: bool) -> Attenti
 
 
 def probe(p: AttentionProblem) -> tvm.runtime.Module:
-    """Compile a function that stores is_visible twice, for elements and vectors of keys, and the ranges of tiles."""
+    """Compile a function to store is_visible twice, for elements and vectors of keys, and the ranges of tiles."""
     ones, zeros = T.broadcast(T.int32(1), LANES), T.broadcast(T.int32(0), LANES)
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("probe")

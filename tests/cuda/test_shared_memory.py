@@ -19,7 +19,7 @@ KINDS = {
 
 @pytest.mark.parametrize("arch", KINDS)
 def test_a_name_is_that_of_one_type(arch: str) -> None:
-    """The type is part of the name that TVM numbers: an artifact's kernels are one file."""
+    """Names depend only on the type, not on other variables that TVM numbers: an artifact's kernels are one file."""
     matmul = first_variant(Case(n=4096, k=1024, b_transposed=True, tiles=None), arch).make()
     attention, _ = prefill(problem(64, True), arch)
     declared = [declaration for func in (matmul, attention) for declaration in DECLARED.findall(emitted(func, arch))]

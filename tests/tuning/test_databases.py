@@ -123,7 +123,7 @@ def test_an_export_is_all_that_compile_needs(
 
 
 def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path, capsys) -> None:
-    """The pack is compressed. It has no winner below the threshold, and none that beat a default of other days."""
+    """The pack is compressed. It excludes winners below the threshold, and those against a default of other days."""
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
     (arch,) = upkeep.list_architecture_folders(folder)
