@@ -1,6 +1,6 @@
-"""ONNX Attention straight from the standard's formula, in float64; none of the compiler's code is used.
+"""ONNX Attention straight from the standard's formula, in float64, without the compiler's code.
 
-onnx's own evaluator cannot serve: that of onnx 1.23 returns capped scores in mode 0, aligns causal masks wrongly where
+onnx's own evaluator cannot serve. That of onnx 1.23 returns capped scores in mode 0, aligns causal masks wrongly where
 attn_mask has one row, refuses causal masks of rank 1, and broadcasts illegal head counts and batches.
 """
 
@@ -22,7 +22,7 @@ def attention(
     past_value: np.ndarray | None = None,
     nonpad: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Y, present_key, present_value, qk_matmul_output, in the types that the operator gives them."""
+    """Return Y, present_key, present_value, and qk_matmul_output, in the types that the operator gives them."""
     flat, dtype = q.ndim == 3, q.dtype
     if flat:
         q = _split(q, attributes["q_num_heads"])
@@ -48,16 +48,16 @@ def attention(
         bias += terms
     valid = np.full(batch, keys) if nonpad is None else nonpad
     offset = np.full(batch, past) if nonpad is None else nonpad - rows
-    place = (np.arange(rows)[None, :] + offset[:, None])[:, None, :, None]
+    position = (np.arange(rows)[None, :] + offset[:, None])[:, None, :, None]
     key = np.arange(keys)[None, None, None, :]
     left, right = (min(attributes.get(f"{side}_window_size", -1), 2**40) for side in ("left", "right"))
     hidden = key >= valid[:, None, None, None]
     if attributes.get("is_causal", 0):
-        hidden = hidden | (key > place)
+        hidden = hidden | (key > position)
     if left >= 0:
-        hidden = hidden | (key < place - left)
+        hidden = hidden | (key < position - left)
     if right >= 0:
-        hidden = hidden | (key > place + right)
+        hidden = hidden | (key > position + right)
     bias = np.where(hidden, -np.inf, bias)
 
     biased = np.where(bias == -np.inf, -np.inf, capped + bias)
@@ -73,6 +73,6 @@ def attention(
 
 
 def _split(x: np.ndarray, heads: int) -> np.ndarray:
-    """[B, L, H * D] to [B, H, L, D]."""
+    """Reshape [B, L, H * D] to [B, H, L, D]."""
     batch, length, width = x.shape
     return x.reshape(batch, length, heads, width // heads).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""What `Bound` tells kernels: which keys count, for single elements, for vectors of either index, and for tiles."""
+"""`Bound` tells kernels which keys count: for single elements, for vectors of either index, and for tiles."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def problem(window: Window | None, mask: Mask | None, symbolic: bool) -> Attenti
 
 
 def probe(p: AttentionProblem) -> tvm.runtime.Module:
-    """Stores visible(b, h, i, j) twice, for elements and for vectors of keys, and the ranges of tiles."""
-    one, zero = T.broadcast(T.int32(1), LANES), T.broadcast(T.int32(0), LANES)
+    """Compile a function to store is_visible twice, for elements and vectors of keys, and the ranges of tiles."""
+    ones, zeros = T.broadcast(T.int32(1), LANES), T.broadcast(T.int32(0), LANES)
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("probe")
         handles = [T.arg(name, T.handle()) for name in ("visible", "ranges")]
@@ -55,7 +55,7 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
         ranges = T.match_buffer(handles[1], [bound.B, bound.S, 2, 6], "int64", align=8)
 
         def store_lanes(way: int, b: Any, h: Any, i: Any, j: Any) -> None:
-            seen = T.bind(T.Select(bound.is_visible(b, h, i, j), one, zero))
+            seen = T.bind(T.Select(bound.is_visible(b, h, i, j), ones, zeros))
             for lane in range(LANES):
                 at = [tirx.Shuffle([x], [lane]) if x.ty.dtype.lanes > 1 else x for x in (i, j)]
                 with T.If(tirx.all(at[0] < bound.S, at[1] < bound.T)), T.Then():
@@ -64,12 +64,12 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
         with T.serial(bound.B) as b:
             with T.serial(bound.S) as i:
                 tile = (b, i, i + TILE)
-                found = (
+                range_lists = (
                     bound.keys.compute_tile_ranges(*tile),
                     bound.keys.compute_common_ranges(*tile),
                     bound.keys.compute_row_ranges(b, i),
                 )
-                for n, ends in enumerate(zip(*found)):
+                for n, ends in enumerate(zip(*range_lists)):
                     for k, end in enumerate(end for pair in ends for end in pair):
                         T.buffer_store(ranges, end, [b, i, n, k])
             with T.serial(HEADS) as h:
@@ -81,16 +81,16 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
 
 
 def expected(p: AttentionProblem, lengths: np.ndarray, mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Visibility before the mask tensor [B, S, T] and with it [B, Hq, S, T]."""
+    """Return visibility before the mask tensor [B, S, T] and with it [B, Hq, S, T]."""
     i, j = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
     before = np.zeros((BATCH, ROWS, KEYS), bool)
     for b in range(BATCH):
         before[b] = j < lengths[b]
         if p.window is not None:
-            place = i + {"zero": 0, "past": PAST, "lengths": lengths[b] - ROWS}[p.window.offset]
+            position = i + {"zero": 0, "past": PAST, "lengths": lengths[b] - ROWS}[p.window.offset]
             if not p.window.free or b >= FREE:
-                before[b] &= p.window.left is None or (j >= place - p.window.left) | (j < p.window.sinks)
-                before[b] &= p.window.right is None or j <= place + p.window.right
+                before[b] &= p.window.left is None or (j >= position - p.window.left) | (j < p.window.sinks)
+                before[b] &= p.window.right is None or j <= position + p.window.right
     seen = np.ones((BATCH, HEADS, ROWS, KEYS), bool)
     if mask is not None and p.mask is not None:
         unmasked = mask if mask.dtype == bool else mask.astype(np.float32) != -np.inf
@@ -121,19 +121,19 @@ def test_visible_and_ranges(mask: Mask | None, symbolic: bool) -> None:
                 assert np.array_equal(got, seen), (way, p)
             for b, i in np.ndindex(BATCH, ROWS):
                 rows = before[b, i : i + TILE]
-                some, every, own = (keys_of(ranges[b, i, :, k : k + 2]) for k in (0, 2, 4))
-                assert not rows[:, ~some].any() and (every <= some).all(), p
-                assert np.array_equal(every, rows.all(axis=0)) and np.array_equal(own, before[b, i]), p
+                possible, certain, of_row = (keys_of(ranges[b, i, :, k : k + 2]) for k in (0, 2, 4))
+                assert not rows[:, ~possible].any() and (certain <= possible).all(), p
+                assert np.array_equal(certain, rows.all(axis=0)) and np.array_equal(of_row, before[b, i]), p
 
 
 def keys_of(ranges: np.ndarray) -> np.ndarray:
-    """Which of the keys are in one of the ranges, each of which stands behind the one before."""
+    """Return which keys are in one of the ranges, which must be sorted and disjoint."""
     end = 0
-    found = np.zeros(KEYS, bool)
+    keys = np.zeros(KEYS, bool)
     for lo, hi in ranges:
         assert lo <= hi and (end <= lo or lo == hi)
-        found[lo:hi], end = True, hi
-    return found
+        keys[lo:hi], end = True, hi
+    return keys
 
 
 def called(

@@ -1,4 +1,4 @@
-"""Expressions: one form whatever their parameters are called, the same numbers as NumPy, and bounds that hold."""
+"""Expressions: one form for any names of parameters, the same numbers as NumPy, and valid bounds."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
 KEYS = SIZES["j"]
 
 
-def of(value: tirx.Expr, indices: list[tirx.Var], sizes: list[tirx.Var], tables: list[tirx.Buffer]) -> Formula:
+def to_formula(value: tirx.Expr, indices: list[tirx.Var], sizes: list[tirx.Var], tables: list[tirx.Buffer]) -> Formula:
     return Formula.from_tir(value, indices, sizes, tables, short=False)[0]
 
 
 def test_names_and_order_of_parameters_make_no_difference() -> None:
     """Documents and a prefix, written twice with other names, other orders and other ways to compare."""
     records = []
-    for names, turned in (("bhijpqtu", False), ("wxyzmnkl", True)):
+    for names, swapped in (("bhijpqtu", False), ("wxyzmnkl", True)):
         b, h, i, j, p, q = (tirx.Var(name, "int64") for name in names[:6])
         t, u = (tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", name) for name in names[6:])
-        if turned:
+        if swapped:
             value = tirx.any(p + 2 + i > j, tirx.all(u[j] * 2 < q, t[j].equal(t[i])))
-            records.append(of(value, [b, h, i, j], [q, p], [u, t]))
+            records.append(to_formula(value, [b, h, i, j], [q, p], [u, t]))
         else:
             value = tirx.any(tirx.all(t[i].equal(t[j]), q > u[j] + u[j]), j < i + p + 3 - 1)
-            records.append(of(value, [b, h, i, j], [p, q], [t, u]))
+            records.append(to_formula(value, [b, h, i, j], [p, q], [t, u]))
     assert records[0] == records[1] and hash(records[0]) == hash(records[1])
     assert records[0].index_names == ("i", "j") and records[0].scalars() == ("size_0", "size_1")
     assert records[0].tables() == {"table_0": (1, "int64"), "table_1": (1, "int64")}
@@ -52,13 +52,13 @@ def test_other_expressions_are_other_records() -> None:
     b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
     t, u = (tirx.decl_buffer((8,), "int64", name) for name in "tu")
     values = [j <= i, j < i, i <= j, t[j].equal(t[i]), t[j].equal(u[i]), (j - i).equal(2), (j - i).equal(-2)]
-    assert len({of(value, [b, h, i, j], [], [t, u]) for value in values}) == len(values)
+    assert len({to_formula(value, [b, h, i, j], [], [t, u]) for value in values}) == len(values)
 
 
 def test_what_is_no_expression_is_refused() -> None:
     b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
     with pytest.raises(ValueError, match="Let is part of no expression"):
-        of(tirx.Let(h, i, h < j), [b, h, i, j], [], [])
+        to_formula(tirx.Let(h, i, h < j), [b, h, i, j], [], [])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,7 +73,7 @@ INFINITE = ["inf", "-inf", 0, "nan", 3e9, -3e9, 1, 0]
 
 
 @pytest.mark.parametrize(
-    "made",
+    "make_value",
     [
         lambda t, u, i, j: t[i // 16 + 7] * u[j % 3] < 3,
         lambda t, u, i, j: tirx.min(t[i % 2] + u[j // 8], T.float32(5)).equal(T.float32(5)),
@@ -82,38 +82,38 @@ INFINITE = ["inf", "-inf", 0, "nan", 3e9, -3e9, 1, 0]
         lambda t, u, i, j: tirx.Cast("int32", tirx.Cast("int64", t[j % 3 + 4])) > 0,
     ],
 )
-def test_bounds_hold_where_numbers_are_infinite_or_too_large(made: Any) -> None:
+def test_bounds_are_valid_where_numbers_are_infinite_or_too_large(make_value: Any) -> None:
     b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
     tables = [tirx.decl_buffer((8,), "float32", name) for name in "tu"]
-    formula = of(made(*tables, i, j), [b, h, i, j], [], tables)
+    formula = to_formula(make_value(*tables, i, j), [b, h, i, j], [], tables)
     _check(formula, {name: np.array(INFINITE, "f") for name in formula.tables()}, elements=False)
 
 
-def _check(formula: Formula, given: dict[str, Any], elements: bool = True) -> None:
+def _check(formula: Formula, parameters: dict[str, Any], elements: bool = True) -> None:
     point = dict(zip("bhij", np.ogrid[tuple(slice(n) for n in SIZES.values())]))
-    expected = np.broadcast_to(evaluate(formula.value, point, given), tuple(SIZES.values()))
+    expected = np.broadcast_to(evaluate(formula.value, point, parameters), tuple(SIZES.values()))
 
     dtype = "int8" if formula.dtype == "bool" else formula.dtype
     results = [np.zeros(expected.shape, dtype) for _ in range(3)]
     ends = [np.zeros((*expected.shape[:2], 2), dtype) for _ in range(2)]
     kernel = tvm.compile(tvm.IRModule({"evaluate": _kernel(formula, dtype)}), target="llvm")["evaluate"]
-    arguments = [given[name] for name in formula.names()]
+    arguments = [parameters[name] for name in formula.names()]
     outputs = [tvm.runtime.tensor(x) for x in (*results, *ends)]
     kernel(*(x if isinstance(x, int) else tvm.runtime.tensor(x) for x in arguments), *outputs)
     scalar, keys, rows, low, high = (x.numpy() for x in outputs)
     where = (..., slice(None)), (..., slice(4, 8)), (..., slice(2, 6), slice(None))
-    for found, here in zip((scalar, keys, rows), where if elements else ()):
-        wanted = expected[here].astype(dtype)
-        np.testing.assert_allclose(found[here], wanted, rtol=1e-6, err_msg=str(formula.value.to_data()))
-    for part in range(2):  # two tiles of keys, all rows
-        tile = expected[..., part * KEYS // 2 : (part + 1) * KEYS // 2].astype(dtype)
+    for actual, here in zip((scalar, keys, rows), where if elements else ()):
+        expected_here = expected[here].astype(dtype)
+        np.testing.assert_allclose(actual[here], expected_here, rtol=1e-6, err_msg=str(formula.value.to_data()))
+    for half in range(2):  # two tiles of keys, all rows
+        tile = expected[..., half * KEYS // 2 : (half + 1) * KEYS // 2].astype(dtype)
         tile = np.where(np.isnan(tile.astype("f8")), 0, tile)
         with np.errstate(invalid="ignore"):
-            assert (low[..., part] <= tile.min((2, 3))).all() and (high[..., part] >= tile.max((2, 3))).all()
+            assert (low[..., half] <= tile.min((2, 3))).all() and (high[..., half] >= tile.max((2, 3))).all()
 
 
 def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
-    """Elements, then in vectors of keys, then of rows, then the bounds of two tiles."""
+    """Return a kernel: elements, then vectors of keys, then vectors of rows, then the bounds of two tiles."""
     shape = tuple(SIZES.values())
     with IRBuilder() as builder, T.prim_func():
         T.func_name("evaluate")
@@ -131,21 +131,21 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
                     T.buffer_store(scalar, bound(b, h, i, j).astype(dtype), [b, h, i, j])
                 four = bound(b, h, i, T.ramp(T.int64(4), 1, 4))
                 for lane in range(4):
-                    part = four if four.ty.dtype.lanes == 1 else tirx.Shuffle([four], [lane])
-                    T.buffer_store(keys, part.astype(dtype), [b, h, i, 4 + lane])
+                    half = four if four.ty.dtype.lanes == 1 else tirx.Shuffle([four], [lane])
+                    T.buffer_store(keys, half.astype(dtype), [b, h, i, 4 + lane])
             with T.serial(T.int64(shape[3])) as j:
                 four = bound(b, h, T.ramp(T.int64(2), 1, 4), j)
                 for lane in range(4):
-                    part = four if four.ty.dtype.lanes == 1 else tirx.Shuffle([four], [lane])
-                    T.buffer_store(rows, part.astype(dtype), [b, h, 2 + lane, j])
-            for part in range(2):
-                first = part * shape[3] // 2
+                    half = four if four.ty.dtype.lanes == 1 else tirx.Shuffle([four], [lane])
+                    T.buffer_store(rows, half.astype(dtype), [b, h, 2 + lane, j])
+            for half in range(2):
+                first = half * shape[3] // 2
                 tile = (T.int64(first), T.int64(first + shape[3] // 2 - 1))
                 ends = bound.compute_interval(b, h, (T.int64(0), T.int64(shape[2] - 1)), tile)
                 limits = (-128, 127) if dtype == "int8" else (float("-inf"), float("inf"))
                 for buffer, k in ((low, 0), (high, 1)):
                     value = tirx.const(limits[k], dtype) if ends is None else ends[k].astype(dtype)
-                    T.buffer_store(buffer, value, [b, h, part])
+                    T.buffer_store(buffer, value, [b, h, half])
     return builder.get()
 
 

@@ -1,4 +1,4 @@
-"""KvWrite writes new rows to their slots and nothing else, whatever the cache, the codes, and the numbers in tables."""
+"""KvWrite writes new rows to their slots and nothing else, for any cache, quantization, and numbers in tables."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def check(seed: int) -> None:
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     built = tvm.compile(guard_divisions(module), TARGET)
     for number, case in enumerate(cases):
-        given = arrays(case)
-        want = expected(case, given)
-        held = {name: guarded(array, at_end=number % 2 == 0) for name, array in given.items()}
-        results = {name: guarded(np.zeros_like(given[name]), number % 2 == 1) for name in record.caches()}
-        built["copying"](*(borrow(x) for x in held.values()), *(borrow(x) for x in results.values()))
-        for name, array in given.items():
-            assert held[name].tobytes() == array.tobytes(), f"{name} was written: {case}"
+        inputs = arrays(case)
+        want = expected(case, inputs)
+        copies = {name: guarded(array, at_end=number % 2 == 0) for name, array in inputs.items()}
+        results = {name: guarded(np.zeros_like(inputs[name]), number % 2 == 1) for name in record.caches()}
+        built["copying"](*(borrow(x) for x in copies.values()), *(borrow(x) for x in results.values()))
+        for name, array in inputs.items():
+            assert copies[name].tobytes() == array.tobytes(), f"{name} was written: {case}"
         compare(case, results, want)
-        built["in_place"](*(borrow(x) for x in held.values()))
-        compare(case, held, want)
+        built["in_place"](*(borrow(x) for x in copies.values()))
+        compare(case, copies, want)
 
 
-def compare(case: Case, found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+def compare(case: Case, actual: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
     for name, array in want.items():
-        assert same(case, found[name], array), f"{name}: {case}"
+        assert same(case, actual[name], array), f"{name}: {case}"
 
 
 @pytest.mark.parametrize("first", range(0, 16, 8))

@@ -1,4 +1,4 @@
-"""ai.onnx Attention through the importer: what a node means, and what is refused."""
+"""ai.onnx Attention through the importer: the meaning of a node, and the reasons to refuse one."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def model(
     inputs: dict[str, tuple[str, tuple[int | str, ...]]],
     outputs: dict[str, tuple[str, tuple[int | str, ...]]],
 ) -> onnx.ModelProto:
-    """A model of one Attention node. inputs and outputs give type and shape by name; those left out are holes."""
+    """Return a model of one Attention node. inputs and outputs give type and shape by name; others are left out."""
     holes = [
-        [name if name in given else "" for name in names] for names, given in ((INPUTS, inputs), (OUTPUTS, outputs))
+        [name if name in specs else "" for name in names] for names, specs in ((INPUTS, inputs), (OUTPUTS, outputs))
     ]
     node = helper.make_node("Attention", *(_trimmed(names) for names in holes), name="att", **attributes)
     values = [
         [
             helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(np.dtype(t)), s)
-            for n, (t, s) in given.items()
+            for n, (t, s) in specs.items()
         ]
-        for given in (inputs, outputs)
+        for specs in (inputs, outputs)
     ]
     graph = helper.make_graph([node], "g", *values)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
@@ -53,7 +53,7 @@ def _trimmed(names: list[str]) -> list[str]:
 
 
 def nodes() -> st.SearchStrategy[tuple[onnx.ModelProto, dict[str, np.ndarray]]]:
-    """Legal nodes with their inputs: every attribute, hole, type, rank, mask and length rule of the three versions."""
+    """Draw legal nodes with inputs: every attribute, hole, type, rank, mask and length rule of the three versions."""
     return st.integers(0, 2**48).map(random_node)
 
 
@@ -129,7 +129,7 @@ def random_mask(
 def built(
     opset: int, attributes: dict[str, Any], inputs: dict[str, np.ndarray], outputs: list[str], symbolic: bool
 ) -> onnx.ModelProto:
-    """The model for these inputs; symbolic hides batch sizes and lengths behind a name per input."""
+    """Return the model for these inputs; symbolic replaces batch sizes and lengths by a name per input."""
 
     def dims(name: str, shape: tuple[int, ...]) -> tuple[int | str, ...]:
         rank = len(shape)
@@ -138,10 +138,10 @@ def built(
             f"{name}_{k}" if k in axes and (size != 1 or name == "mask") else size for k, size in enumerate(shape)
         )
 
-    given = {name: (array.dtype.name, dims(name, array.shape)) for name, array in inputs.items()}
+    input_specs = {name: (array.dtype.name, dims(name, array.shape)) for name, array in inputs.items()}
     expected = dict(zip(OUTPUTS, attention(opset, attributes, *(inputs.get(name) for name in INPUTS))))
-    wanted = {name: (expected[name].dtype.name, expected[name].shape) for name in OUTPUTS if name in outputs}
-    return model(opset, attributes, given, wanted)
+    output_specs = {name: (expected[name].dtype.name, expected[name].shape) for name in OUTPUTS if name in outputs}
+    return model(opset, attributes, input_specs, output_specs)
 
 
 def equals_the_standard(case: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
@@ -172,7 +172,7 @@ def sweep(examples: int) -> None:
     profile(given(nodes())(equals_the_standard))()
 
 
-# What is refused. The valid node that the refused ones differ from: 2 batches, 4 query heads, 2 key/value heads.
+# Refused nodes differ from this valid node: 2 batches, 4 query heads, 2 key/value heads.
 VALID: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "q": ("float32", (2, 4, 3, 8)),
     "k": ("float32", (2, 2, 5, 8)),
@@ -189,7 +189,7 @@ def mask_of(*shape: int, dtype: str = "float32") -> dict[str, tuple[str, tuple[i
 
 
 REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    # what the error says, opset, attributes, inputs that differ
+    # text of the error, opset, attributes, inputs that differ
     ("inputs Q, K and V have ranks 4, 3 and 4", 24, {}, {"k": ("float32", (2, 5, 16))}),
     ("inputs Q, K and V have ranks 2, 2 and 2", 24, {}, dict.fromkeys("qkv", ("float32", (3, 8)))),
     ("attribute q_num_heads is missing", 24, {"kv_num_heads": 2}, FLAT),
@@ -269,7 +269,7 @@ def test_refuses(says: str, opset: int, attributes: dict[str, Any], inputs: dict
 
 
 @pytest.mark.parametrize("output", ["present_key", "present_value"])
-def test_refuses_presents_beside_lengths(output: str) -> None:
+def test_refuses_presents_together_with_lengths(output: str) -> None:
     with pytest.raises(NodeError, match="nonpad_kv_seqlen excludes the outputs present_key and present_value"):
         imported(24, {}, {**VALID, **NONPAD}, ("y", output))
 
@@ -284,7 +284,7 @@ def test_refuses_one_present_alone_from_opset_25_on(output: str) -> None:
 def imported(
     opset: int, attributes: dict[str, Any], inputs: dict[str, Any], outputs: tuple[str, ...] = ("y",)
 ) -> ImportedModel:
-    """The node imported without onnx's checker in front, which refuses some of these in words of its own."""
+    """Import the node without onnx's checker, which refuses some of these with texts of its own."""
     proto = model(opset, attributes, inputs, dict.fromkeys(outputs, ("float32", ())))
     for output in proto.graph.output:
         output.type.tensor_type.ClearField("shape")

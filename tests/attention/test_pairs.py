@@ -1,4 +1,4 @@
-"""How much an attention has to do equals a count over the reference's scores: random problems, masks and lengths."""
+"""The work of an attention equals a count over the reference's scores: random problems, masks and lengths."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_counts(calls: list[Case]) -> None:
     for case in calls:
         case = dataclasses.replace(case, poisoned=False)
         p, inputs = case.problem, arrays(case)
-        given = inputs | outputs(case, inputs)
-        tensors = {name: x if isinstance(x, int) else borrow(x) for name, x in given.items()}
+        operands = inputs | outputs(case, inputs)
+        tensors = {name: x if isinstance(x, int) else borrow(x) for name, x in operands.items()}
         counts = np.full(2, -1)
         module["count_pairs"](*(tensors[name] for name in p.parameters()), borrow(counts))
         seen = bias(p, case, inputs) > HIDDEN_BIAS
@@ -41,12 +41,12 @@ def test_counts(calls: list[Case]) -> None:
 
 
 def slots(p: AttentionProblem, inputs: dict[str, np.ndarray]) -> int:
-    """How many keys the cache has room for."""
+    """Return how many keys the cache has room for."""
     shape = inputs["kv" if p.layout.is_joint else "k"].shape
     count = math.prod(size for axis, size in zip(p.layout.axes, shape) if axis in "btpl")
     return count // 2 if isinstance(p.layout.slots, Pages) and p.layout.slots.apart else count
 
 
 def bias(p: AttentionProblem, case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """What is added to each score, -inf where a key is hidden: [B, Hq, S, T]."""
+    """Return the bias of each score, -inf where a key is hidden: [B, Hq, S, T]."""
     return compute_scores(p, read_dense_inputs(p, inputs), inputs).bias

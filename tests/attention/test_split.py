@@ -1,4 +1,4 @@
-"""Changes of scores in parts: the parts make the same scores, and what can be a mask or a soft cap is one."""
+"""Changes of scores are split: the result makes the same scores, with a mask and a soft cap where possible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def distance() -> tvm.ir.Expr:
     return BY_DISTANCE[J - I + 3]
 
 
-# The change, and which parts it has: the cap, whether a change is left, and the type of the mask.
+# The change, and its split: the cap, whether a change is left, and the type of the mask.
 CASES: dict[str, tuple[Callable[[], tvm.ir.Expr], tuple[float, bool, str]]] = {
     "the score": (lambda: S, (0.0, False, "")),
     "soft cap": (lambda: cap(S, 5.0), (5.0, False, "")),
@@ -67,21 +67,21 @@ CASES: dict[str, tuple[Callable[[], tvm.ir.Expr], tuple[float, bool, str]]] = {
 }
 
 
-def whole(parts: ScoreModSplit, s: np.ndarray, at: Callable[[Expr, np.ndarray], np.ndarray]) -> np.ndarray:
-    """The new scores that the parts make."""
-    s = parts.softcap * np.tanh(s / parts.softcap) if parts.softcap else s
-    s = s if parts.score_mod is None else at(parts.score_mod, s)
-    mask = np.float32(0) if parts.mask is None else at(parts.mask, s)
+def whole(split: ScoreModSplit, s: np.ndarray, at: Callable[[Expr, np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the new scores of a split."""
+    s = split.softcap * np.tanh(s / split.softcap) if split.softcap else s
+    s = s if split.score_mod is None else at(split.score_mod, s)
+    mask = np.float32(0) if split.mask is None else at(split.mask, s)
     return np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_make_the_whole(name: str) -> None:
-    make, wanted = CASES[name]
+def test_a_split_makes_the_same_scores(name: str) -> None:
+    make, expected = CASES[name]
     value = read_expr(make(), [B, H, I, J, S], [], [BY_KEY, BY_DISTANCE, BY_PAIR])
-    parts = split_score_mod(value)
-    assert (parts.softcap, parts.score_mod is not None, "" if parts.mask is None else parts.mask.dtype) == wanted
-    assert parts.mask is None or all(node.value != "s" for node in parts.mask.walk())
+    split = split_score_mod(value)
+    assert (split.softcap, split.score_mod is not None, "" if split.mask is None else split.mask.dtype) == expected
+    assert split.mask is None or all(node.value != "s" for node in split.mask.walk())
     rng = np.random.default_rng(0)
     tables = {"table_0": np.array([0, -np.inf, 0, 1, -1e5, 0], "f")}
     tables |= {"table_1": rng.standard_normal(9).astype("f"), "table_2": rng.standard_normal((4, 6)).astype("f")}
@@ -91,4 +91,4 @@ def test_parts_make_the_whole(name: str) -> None:
         return evaluate(expr, {**point, "s": s}, tables)
 
     s = (rng.standard_normal(point["i"].shape) * 4).astype("f")
-    np.testing.assert_allclose(whole(parts, s, at), at(value, s), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(whole(split, s, at), at(value, s), rtol=1e-5, atol=1e-6)

@@ -1,10 +1,10 @@
-// Kernels whose wavefronts and sectors are known; a block of one warp.
+// Kernels whose number of wavefronts and sectors is fixed; a block of one warp.
 #include <cstdint>
 
 __device__ uint32_t at(const void* shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
 
 // Words `stride` apart.
-extern "C" __global__ void __launch_bounds__(32) words(float* y, int stride) {
+extern "C" __global__ void __launch_bounds__(32) scalars(float* y, int stride) {
   __shared__ float s[32 * 33];
   s[threadIdx.x * stride] = threadIdx.x;
   y[threadIdx.x] = s[threadIdx.x * stride];

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(128) no_barrier(const float* x, flo
   y[threadIdx.x] = s[127 - threadIdx.x];
 }
 
-// the second use of s is not kept from the first
+// the second use of s is not separated from the first
 extern "C" __global__ void __launch_bounds__(128) no_second_barrier(const float* x, float* y) {
   __shared__ float s[128];
   for (int i = 0; i < 2; ++i) {

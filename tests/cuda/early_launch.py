@@ -28,7 +28,7 @@ BEGIN, WAIT = "PREEXIT", "ACQBULK"  # griddepcontrol.launch_dependents and .wait
 MEMORY = {"LDG", "STG", "RED", "ATOM", "ATOMG", "LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP", "LD", "ST", "LDGDEPBAR"}
 """Opcodes that read or write the device's memory, or wait for such a read."""
 PREFETCH = {"LDGSTS", "LDGDEPBAR"}
-"""What may stand before the wait: asynchronous copies of weights, which no kernel writes."""
+"""Opcodes that may stand before the wait: asynchronous copies of weights, which no kernel writes."""
 
 
 def before_the_wait(function: sass.Function) -> set[int]:
@@ -47,31 +47,32 @@ def before_the_wait(function: sass.Function) -> set[int]:
 
 
 def faults(function: sass.Function) -> list[str]:
-    """Return what a kernel does that is undefined while the kernel before it runs; nothing of a kernel without a wait.
+    """Return the undefined accesses of a kernel while the kernel before it runs. A kernel without a wait has none.
 
-    Loads by the read-only path are undefined anywhere in it, but for those of tables that belong to the code: what they
-    read may have been written while the kernel was there. Other accesses are undefined where a path leads to them
-    without a wait.
+    Loads by the read-only path are undefined in all of it, except for tables that belong to the code. What they read
+    may have been written while the kernel was there. Other accesses are undefined where a path leads to them without
+    a wait.
     """
     if not any(instruction.opcode == WAIT for instruction in function.instructions):
         return []
-    found = []
+    messages = []
     for n, instruction in enumerate(function.instructions):
         is_read_only = instruction.opcode in ("LDG", "LD") and "CONSTANT" in instruction.modifiers
         if is_read_only and not _reads_a_table(function, n):
-            found.append(f"{function.name}: {instruction.opcode} by the read-only path: {instruction.operands}")
+            messages.append(f"{function.name}: {instruction.opcode} by the read-only path: {instruction.operands}")
     may_prefetch = "matmul" in function.name or "conv" in function.name
     allowed = PREFETCH if may_prefetch else set()
     for n in sorted(before_the_wait(function)):
         opcode = function.instructions[n].opcode
         if opcode in MEMORY - allowed:
-            found.append(f"{function.name}: {opcode} before the wait, instruction {n}")
-    return found
+            messages.append(f"{function.name}: {opcode} before the wait, instruction {n}")
+    return messages
 
 
 def _reads_a_table(function: sass.Function, n: int) -> bool:
-    """Return whether a load's address is made of that of a symbol of the code, which bank 4 of constants holds: as the
-    digits of 2 / pi, by which sine and cosine reduce large arguments."""
+    """Return whether the address of a load comes from a symbol of the code, which lies in bank 4 of constants.
+
+    Sine and cosine reduce large arguments by such a table, the digits of 2 / pi."""
     needed = set(re.findall(r"U?R\d+", function.instructions[n].operands.partition(",")[2]))
     for instruction in reversed(function.instructions[max(n - 60, 0) : n]):
         result, _, sources = instruction.operands.partition(",")
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--nvrtc", action="store_true")
     parser.add_argument("--ptxas", type=Path)
     options = parser.parse_args()
-    kernels, found = 0, []
+    kernels, messages = 0, []
     with ExitStack() as stack:
         if options.nvrtc:
             stack.enter_context(by_nvrtc())
@@ -126,14 +127,14 @@ def main() -> None:
                 for arch in options.arch:
                     _, functions = machine_code_of(path, arch, precision)
                     early = [f for f in functions if any(i.opcode == WAIT for i in f.instructions)]
-                    here = [fault for function in early for fault in faults(function)]
+                    wrong = [fault for function in early for fault in faults(function)]
                     print(
-                        f"{path.parent.name} {precision} {arch}: kernels: {len(early)} faults: {len(here)}", flush=True
+                        f"{path.parent.name} {precision} {arch}: kernels: {len(early)} faults: {len(wrong)}", flush=True
                     )
                     kernels += len(early)
-                    found += here
-    print(f"kernels: {kernels} faults: {len(found)}", *found, sep="\n")
-    sys.exit(bool(found))
+                    messages += wrong
+    print(f"kernels: {kernels} faults: {len(messages)}", *messages, sep="\n")
+    sys.exit(bool(messages))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tests let run in processes of their own; it imports little, as those processes import it."""
+"""Functions that the tests run in processes of their own. The module imports little, as those processes import it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def hangs(say: Callable[[str], None]) -> None:
 
 
 def timed(seconds: float) -> dict[str, Any]:
-    """Return what a contest finds of a contender that is right."""
+    """Return the record that a contest makes of a contender whose results are right."""
     timing = {"median": seconds, "low": seconds / 2, "high": seconds * 2, "graph": True}
     return {"error": 1e-4, "timing": timing}

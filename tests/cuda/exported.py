@@ -1,4 +1,4 @@
-"""Exported models on the emulated GPU; what tests call in its process."""
+"""Run exported models on the emulated GPU. Tests call these functions in its process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lowering.choices import Precision
 
 
 def measured(folder: str | Path, arch: str, precision: Precision | None) -> tuple[Counter[str], float]:
-    """Kernels of a model by the rule that made them, "matmuls" and "matmuls by" their rule, with norms in front and
-    epilogues or without, apart; and the largest difference from PyTorch in float64, relative to the range of the
-    output."""
+    """Return how many kernels each rule made, and the largest error.
+
+    The counts include "matmuls" and "matmuls by" their rule, with and without norm prologues and epilogues. The
+    error is the difference from PyTorch in float64, relative to the range of the output."""
     model = lowering.compile(Path(folder) / "model.onnx", f"cuda:{arch}", precision=precision)
     kernels: Counter[str] = Counter()
     for kernel in model.manifest.kernels:
@@ -29,8 +30,8 @@ def measured(folder: str | Path, arch: str, precision: Precision | None) -> tupl
     worst = 0.0
     for path in sorted(Path(folder).glob("*.npz")):
         with np.load(path) as arrays:
-            given = {key: arrays[key].astype(types[key]) for key in arrays.files if not key.startswith("=")}
-            results = model.run(given)
+            feeds = {key: arrays[key].astype(types[key]) for key in arrays.files if not key.startswith("=")}
+            results = model.run(feeds)
             for key in (key for key in arrays.files if key.startswith("=")):
                 difference = results[key[1:]].astype("float64") - arrays[key]
                 worst = max(worst, float(np.abs(difference).max() / np.ptp(arrays[key])))

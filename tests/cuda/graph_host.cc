@@ -1,4 +1,4 @@
-// An application that has its calls of a model captured on its own stream: graph_host FOLDER prints the sums of y and of the
+// An application that has its calls of a model captured on its own stream: graph_host FOLDER prints the totals of y and of the
 // first cache after each step, captured or not as the second argument says.
 #include <cuda_runtime_api.h>
 #include <tvm/ffi/extra/c_env_api.h>

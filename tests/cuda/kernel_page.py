@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the tests of matmuls import
+sys.path.append(str(Path(__file__).parents[1]))  # for the imports of the matmul tests
 
 from loop_kernels import compiled
-from loop_model import beside
+from loop_model import count_overlapped_exponentials
 from loop_table import loop_table
 from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, problem
 from test_matmul_on_gpus import AUDITED, first_variant
@@ -81,7 +81,7 @@ and *beside* are the exponentials between the wait for S and that for O, which r
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = [
         (arch, dim, causal) for arch in ("sm_80", "sm_86", "sm_90a") for dim in HEAD_DIMS for causal in (False, True)
     ]
@@ -89,7 +89,7 @@ def page() -> str:
         HEADER
         + "".join(prefill_row(*row) for row in rows)
         + CODED
-        + "".join(coded_rows(*row) for row in itertools.product(("sm_80", "sm_90a"), (64, 128, 256), CODECS))
+        + "".join(quantized_cache_rows(*row) for row in itertools.product(("sm_80", "sm_90a"), (64, 128, 256), CODECS))
         + MATMULS
         + "".join(matmul_row(name, case) for name, case in (*AUDITED.items(), *IN_TF32.items()))
         + loop_table()
@@ -101,7 +101,7 @@ def prefill_row(arch: str, dim: int, causal: bool) -> str:
     n = code.loop
     counts = [n["HMMA"] + n["HGMMA"], n["LDSM"], n["LDGSTS"] + code.whole["UTMALDG"], n["MUFU"], n["WARPGROUP"]]
     columns = [arch, dim, "causal" if causal else "-", f"{tiles.q} x {tiles.kv}"]
-    columns += [code.registers, code.stack, code.spills, *counts, beside(code.steps)]
+    columns += [code.registers, code.stack, code.spills, *counts, count_overlapped_exponentials(code.steps)]
     return f"| {' | '.join(map(str, columns))} |\n"
 
 
@@ -122,7 +122,7 @@ CODECS: dict[str, Callable[[int], KvQuantization]] = {
 }
 
 
-def coded_rows(arch: str, dim: int, name: str) -> str:
+def quantized_cache_rows(arch: str, dim: int, name: str) -> str:
     p = replace(problem(dim, causal=True), layout=CacheLayout(quantization=CODECS[name](dim)))
     func, tiles = prefill(p, arch)
     few = DecodeTiles.default(p, DEVICES[arch])

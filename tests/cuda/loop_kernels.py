@@ -1,4 +1,4 @@
-"""The loops that docs/cuda_kernels.md compares: of our kernels, compiled on the spot, and of others', as recorded."""
+"""The loops that docs/cuda_kernels.md compares: loops of our kernels, compiled now, and recorded loops of others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = ("sm_80", "sm_120", "sm_90a", "sm_90a, gate", "sm_90a, ping-pong")  # of
 
 
 class Compiled(NamedTuple):
-    """A kernel of attention."""
+    """A compiled attention kernel."""
 
     tiles: MmaTiles | WgmmaTiles
     code: MachineCode
@@ -29,13 +29,13 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(arch: str, head_dim: int, causal: bool) -> Compiled:
-    """The prefill kernel that an architecture gets by default."""
+    """Compile the prefill kernel that an architecture gets by default."""
     func, tiles = prefill(problem(head_dim, causal), arch)
     return Compiled(tiles, machine_code(func, arch))
 
 
 def attention(arch: str, head_dim: int, causal: bool) -> Kernel:
-    """Its loop. A step is a tile of keys; head_dim is a multiple of 16, or of 64 by TMA."""
+    """Return the loop of that kernel. A step is a tile of keys; head_dim is a multiple of 16, or of 64 with TMA."""
     tiles, code = compiled(arch, head_dim, causal)
     p = problem(head_dim, causal)
     brought = 2 * tiles.kv * (pad_head_dim(p.head_dim) + p.v_head_dim)
@@ -52,14 +52,14 @@ def attention(arch: str, head_dim: int, causal: bool) -> Kernel:
 
 
 def attention_name(head_dim: int, causal: bool, dtype: str = "float16") -> str:
-    """As the page says it."""
+    """Return the name of an attention kernel on the page."""
     return f"attention, {head_dim}{', causal' if causal else ''}{'' if dtype == 'float16' else f', {dtype}'}"
 
 
 @functools.cache
 def matmul(name: str) -> Kernel:
-    """The loop along k of an audited matmul."""
-    # What imports the emulator is imported where it is needed: records of other kernels need none.
+    """Return the loop along k of an audited matmul."""
+    # The emulator is imported only here: records of other kernels do not need it.
     from test_matmul_on_gpus import AUDITED, first_variant
 
     arch = name.split(",")[0]
@@ -83,16 +83,16 @@ def matmul(name: str) -> Kernel:
 
 
 def _warps(arch: str, tiles: Any, code: MachineCode, shared_memory: int) -> int:
-    """That run the loop on an SM: of as many blocks as fit there. A producer's are not among them."""
+    """Return how many warps run the loop on an SM, with as many blocks as fit there. Producers do not count."""
     blocks = spread_blocks(1 << 20, DEVICES[arch], tiles.threads, code.registers, shared_memory).at_once
     consumers = 4 * tiles.consumers if isinstance(tiles, WgmmaTiles | WgmmaMatmulTiles) else tiles.threads // 32
     return blocks * consumers
 
 
 def recorded() -> dict[str, Any]:
-    """What peer_kernels.py wrote: `kernels`, by whose they are, and the versions they were made of and by."""
+    """Return the record of peer_kernels.py: `kernels` by owner, and the versions of sources and compilers."""
     record = json.loads(RECORD.read_text())
-    record["kernels"] = {owner: [_kernel(**each) for each in kernels] for owner, kernels in record["kernels"].items()}
+    record["kernels"] = {owner: [_kernel(**k) for k in kernels] for owner, kernels in record["kernels"].items()}
     return record
 
 

@@ -1,7 +1,7 @@
-"""How fast a kernel's main loop can be, from its machine code: the cycles that each pipe of an SM needs.
+"""A bound on the speed of a kernel's main loop, from its machine code: the cycles that each pipe of an SM needs.
 
-A pipe does so much in a cycle (a roofline of many roofs); nothing is known here of latencies, of stalls on registers,
-of bank conflicts, of clocks that fall under load, or of what runs before and after the loop.
+A pipe has a fixed throughput per cycle (a roofline of many roofs). The model ignores latencies, stalls on registers,
+bank conflicts, clocks that fall under load, and the code before and after the loop.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _ALU = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card, as its maker publishes it."""
+    """A card, with the figures that its maker publishes."""
 
     name: str
     device: Device
-    """Whose `tensor_cores` are those of this card."""
+    """Its `tensor_cores` are those of this card."""
     clock: float
     """Cycles of a second: that of the published peak."""
 
     @property
     def peak(self) -> float:
-        """TFLOP/s of matmuls in half precision with sums in float32."""
+        """TFLOP/s of matmuls in half precision with accumulators in float32."""
         return self.device.tensor_cores * self.device.sm_count * self.clock / 1e12
 
 
@@ -66,7 +66,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Step:
-    """What a warp does up to an event, and that."""
+    """The instructions of a warp up to an event, and the event."""
 
     instructions: int
     exponentials: int
@@ -76,24 +76,24 @@ class Step:
     shared: int
     """Bytes that the warp reads or writes in shared memory, but for copies from outside."""
     event: str = ""
-    """HMMA, a matmul that the next one waits for; HGMMA, which goes on beside what follows; HGMMA., the last one of a
-    group; `wait n` for all but n groups; nothing, at the end of the loop."""
+    """HMMA, a matmul that the next one waits for; HGMMA, which overlaps the instructions after it; HGMMA., the last
+    one of a group; `wait n` for all but n groups; nothing, at the end of the loop."""
     operations: int = 0
-    """Of the matmul, this warp's share."""
+    """Operations of the matmul, this warp's share."""
     operands: int = 0
     """Bytes that the matmul reads in shared memory itself, this warp's share."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's loop, and what the machine code does not tell."""
+    """A kernel's loop, and the facts that the machine code does not show."""
 
     name: str
     arch: str
     tiles: str
     steps: tuple[Step, ...]
     warps: int
-    """That run the loop at a time on an SM, of all blocks there."""
+    """Warps that run the loop at a time on an SM, of all blocks there."""
     work: int
     """Operations of matmuls for one tile of keys, or step along k, of a block."""
     brought: int
@@ -103,51 +103,51 @@ class Kernel:
 
     @property
     def operations(self) -> int:
-        """Of all warps, once through the loop."""
+        """Operations of all warps in one iteration."""
         return self.warps * sum(step.operations for step in self.steps)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Cycles once through the loop, of all warps of an SM."""
+    """Cycles of one iteration, for all warps of an SM."""
 
     pipes: dict[str, float]
-    """Of each pipe, on its own."""
-    alone: float
-    """Of one warp of each scheduler, if the others left it all pipes: what no overlap between warps can hide."""
+    """Cycles of each pipe by itself."""
+    order: float
+    """Cycles of one warp of each scheduler with all pipes to itself: no overlap between warps can hide them."""
     in_step: float
-    """If all warps were at the same place all the time: what overlaps is what the machine code puts side by side."""
+    """Cycles if all warps are always at the same instruction: only the order of the machine code overlaps work."""
     kernel: Kernel
     gpu: Gpu
 
     @property
     def cycles(self) -> float:
-        """At least: with every pipe beside every other, as far as a warp's own order allows."""
-        return max(self.alone, *self.pipes.values())
+        """Return the lower bound: all pipes overlap as far as the order of a warp allows."""
+        return max(self.order, *self.pipes.values())
 
     @property
     def binding(self) -> str:
-        """The pipe that takes longest, or `order`, the order of a warp's own work."""
+        """Return the pipe that takes longest, or `order`, the order of a warp's own work."""
         name = max(self.pipes, key=lambda name: self.pipes[name])
-        return name if self.pipes[name] >= self.alone else "order"
+        return name if self.pipes[name] >= self.order else "order"
 
     @property
     def inside(self) -> float:
-        """The share of tensor cores of the busiest pipe of the SM, that is but for the cache."""
-        return self.pipes["tensor"] / max(self.alone, *(n for name, n in self.pipes.items() if name != "L2"))
+        """Return the share of tensor cores of the busiest pipe of the SM, without the cache."""
+        return self.pipes["tensor"] / max(self.order, *(n for name, n in self.pipes.items() if name != "L2"))
 
     @property
     def share(self) -> float:
-        """The same, the cache included."""
+        """Return the same share, with the cache."""
         return self.pipes["tensor"] / self.cycles
 
     def tflops(self, cycles: float) -> float:
-        """Of the GPU, if once through takes so many cycles."""
+        """Return the TFLOP/s of the GPU if an iteration takes so many cycles."""
         return self.kernel.operations / cycles * self.gpu.device.sm_count * self.gpu.clock / 1e12
 
 
 def bound(kernel: Kernel, gpu: Gpu) -> Bound:
-    """The bounds of a kernel on a GPU of its architecture."""
+    """Return the bounds of a kernel on a GPU of its architecture."""
     device, steps, warps = gpu.device, kernel.steps, kernel.warps
     tiles = kernel.operations / kernel.work
     pipes = _pipes(steps, warps, device)
@@ -158,12 +158,12 @@ def bound(kernel: Kernel, gpu: Gpu) -> Bound:
         "shared": pipes["shared"] + (read + tiles * kernel.brought) / SHARED_BANDWIDTH,
         "L2": tiles * kernel.read / device.cache,
     }
-    alone, in_step = (_in_step(steps, n, device) for n in (min(SCHEDULERS, warps), warps))
-    return Bound(pipes, alone, max(in_step, *pipes.values()), kernel, gpu)
+    order, in_step = (_in_step(steps, n, device) for n in (min(SCHEDULERS, warps), warps))
+    return Bound(pipes, order, max(in_step, *pipes.values()), kernel, gpu)
 
 
 def _pipes(steps: Iterable[Step], warps: int, device: Device) -> dict[str, float]:
-    """Cycles of the pipes that warps use themselves."""
+    """Return the cycles of the pipes that warps use themselves."""
     total: Counter[str] = Counter()
     for step in steps:
         total.update({name: getattr(step, name) for name in ("instructions", "exponentials", "fp32", "alu", "shared")})
@@ -178,8 +178,8 @@ def _pipes(steps: Iterable[Step], warps: int, device: Device) -> dict[str, float
 
 
 def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
-    """Cycles once through the loop, in the long run, where matmuls queue and warps wait for them all together. Tiles
-    have always arrived."""
+    """Return the cycles of an iteration in the long run, where matmuls queue and all warps wait for them together.
+    Tiles have always arrived."""
     now = matmuls = 0.0  # when the warps are at the last event they waited for; when the last matmul is done
     since: list[Step] = []
     groups: list[float] = []
@@ -205,19 +205,21 @@ def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
     return ends[-1] - ends[-2]
 
 
-def beside(steps: Sequence[Step]) -> int:
-    """Exponentials between the wait for all groups of matmuls but one and that for the last: beside those of P V."""
-    found, open_since = 0, False
+def count_overlapped_exponentials(steps: Sequence[Step]) -> int:
+    """Count the exponentials between the wait for all groups of matmuls but one and the wait for the last group.
+
+    They overlap the matmuls of P V."""
+    count, open_since = 0, False
     for step in steps:
-        found += step.exponentials if open_since else 0
+        count += step.exponentials if open_since else 0
         if step.event.startswith("wait"):
             open_since = step.event == "wait 1"
-    return found
+    return count
 
 
 def steps(loop: Sequence[Instruction]) -> tuple[Step, ...]:
-    """The steps of a path through a loop."""
-    found = []
+    """Return the steps of a path through a loop."""
+    complete_steps = []
     counts: Counter[str] = Counter()
     for instruction in loop:
         opcode = instruction.opcode
@@ -228,9 +230,9 @@ def steps(loop: Sequence[Instruction]) -> tuple[Step, ...]:
         counts["shared"] += _shared(instruction)
         if event := _event(instruction):
             operations, operands = instruction.operations, _operands(instruction)
-            found.append(_step(counts, event, operations, operands))
+            complete_steps.append(_step(counts, event, operations, operands))
             counts.clear()
-    return (*found, _step(counts))
+    return (*complete_steps, _step(counts))
 
 
 def _step(counts: Counter[str], event: str = "", operations: int = 0, operands: int = 0) -> Step:
@@ -247,7 +249,7 @@ def _event(instruction: Instruction) -> str:
 
 
 def _shared(instruction: Instruction) -> int:
-    """Bytes, as whole cycles: a warp's access takes one or more, however narrow."""
+    """Return the bytes, as whole cycles: an access of a warp takes one or more, however narrow."""
     if instruction.opcode in ("LDSM", "STSM"):
         return 128 * int(instruction.modifiers[-1] if instruction.modifiers[-1] in ("2", "4") else 1)
     if instruction.opcode in ("LDS", "STS"):
@@ -256,7 +258,9 @@ def _shared(instruction: Instruction) -> int:
 
 
 def _operands(instruction: Instruction) -> int:
-    """A quarter of what wgmma reads in shared memory: B, and A where that is not in registers. 16 bits each."""
+    """Return a quarter of the bytes that wgmma reads in shared memory, 16 bits each.
+
+    It reads B, and A where A is not in registers."""
     if instruction.opcode != "HGMMA":
         return 0
     m, n, k = map(int, instruction.modifiers[0].split("x"))

@@ -1,4 +1,4 @@
-"""What bounds the loops: a part of docs/cuda_kernels.md."""
+"""The table of loop bounds: a section of docs/cuda_kernels.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from loop_kernels import ARCHITECTURES, LARGE, attention, matmul, recorded
-from loop_model import GPUS, Kernel, beside, bound
+from loop_model import GPUS, Kernel, bound, count_overlapped_exponentials
 
 TEXT = """
 ## What bounds the loops
@@ -71,10 +71,10 @@ What the table says:
 
 
 def loop_table() -> str:
-    """The section, with what is compiled now and what is recorded."""
+    """Return the section, with loops that are compiled now and loops that are recorded."""
     record = recorded()
-    ours = [attention(*case) for case in itertools.product(ARCHITECTURES, (64, 128, 256), (False, True))]
-    rows = [("ours", kernel) for kernel in (*ours, *map(matmul, LARGE))]
+    attention_loops = [attention(*case) for case in itertools.product(ARCHITECTURES, (64, 128, 256), (False, True))]
+    rows = [("ours", kernel) for kernel in (*attention_loops, *map(matmul, LARGE))]
     rows += [(owner, kernel) for owner, kernels in record["kernels"].items() for kernel in kernels]
     rows.sort(key=lambda row: (ARCHITECTURES.index(row[1].arch), row[1].name.split(",")[0]))
     caches = ", ".join(f"{gpu.device.cache} on {gpu.name}" for gpu in GPUS.values())
@@ -83,12 +83,12 @@ def loop_table() -> str:
 
 
 def _lines(rows: Iterable[tuple[str, Kernel]]) -> str:
-    found = []
+    lines = []
     for owner, kernel in rows:
         gpu = GPUS[kernel.arch]
         b, tiles = bound(kernel, gpu), kernel.operations / kernel.work
         columns = [kernel.name, owner, gpu.name, kernel.tiles]
-        columns += [f"{cycles / tiles:.0f}" for cycles in (*b.pipes.values(), b.alone)]
+        columns += [f"{cycles / tiles:.0f}" for cycles in (*b.pipes.values(), b.order)]
         columns += [b.binding, f"{b.inside:.0%}", f"{b.tflops(b.cycles):.0f}", f"{b.tflops(b.in_step):.0f}"]
-        found.append(f"| {' | '.join(columns)} | {beside(kernel.steps)} |\n")
-    return "".join(found)
+        lines.append(f"| {' | '.join(columns)} | {count_overlapped_exponentials(kernel.steps)} |\n")
+    return "".join(lines)

@@ -1,4 +1,4 @@
-"""What the CUDA compiler made of a kernel: registers, spills, and the instructions of its main loop.
+"""Machine code that the CUDA compiler made of a kernel: registers, spills, and the instructions of its main loop.
 
 Needs nvcc or the `cuda` extra, and the `test` extra.
 """
@@ -38,8 +38,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of a kernel and its prepass. Opcodes (HMMA, LDSM, ...) are counted in the `whole`, and in the main `loop`, on the
-    way of a tile that needs no mask code."""
+    """The machine code of a kernel and its pre-pass. Opcodes (HMMA, LDSM, ...) are counted in the `whole`, and in the
+    main `loop`, on the path of a tile that needs no mask code."""
 
     registers: int
     stack: int
@@ -52,7 +52,7 @@ class MachineCode:
 
 
 def emitted(func: tirx.PrimFunc, arch: str) -> str:
-    """The CUDA C++ of a PrimFunc's kernels."""
+    """Return the CUDA C++ of a PrimFunc's kernels."""
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
     with target:
         module = tvm.compile(tvm.IRModule({"main": func}), target=target, tir_pipeline="tirx").mod
@@ -60,7 +60,7 @@ def emitted(func: tirx.PrimFunc, arch: str) -> str:
 
 
 def disassembled(func: tirx.PrimFunc, arch: str) -> tuple[str, str, str]:
-    """The kernels of a PrimFunc, compiled as artifacts are: what they use, their instructions, and what ptxas said."""
+    """Compile a PrimFunc as artifacts do, and return its resource usage, its instructions, and the output of ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         code, said = cubin.machine_code(emitted(func, arch), arch)
@@ -69,33 +69,31 @@ def disassembled(func: tirx.PrimFunc, arch: str) -> tuple[str, str, str]:
 
 
 def global_accesses(func: tirx.PrimFunc, arch: str) -> Counter[tuple[str, int]]:
-    """Loads (LDG) and stores (STG) of the device's memory in a PrimFunc's kernels, by their bits."""
-    found: Counter[tuple[str, int]] = Counter()
+    """Count loads (LDG) and stores (STG) of device memory in a PrimFunc's kernels, by their bits."""
+    counts: Counter[tuple[str, int]] = Counter()
     for function in read(disassembled(func, arch)[1]):
-        for each in function.instructions:
-            if each.opcode in ("LDG", "STG"):
-                bits = [
-                    m.strip("US") for m in each.modifiers if m in ("128", "64", "U16", "S16", "16", "U8", "S8", "8")
-                ]
-                found[each.opcode, int(bits[0]) if bits else 32] += 1
-    return found
+        for i in function.instructions:
+            if i.opcode in ("LDG", "STG"):
+                bits = [m.strip("US") for m in i.modifiers if m in ("128", "64", "U16", "S16", "16", "U8", "S8", "8")]
+                counts[i.opcode, int(bits[0]) if bits else 32] += 1
+    return counts
 
 
 def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
-    """The kernels of a PrimFunc. Registers are those of the largest."""
+    """Compile the kernels of a PrimFunc. Registers are those of the largest."""
     usage, sass, said = disassembled(func, arch)
     registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
     functions = read(sass)
     path = main_loop(functions)
-    whole = Counter(each.opcode for function in functions for each in function.instructions)
+    whole = Counter(i.opcode for function in functions for i in function.instructions)
     said = "\n".join(line for line in said.splitlines() if "spilled" not in line)
-    loop = Counter(each.opcode for each in path)
+    loop = Counter(i.opcode for i in path)
     inside = sum(f.instructions[n].opcode in _SPILLS for f in functions for body in multiplying(f) for n in body)
     return MachineCode(registers, stack, sum(whole[o] for o in _SPILLS), inside, loop, whole, steps(path), said)
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """The output of a program of the CUDA toolkit, from the toolkit or its wheel."""
+    """Return the output of a program of the CUDA toolkit, from the toolkit or its wheel."""
     wheel = importlib.util.find_spec("nvidia.cu13")
     folders = [Path(p) / "bin" for p in (wheel.submodule_search_locations or [] if wheel else [])]
     path = shutil.which(name) or next(str(folder / name) for folder in folders if (folder / name).exists())
@@ -106,7 +104,7 @@ def tool(name: str, *arguments: str | Path) -> str:
 
 
 def problem(head_dim: int, causal: bool) -> AttentionProblem:
-    """Every size symbolic, float16, grouped heads."""
+    """Return a problem with every size symbolic, float16, grouped heads."""
     sizes: dict[str, Any] = {"batch": None, "q_len": None, "kv_len": None, "q_heads": 8, "kv_heads": 2}
     types: dict[str, Any] = {"dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"}
     window = Window(right=0, offset="past") if causal else None
@@ -115,7 +113,7 @@ def problem(head_dim: int, causal: bool) -> AttentionProblem:
 
 
 def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | WgmmaTiles]:
-    """The prefill kernel that an architecture gets, and its tiles."""
+    """Return the prefill kernel that an architecture gets, and its tiles."""
     gpu = DEVICES[arch]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
@@ -131,7 +129,7 @@ def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | W
 
 
 def decode_alone(p: AttentionProblem, arch: str) -> tirx.PrimFunc:
-    """The small-M kernel, whatever their number, with its default tiles."""
+    """Return the small-M kernel, for any number of rows, with its default tiles."""
     gpu = DEVICES[arch]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
@@ -140,7 +138,7 @@ def decode_alone(p: AttentionProblem, arch: str) -> tirx.PrimFunc:
 
 
 def matmuls(p: AttentionProblem, tiles: MmaTiles | WgmmaTiles) -> int:
-    """Matmuls that a warp needs for a tile of keys, of 16 x 8 x 16, or of 64 x n x 16 by wgmma."""
+    """Return the matmuls of a warp for a tile of keys, of 16 x 8 x 16, or of 64 x n x 16 by wgmma."""
     if isinstance(tiles, WgmmaTiles):
         panels = 1 if p.v_head_dim % 64 == 0 else -(-p.v_head_dim // 64)  # a matmul of each, where they are not whole
         return pad_head_dim(p.head_dim) // 16 + tiles.kv // 16 * panels

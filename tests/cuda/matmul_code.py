@@ -1,4 +1,4 @@
-"""Which machine code the matmuls of a model become: that of its own artifact, by nvcc."""
+"""Read which machine code the matmuls of a model become: that of its own artifact, by nvcc."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TENSOR_CORES = ("HGMMA", "HMMA")
 
 @dataclass(frozen=True)
 class Matmul:
-    """A function that multiplies matrices: its kind, the ONNX nodes that it computes, and for each of its launches how
+    """A function that multiplies matrices: its kind and the ONNX nodes that it computes. For each of its launches, how
     many instructions of which kind multiply on tensor cores, 0 of "" where none does. With epilogues, the last launch
     may be theirs."""
 
@@ -40,8 +40,9 @@ class Matmul:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether every launch multiplies there, but for those behind one that does, which add parts of k, and for
-        launches of an attention that bring keys together."""
+        """Return whether every launch multiplies there.
+
+        Except for launches that add k-slices after one that multiplies, and attention launches that gather keys."""
         counts = [count for _, count in self.launches]
         if self.kind == "attention":
             return any(counts)
@@ -54,32 +55,32 @@ class Matmul:
 
 
 def matmuls(model: ModelLike, arch: str, precision: Precision | None) -> tuple[Manifest, list[Matmul]]:
-    """Compiles the model, and reads the machine code of its matmuls and attentions."""
+    """Compile the model, and read the machine code of its matmuls and attentions."""
     manifest, functions = machine_code_of(model, arch, precision)
     launches = {function.name: Counter(i.opcode for i in function.instructions) for function in functions}
     nodes = {call.kernel: call.nodes for call in reversed(manifest.calls)}
-    found = []
+    matmuls_of_model = []
     for kernel in manifest.kernels:
         if kernel.kind in ("matmul", "conv", "attention"):
             own = [name for name in launches if re.fullmatch(rf"{re.escape(kernel.name)}_kernel(_\d+)?", name)]
             counts = tuple(_multiplying(launches[name]) for name in sorted(own, key=_number))
             epilogues = kernel.schedule == "epilogue_matmul"
-            found.append(Matmul(kernel.name, kernel.kind, nodes[kernel.name], counts, epilogues))
-    return manifest, found
+            matmuls_of_model.append(Matmul(kernel.name, kernel.kind, nodes[kernel.name], counts, epilogues))
+    return manifest, matmuls_of_model
 
 
 def machine_code_of(
     model: ModelLike, arch: str, precision: Precision | None = None, donate: Sequence[str] = ()
 ) -> tuple[Manifest, list[sass.Function]]:
-    """Compiles the model, and reads the machine code of all of its kernels."""
-    with tempfile.TemporaryDirectory() as folder, _kept(Path(folder) / "kernels.cubin") as path:
+    """Compile the model, and read the machine code of all of its kernels."""
+    with tempfile.TemporaryDirectory() as folder, _write_machine_code_to(Path(folder) / "kernels.cubin") as path:
         manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision, donate=donate)
         return manifest, sass.read(tool("nvdisasm", "-c", path))
 
 
 @contextmanager
-def _kept(path: Path) -> Iterator[Path]:
-    """The machine code of what is compiled meanwhile, whatever was compiled before, goes to this file too."""
+def _write_machine_code_to(path: Path) -> Iterator[Path]:
+    """Write the machine code of all that is compiled meanwhile to this file too, even if a cache has it."""
 
     def compiled(source: str) -> bytes:
         code = compile_cubin(source)
@@ -99,4 +100,4 @@ def _multiplying(opcodes: Counter[str]) -> tuple[str, int]:
 
 
 def _number(name: str) -> int:
-    return int(found[1]) if (found := re.search(r"_kernel_(\d+)$", name)) else 0
+    return int(match[1]) if (match := re.search(r"_kernel_(\d+)$", name)) else 0

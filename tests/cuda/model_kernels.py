@@ -1,4 +1,4 @@
-"""Which kernels exported models get on GPUs, what machine code their matmuls are, and how right they are under the
+"""Report which kernels exported models get on GPUs, the machine code of their matmuls, and their errors under
 emulation.
 
 `python tests/cuda/model_kernels.py FOLDER` writes docs/cuda_models.md about the exports in a folder, which
@@ -84,7 +84,7 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """A model on an architecture."""
+    """The kernels and the error of a model on an architecture."""
 
     model: str
     precision: Precision
@@ -104,15 +104,15 @@ class Outcome:
 
 
 def outcome(folder: Path, arch: str, precision: Precision) -> Outcome:
-    manifest, found = matmuls(folder / "model.onnx", arch, precision)
+    manifest, model_matmuls = matmuls(folder / "model.onnx", arch, precision)
     _, error = emulated.run(exported.measured, str(folder), arch, precision, arch=arch, timeout=900)
     of_pytorch = json.loads((folder / "half.json").read_text())[precision]
-    made = Outcome(folder.name, precision, arch, manifest, found, error, of_pytorch)
-    print(made.row(), end="", flush=True)
-    elsewhere = [matmul.name for matmul in found if not matmul.on_tensor_cores]
+    result = Outcome(folder.name, precision, arch, manifest, model_matmuls, error, of_pytorch)
+    print(result.row(), end="", flush=True)
+    elsewhere = [matmul.name for matmul in model_matmuls if not matmul.on_tensor_cores]
     if elsewhere or error > BARS[precision]:
         raise SystemExit(f"off tensor cores: {elsewhere}; the error is {error:.1e}")
-    return made
+    return result
 
 
 def page(outcomes: list[Outcome]) -> str:
@@ -121,23 +121,23 @@ def page(outcomes: list[Outcome]) -> str:
     heads = ["model", "type", "target", "matmuls", "on", *_RULES, "error", "PyTorch"]
     text = f"{HEADER}| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
     text += "".join(o.row() for o in outcomes) + MATMULS
-    for model, mine in by_model.items():
+    for model, outcomes_of_model in by_model.items():
         cells: dict[tuple[str, str], dict[str, list[str]]] = {}
-        for o in mine:
+        for o in outcomes_of_model:
             for matmul in o.matmuls:
-                of = cells.setdefault((matmul.name, operators(matmul.nodes)), {})
-                of.setdefault(o.arch, []).append(str(matmul))
-        for (name, nodes), of in cells.items():
-            columns = [model, f"`{name}`", nodes, *(" / ".join(dict.fromkeys(of.get(a, []))) for a in ARCHITECTURES)]
+                texts = cells.setdefault((matmul.name, operators(matmul.nodes)), {})
+                texts.setdefault(o.arch, []).append(str(matmul))
+        for (name, nodes), texts in cells.items():
+            columns = [model, f"`{name}`", nodes, *(" / ".join(dict.fromkeys(texts.get(a, []))) for a in ARCHITECTURES)]
             text += f"| {' | '.join(columns)} |\n"
     text += OTHERS
-    for model, mine in by_model.items():
-        rows = dict.fromkeys(row for o in mine for row in others(o.manifest))
+    for model, outcomes_of_model in by_model.items():
+        rows = dict.fromkeys(row for o in outcomes_of_model for row in list_other_kernels(o.manifest))
         text += "".join(f"| {model} | {row} |\n" for row in rows)
     return text
 
 
-def others(manifest: Manifest) -> Iterable[str]:
+def list_other_kernels(manifest: Manifest) -> Iterable[str]:
     nodes = {call.kernel: call.nodes for call in reversed(manifest.calls)}
     for kernel in manifest.kernels:
         by = {"one_number": "one thread", "ordinary": "dlight"}.get(kernel.schedule)
@@ -146,7 +146,7 @@ def others(manifest: Manifest) -> Iterable[str]:
 
 
 def operators(nodes: Iterable[str]) -> str:
-    """The ONNX operators of nodes, each of which is its operator and its name."""
+    """Return the ONNX operators of nodes. A node is its operator and its name."""
     return ", ".join(node.split()[0] for node in nodes)
 
 

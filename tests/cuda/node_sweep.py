@@ -1,4 +1,4 @@
-"""Which of ONNX's node cases compile for CUDA, of those that compile for CPUs: writes docs/cuda_cases.json.
+"""Compile ONNX's node cases that compile for CPUs for CUDA, and write the result to docs/cuda_cases.json.
 
 `python tests/cuda/node_sweep.py [OPERATOR ...]` compiles every case, without nvcc: what a GPU cannot do fails before,
 in TVM's lowering and code generation. docs/operators.md has the result as a column.
@@ -30,7 +30,7 @@ TARGET = "cuda:sm_90a"
 
 @dataclass(frozen=True)
 class Found:
-    """Of an operator's cases that compile for CPUs: how many compile for CUDA, and why each of the others does not."""
+    """The result for an operator's cases that compile for CPUs: how many compile for CUDA, and why others do not."""
 
     compiled: int = 0
     refused: dict[str, str] = field(default_factory=dict)
@@ -59,13 +59,13 @@ def _failure(case: Case) -> str | None:
 
 
 def recorded() -> dict[str, Found]:
-    """Return what the last sweep found, by operator."""
-    return {operator: Found(**found) for operator, found in json.loads(RECORD.read_text()).items()}
+    """Return the results of the last sweep, by operator."""
+    return {operator: Found(**fields) for operator, fields in json.loads(RECORD.read_text()).items()}
 
 
-def record(found: dict[str, Found]) -> None:
-    """Write what sweeps found of operators with cases that compile for CPUs."""
-    text = {operator: asdict(found[operator]) for operator in sorted(found) if found[operator] != Found()}
+def record(results: dict[str, Found]) -> None:
+    """Write the results of sweeps, for operators with cases that compile for CPUs."""
+    text = {operator: asdict(results[operator]) for operator in sorted(results) if results[operator] != Found()}
     RECORD.write_text(json.dumps(text, indent=1) + "\n")
 
 
@@ -74,13 +74,13 @@ def main() -> None:
     parser.add_argument("operators", nargs="*", help="sweep these alone; the record of the others stays")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    found = recorded() if arguments.operators else {}
+    results = recorded() if arguments.operators else {}
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
         runs = {pool.submit(sweep, operator): operator for operator in arguments.operators or node_cases.every_case()}
         for run in as_completed(runs):
-            found[runs[run]] = run.result()
+            results[runs[run]] = run.result()
             print(runs[run], run.result().compiled, run.result().refused, flush=True)
-            record(found)
+            record(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The main loops of FlashAttention-3's and CUTLASS's kernels, compiled here, for loop_model.py.
+"""Compile FlashAttention-3 and CUTLASS kernels here, and record their main loops for loop_model.py.
 
 `python tests/cuda/peer_kernels.py CHECKOUT` writes peers/loops.json. It takes a checkout of FlashAttention with its
 folder hopper/; CUTLASS, which both need, comes with the `test` extra. A kernel takes nvcc about a minute.
@@ -30,7 +30,7 @@ _FLASH_ATTENTION = (  # as its setup.py has them
     *("-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED", "-DCUTLASS_ENABLE_GDC_FOR_SM90", "-DCUTLASS_DEBUG_TRACE_LEVEL=0"),
 )
 
-# Head size, causal, type, tiles (tile_size_fwd_sm90 in tile_size.h), and blocks that share K and V.
+# Head size, causal, type, tiles (tile_size_fwd_sm90 in tile_size.h), and the number of blocks that share K and V.
 _ATTENTION = (
     (64, False, "half_t", (192, 192), 1),
     (64, True, "half_t", (192, 128), 1),
@@ -41,12 +41,12 @@ _ATTENTION = (
     (256, True, "half_t", (128, 80), 1),
 )
 
-# Tiles, whose, and warpgroups that share one: 2, or 1 by turns.
+# Tiles, owner, and warpgroups that share one: 2, or 1 with ping-pong.
 _MATMULS = ((128, 256, "Cooperative"), (64, 256, "Pingpong"), (128, 128, "Pingpong"))
 
 
 def flash_attention(checkout: Path) -> Iterator[Kernel]:
-    """FlashAttention-3, forward, at its own tiles."""
+    """Yield the forward kernels of FlashAttention-3, at its own tiles."""
     for dim, causal, dtype, (q, kv), cluster in _ATTENTION:
         defined = (f"-DDIM={dim}", f"-DCLUSTER={cluster}", f"-DCAUSAL={str(causal).lower()}", f"-DTYPE={dtype}")
         brought = 4 * kv * dim
@@ -65,7 +65,7 @@ def flash_attention(checkout: Path) -> Iterator[Kernel]:
 
 
 def cutlass() -> Iterator[Kernel]:
-    """Matmuls of matrices: by mma.sync, and on Hopper in clusters of two blocks, that share B."""
+    """Yield matmuls of matrices: by mma.sync, and on Hopper in clusters of two blocks that share B."""
     yield by_warps()
     for m, n, schedule in _MATMULS:
         defined = (f"-DTILE_M={m}", f"-DTILE_N={n}", "-DCLUSTER=2", f"-DSCHEDULE={schedule}")
@@ -82,7 +82,7 @@ def cutlass() -> Iterator[Kernel]:
 
 
 def by_warps() -> Kernel:
-    """CUTLASS's matmul by mma.sync. 230 registers leave room for two blocks of four warps."""
+    """Return CUTLASS's matmul by mma.sync. 230 registers leave room for two blocks of four warps."""
     brought = 2 * (128 + 128) * 32
     loop = steps(_loop("cutlass_sm80.cu", "sm_80", ()))
     return Kernel("matmul", "sm_80", "128 x 128 x 32", loop, 8, 2 * 128 * 128 * 32, brought, brought)
@@ -112,24 +112,24 @@ def _loop(source: str, arch: str, flags: Sequence[str]) -> list[Instruction]:
 
 
 def compiler() -> str:
-    """The version of nvcc."""
+    """Return the version of nvcc."""
     said = subprocess.run([find_nvcc() or "nvcc", "--version"], check=True, capture_output=True, text=True).stdout
     return re.findall(r"V([\d.]+)", said)[0]
 
 
 def main(checkout: Path) -> None:
     commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    made = {
+    version_of = {
         "nvcc": compiler(),
         "cutlass": importlib.metadata.version("nvidia-cutlass"),
         "flash_attention": commit.stdout.strip(),
     }
     kernels = {"FlashAttention-3": list(flash_attention(checkout)), "CUTLASS": list(cutlass())}
     lines = []
-    for owner, each in kernels.items():
-        rows = [json.dumps({**vars(k), "steps": [dataclasses.astuple(step) for step in k.steps]}) for k in each]
+    for owner, loops in kernels.items():
+        rows = [json.dumps({**vars(k), "steps": [dataclasses.astuple(step) for step in k.steps]}) for k in loops]
         lines.append(f"  {json.dumps(owner)}: [\n    " + ",\n    ".join(rows) + "\n  ]")
-    versions = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in made.items())
+    versions = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in version_of.items())
     RECORD.write_text("{" + versions + '"kernels": {\n' + ",\n".join(lines) + "\n}}\n")
 
 

@@ -1,4 +1,4 @@
-"""What the tests of prefill kernels share: problems, inputs of odd sizes, and the float64 reference beside a kernel."""
+"""Shared parts of the tests of prefill kernels: problems, inputs of odd sizes, and comparison with float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
 def problem(**changes: Any) -> AttentionProblem:
-    """Two query heads on each of two key/value heads, every size symbolic, float16, head sizes of 64."""
+    """Return a problem of two query heads on each of two key/value heads, all sizes symbolic, float16, head_dim 64."""
     defaults: dict[str, Any] = {
         **{"batch": None, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2},
         **{"head_dim": 64, "dtype": "float16", "acc_dtype": "float32"},
@@ -35,7 +35,7 @@ def problem(**changes: Any) -> AttentionProblem:
 
 
 def formula() -> Formula:
-    """Key j is visible to row i where both belong to one document of table_0, or j is one of the first size_0 keys."""
+    """Return a formula: row i sees key j of its own document in table_0, and the first size_0 keys."""
     b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
     shown = tirx.any(table[i].equal(table[j]), j < size)
@@ -43,7 +43,7 @@ def formula() -> Formula:
 
 
 def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
-    """Random inputs by parameter name. A mask hides a third of the pairs, whole tiles of keys, and all keys of rows."""
+    """Draw inputs by parameter name. A mask hides a third of the pairs, whole tiles of keys, and all keys of rows."""
     rng = np.random.default_rng(q_len + kv_len)
 
     def rows(layout: str, heads: int, length: int, dim: int) -> np.ndarray:
@@ -63,10 +63,10 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
         hidden[:, :, ::5] |= shape[2] > 1
         hidden[..., 32:64] = True
         lowest = 0 if p.mask.dtype == "bool" else ml_dtypes.finfo(p.mask.dtype).min
-        if p.mask.dtype == "float16":  # a row may see no other key: beside -65504, float32 rounds scores to 1/128
+        if p.mask.dtype == "float16":  # a row may see no other key; added to -65504, scores are rounded to 1/128
             lowest = -1000
         finite = np.where(rng.random(shape) < 0.2, lowest, rng.standard_normal(shape))
-        if p.mask.dtype != "float16":  # beside whose lowest number scores vanish, in float64, too
+        if p.mask.dtype != "float16":  # added to its lowest number, scores vanish, in float64, too
             finite[:, :, 1::5] = lowest
         inputs["mask"] = ~hidden if p.mask.dtype == "bool" else np.where(hidden, -np.inf, finite).astype(p.mask.dtype)
     if isinstance(p.mask, Formula):
@@ -81,27 +81,27 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
 
 
 def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarray | None]:
-    """Y and the log-sum-exp, if it is asked for, in float64."""
+    """Return Y and the log-sum-exp, if the problem has one, in float64."""
     if isinstance(p.mask, Formula):
         i, j = np.arange(inputs["q"].shape[2])[:, None], np.arange(inputs["k"].shape[2])
         table = inputs["table_0"]
         shown = ((table[i] == table[j]) | (j < inputs["size_0"]))[None, None]
         inputs = {name: inputs[name] for name in "qkv"} | {"mask": shown}
-    found = compute_reference(p, **inputs)
-    return found["y"], found.get("lse")
+    reference = compute_reference(p, **inputs)
+    return reference["y"], reference.get("lse")
 
 
 def close(got: np.ndarray, want: np.ndarray, p: AttentionProblem) -> None:
-    """Equal but for the rounding of P and of Y to 16 bits."""
+    """Check that results are equal up to the rounding of P and of Y to 16 bits."""
     rounding = float(ml_dtypes.finfo(p.dtype).eps)
     np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding)
 
 
 def close_to(inputs: Arrays, got: np.ndarray, want: np.ndarray, p: AttentionProblem) -> None:
-    """Equal but for the rounding of P, half a unit of each number that is summed up, and of Y to 16 bits."""
+    """Check that results are equal up to the rounding of P, half a unit of each term, and of Y to 16 bits."""
     rounding = float(ml_dtypes.finfo(p.dtype).eps)
-    summed, _ = expected(p, inputs | {"v": np.abs(inputs["v"])})
-    np.testing.assert_array_less(np.abs(got - want), rounding * (np.abs(want) + np.maximum(summed, 1)), strict=False)
+    bound, _ = expected(p, inputs | {"v": np.abs(inputs["v"])})
+    np.testing.assert_array_less(np.abs(got - want), rounding * (np.abs(want) + np.maximum(bound, 1)), strict=False)
 
 
 class Kernels:
@@ -124,7 +124,7 @@ class Kernels:
         return list(self.problems).index(name)
 
     def call(self, name: str, inputs: Arrays, turn: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """What the kernel makes of the inputs: Y and the log-sum-exp, if it has one, in float64."""
+        """Call a kernel, and return Y and the log-sum-exp, if it has one, in float64."""
         p = self.problems[name]
         batch, q_len = inputs["q"].shape[0], inputs["q"].shape[2 if p.row_axes == "bhtd" else 1]
         y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.row_axes == "bhtd" else p.q_heads))
@@ -136,7 +136,7 @@ class Kernels:
         return results["y"], results.get("lse")
 
     def check(self, name: str, sizes: list[tuple[int, int, int]]) -> None:
-        """Y and the log-sum-exp equal the reference for each batch, number of rows and number of keys."""
+        """Check Y and the log-sum-exp against the reference for each batch, number of rows and number of keys."""
         p = self.problems[name]
         for number, size in enumerate(sizes):
             inputs = draw(p, *size)

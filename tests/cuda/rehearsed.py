@@ -1,4 +1,4 @@
-"""Writes a tiny bundle of all that measure.py knows: python rehearsed.py FOLDER, where the emulation is a GPU."""
+"""Write a tiny bundle of all jobs of measure.py: python rehearsed.py FOLDER, where the emulation is a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAULTS = {"hanging": ("sleep", 1000), "dying": ("abort",)}
 
 
 def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
-    """A case of each operation, one of them with tiles other than the default and with faulty kernels."""
+    """Return a case of each operation, one of them with tiles other than the default and with faulty kernels."""
     p = attention_problem("f16", 64, q_heads=4, kv_heads=2)
     tiles = {"tiles": {"keys": 16, "warps": 2, "stages": 2, "split": 64, "per_sm": 1}}
     decode = attention_kernel("decode", "decode", p, ((1, 1, 77),))
@@ -67,10 +67,10 @@ def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
 
 
 def faulty(folder: Path, like: Kernel) -> dict[str, Kernel]:
-    """Kernels that never come back, or end their process; and one that is checked against another problem."""
+    """Return kernels that never end, or end their process; and one that is checked against another problem."""
     target = resolve(TARGET)[0]
     problem = like.problem.replace("0.125", "0.5")
-    found = {"wrong": replace(like, name="wrong", contender="wrong", problem=problem)}
+    kernels = {"wrong": replace(like, name="wrong", contender="wrong", problem=problem)}
     for name, (function, *arguments) in FAULTS.items():
         with IRBuilder() as builder, T.prim_func():
             for parameter in like.parameters:
@@ -80,17 +80,17 @@ def faulty(folder: Path, like: Kernel) -> dict[str, Kernel]:
         func = builder.get().with_attr("global_symbol", "kernel")
         library = folder / "libraries" / f"{name}.so"
         library.write_bytes(build(tvm.IRModule({"kernel": func}), target, KernelCompiler(target)))
-        found[name] = replace(like, name=name, contender=name, library=f"libraries/{name}.so")
-    return found
+        kernels[name] = replace(like, name=name, contender=name, library=f"libraries/{name}.so")
+    return kernels
 
 
 def small_model(folder: Path) -> Program:
-    """y = Exp(x), with a recorded call."""
+    """Compile y = Exp(x), and record a call."""
     text = '<ir_version: 10, opset_import: ["" : 20]> m (float16[n] x) => (float16[n] y) { y = Exp (x) }'
-    place = folder / "models" / "exp"
-    lowering.compile(onnx.parser.parse_model(text), TARGET).save(place / "artifact")
+    model_folder = folder / "models" / "exp"
+    lowering.compile(onnx.parser.parse_model(text), TARGET).save(model_folder / "artifact")
     x = np.linspace(-1, 1, 37).astype(np.float16)
-    np.savez(place / "call-0.npz", **{"in.x": x, "out.y": np.exp(x.astype(np.float64))})
+    np.savez(model_folder / "call-0.npz", **{"in.x": x, "out.y": np.exp(x.astype(np.float64))})
     return Program("exp", "model", "models/exp", {"tolerance": 2e-3})
 
 

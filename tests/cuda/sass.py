@@ -1,4 +1,4 @@
-"""Machine code (SASS) as nvdisasm prints it: instructions, how control flows, and the loop that multiplies matrices."""
+"""Parse machine code (SASS) from nvdisasm: instructions, control flow, and the loop that multiplies matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """As `@P0 HGMMA.64x128x16.F32 R24, gdesc[UR32], RZ`."""
+    """An instruction, as `@P0 HGMMA.64x128x16.F32 R24, gdesc[UR32], RZ`."""
 
     opcode: str
     """Without modifiers: HGMMA."""
@@ -25,7 +25,7 @@ class Instruction:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of a matmul by one warp, 0 of anything else."""
+        """Return the multiplications and additions of a matmul by one warp, 0 for any other instruction."""
         if self.opcode == "HGMMA":  # of a warpgroup, that is four warps
             m, n, k = map(int, self.modifiers[0].split("x"))
             return 2 * m * n * k // 4
@@ -36,7 +36,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel."""
+    """The instructions and labels of a kernel."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Loop:
-    """A natural loop, as instructions by number."""
+    """A natural loop, as numbers of instructions."""
 
     header: int
     body: frozenset[int]
@@ -57,24 +57,26 @@ class Loop:
 
 
 def read(text: str) -> list[Function]:
-    """The kernels of a listing by `nvdisasm -c`."""
-    found: list[Function] = []
+    """Return the kernels of a listing by `nvdisasm -c`."""
+    functions: list[Function] = []
     for line in text.splitlines():
         if section := _SECTION.search(line):
-            found.append(Function(section[1]))
+            functions.append(Function(section[1]))
         elif label := _LABEL.match(line):
-            found[-1].labels[label[1]] = len(found[-1].instructions)
-        elif found and (match := _INSTRUCTION.search(line)):
+            functions[-1].labels[label[1]] = len(functions[-1].instructions)
+        elif functions and (match := _INSTRUCTION.search(line)):
             guard, opcode, modifiers, operands = match.groups()
-            found[-1].instructions.append(
+            functions[-1].instructions.append(
                 Instruction(opcode, tuple(modifiers.split(".")[1:]), operands, guard is not None)
             )
-    return found
+    return functions
 
 
 def main_loop(functions: list[Function]) -> list[Instruction]:
-    """The path through the loop over tiles, or steps along k: of the innermost loops with matmuls, that with the
-    fewest instructions for a matmul, which is the one for tiles without mask code. Empty where no loop multiplies."""
+    """Return the path through the loop over tiles, or steps along k.
+
+    It is the innermost loop with the fewest instructions for a matmul, that for tiles without mask code. The path is
+    empty where no loop multiplies."""
     candidates = []
     for function in functions:
         for loop in _multiplying(function):
@@ -84,17 +86,17 @@ def main_loop(functions: list[Function]) -> list[Instruction]:
 
 
 def multiplying(function: Function) -> list[frozenset[int]]:
-    """The innermost loops with matmuls, all of their instructions by number."""
+    """Return the innermost loops with matmuls, all of their instructions by number."""
     return [loop.body for loop in _multiplying(function)]
 
 
 def _multiplying(function: Function) -> list[Loop]:
-    found = [loop for loop in loops(function) if _operations(function, loop.path)]
-    return [loop for loop in found if not any(other.body < loop.body for other in found)]
+    candidates = [loop for loop in loops(function) if _operations(function, loop.path)]
+    return [loop for loop in candidates if not any(other.body < loop.body for other in candidates)]
 
 
 def loops(function: Function) -> list[Loop]:
-    """Of a function whose control flow is reducible, as compilers make it. Loops with the same header are one."""
+    """Return the natural loops of reducible control flow, which compilers emit. A header has one loop."""
     order, back = _depth_first(function)
     before: dict[int, list[int]] = {n: [] for n in order}
     for n in order:
@@ -103,7 +105,7 @@ def loops(function: Function) -> list[Loop]:
     latches: dict[int, list[int]] = {}
     for latch, header in back:
         latches.setdefault(header, []).append(latch)
-    found = []
+    natural_loops = []
     for header, ends in latches.items():
         body, waiting = {header}, list(ends)
         while waiting:
@@ -111,12 +113,12 @@ def loops(function: Function) -> list[Loop]:
                 body.add(n)
                 waiting += before[n]
         path = _path(function, header, ends, [n for n in order if n in body], before, back)
-        found.append(Loop(header, frozenset(body), path))
-    return found
+        natural_loops.append(Loop(header, frozenset(body), path))
+    return natural_loops
 
 
 def successors(function: Function, n: int) -> list[int]:
-    """The instructions that may follow."""
+    """Return the instructions that may follow."""
     instruction = function.instructions[n]
     following = [n + 1] if n + 1 < len(function.instructions) else []
     target = _TARGET.search(instruction.operands)
@@ -133,7 +135,7 @@ def successors(function: Function, n: int) -> list[int]:
 
 
 def _meeting(function: Function, n: int) -> int:
-    """Where threads that BSYNC holds go on together: BSSY said it for the same barrier, above."""
+    """Return where threads that wait at BSYNC go on together: an earlier BSSY names it for the same barrier."""
     barrier = function.instructions[n].operands
     for earlier in reversed(function.instructions[:n]):
         if earlier.opcode == "BSSY" and earlier.operands.startswith(f"{barrier},"):
@@ -144,7 +146,7 @@ def _meeting(function: Function, n: int) -> int:
 
 
 def _depth_first(function: Function) -> tuple[list[int], set[tuple[int, int]]]:
-    """Instructions that can be reached, each after what leads to it but for loops, and the jumps that close loops."""
+    """Return reachable instructions in topological order, and the jumps that close loops."""
     finished: list[int] = []
     back: set[tuple[int, int]] = set()
     under_way, seen = {0}, {0}
@@ -174,13 +176,13 @@ def _path(
     before: dict[int, list[int]],
     back: set[tuple[int, int]],
 ) -> tuple[int, ...]:
-    """From the header to a latch through instructions in `order`."""
-    best: dict[int, tuple[int, int, int, int]] = {}  # operations, copies, minus instructions, the one before
+    """Return the path from the header to a latch through instructions in `order`."""
+    best: dict[int, tuple[int, int, int, int]] = {}  # operations, copies, minus instructions, the previous instruction
     for n in order:
-        sums = [(*best[m][:3], m) for m in before[n] if m in best and (m, n) not in back]
-        operations, copies, others, previous = (0, 0, 0, -1) if n == header else max(sums)
+        predecessors = [(*best[m][:3], m) for m in before[n] if m in best and (m, n) not in back]
+        operations, copies, negative_length, previous = (0, 0, 0, -1) if n == header else max(predecessors)
         here = function.instructions[n]
-        best[n] = (operations + here.operations, copies + (here.opcode == "LDGSTS"), others - 1, previous)
+        best[n] = (operations + here.operations, copies + (here.opcode == "LDGSTS"), negative_length - 1, previous)
     n = max(latches, key=lambda latch: best[latch][:3])
     path = [n]
     while (n := best[n][3]) >= 0:

@@ -1,4 +1,4 @@
-"""Machine code by another ptxas than that of the installed nvcc, which still makes the PTX: what audits say of both.
+"""Compare machine code by another ptxas with that of the installed nvcc, which still makes the PTX.
 
 `python tests/cuda/second_ptxas.py [PTXAS]` prints where they differ. Without a path the newest that the package index
 has for this nvcc is installed in a temporary folder.
@@ -24,7 +24,7 @@ OURS = cubin.machine_code
 
 
 def installed(folder: Path) -> Path | None:
-    """The ptxas of the wheel, in a folder; None where the index is not reached."""
+    """Install the ptxas of the wheel in a folder, and return its path; None without access to the index."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     return next(folder.rglob("bin/ptxas"), None) if done.returncode == 0 else None
@@ -32,14 +32,14 @@ def installed(folder: Path) -> Path | None:
 
 def version(ptxas: str | Path) -> str:
     said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"V([\d.]+)", said)
-    assert found, said
-    return found[1]
+    match = re.search(r"V([\d.]+)", said)
+    assert match, said
+    return match[1]
 
 
 @contextmanager
 def used(ptxas: Path) -> Iterator[None]:
-    """Kernels are assembled by this one meanwhile."""
+    """Assemble kernels by this ptxas in the block."""
 
     def machine_code(source: str, arch: str) -> tuple[bytes, str]:
         with tempfile.TemporaryDirectory() as folder:
@@ -93,10 +93,10 @@ def main() -> None:
         assert ptxas, "the package index is not reached"
         print(f"ptxas {version('ptxas')} -> {version(ptxas)}")
         for name, (func, arch) in kernels.items():
-            one = figures(machine_code(func, arch))
+            old = figures(machine_code(func, arch))
             with used(ptxas):
-                other = figures(machine_code(func, arch))
-            print(f"{name}:", "; ".join(f"{k} {one[k]} -> {other[k]}" for k in one if one[k] != other[k]) or "the same")
+                new = figures(machine_code(func, arch))
+            print(f"{name}:", "; ".join(f"{k} {old[k]} -> {new[k]}" for k in old if old[k] != new[k]) or "the same")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode steps on the emulated GPU, call by call of the driver; what tests call in its process."""
+"""Decode steps on the emulated GPU, call by call of the driver. Tests call these functions in its process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowering.demo.decoder import DecoderConfig, build_decoder
 from lowering.runtime import graphs, library, tensors
 
 TARGET, STEPS = "cuda:sm_80", 6
-# What only asks or sets something in the host's memory.
+# Calls that only ask for or set something in the host's memory.
 FREE = {"cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute"}
 
 # One token attends to a cache that grows by it.
@@ -54,7 +54,7 @@ class Steps:
         self.calls: list[device.Call] = []
 
     def __call__(self) -> dict[str, np.ndarray]:
-        """The outputs of the next step on new tokens; `outputs` are its arrays, `calls` those of the driver in it."""
+        """Run the next step on new tokens. `outputs` are its arrays, `calls` its calls of the driver."""
         for name, array in self.arrays.items():
             if name == "write_indices":
                 tensors.copy_to(tvm_ffi.from_dlpack(np.full(array.shape, self._number)), array)
@@ -70,18 +70,18 @@ class Steps:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """A copy of what an array of the GPU holds."""
+    """Return a copy of an array of the GPU."""
     return np.from_dlpack(tensors.copy_tensor(array, tvm_ffi.device("cpu")))
 
 
 def work(calls: Iterable[device.Call]) -> Counter[str]:
-    """How many calls there were, by name, of those that do more than look into memory."""
+    """Count the calls by name that do more than look into memory."""
     return Counter(call.name for call in calls if call.name not in FREE)
 
 
 @contextmanager
 def own_stream(model: lowering.Model) -> Iterator[int]:
-    """While it is open, calls go to a new stream, whose address it gives."""
+    """Let calls go to a new stream in the block, and yield its address."""
     gpu = model.gpu.device
     stream = tvm_ffi.get_global_func("runtime.Device_StreamCreate")(gpu)
     try:
@@ -93,11 +93,11 @@ def own_stream(model: lowering.Model) -> Iterator[int]:
 
 
 def calls_of_steps(name: str, graph: bool) -> list[tuple[Counter[str], Counter[str]]]:
-    """Of each step on a stream of the caller's: the calls that do something, and the others.
+    """Return the calls of each step on a stream of the caller's: those that do something, and the others.
 
-    Those on the caller's stream have their names, those on others have "elsewhere" behind it.
+    Calls on the caller's stream have their names. Names of calls on other streams end with "elsewhere".
     """
-    step, found = Steps(model(name), graph), []
+    step, calls_by_step = Steps(model(name), graph), []
     with own_stream(step.model) as stream:
         for _ in range(STEPS):
             step()
@@ -105,20 +105,23 @@ def calls_of_steps(name: str, graph: bool) -> list[tuple[Counter[str], Counter[s
                 device.Call(call.name + (" elsewhere" if call.stream not in (None, stream) else ""), call.stream)
                 for call in step.calls
             ]
-            found.append((work(calls), Counter(call.name for call in calls if call.name in FREE)))
-    return found
+            calls_by_step.append((work(calls), Counter(call.name for call in calls if call.name in FREE)))
+    return calls_by_step
 
 
 def disturb(name: str, number: int) -> None:
-    """What may happen between steps: the same thread runs the model at a size that needs more memory than any before,
-    and the runtime gives back to the driver what nobody holds."""
+    """Do what may happen between steps.
+
+    The same thread runs the model at a size that needs more memory than before, and the runtime returns unused memory
+    to the driver."""
     Steps(model(name), False, batch=4 << number)()
     tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()
 
 
 def replayed(name: str, fault: str | None = None) -> tuple[float, bool]:
-    """The largest difference between outputs of replayed steps and of those that are not; and whether the arrays of a
-    replayed step are always the same, those of caches the ones that were bound."""
+    """Return the largest difference between outputs of replayed and ordinary steps, and whether arrays stay the same.
+
+    The arrays of a replayed step are always the same, and caches are those that were bound."""
     with ThreadPoolExecutor(1) as fresh:  # a thread whose workspaces are small
         return fresh.submit(_replayed, name, fault).result()
 
@@ -129,10 +132,10 @@ def _replayed(name: str, fault: str | None) -> tuple[float, bool]:
     with FAULTS[fault]() if fault else nullcontext():
         steps = Steps(model(name), True)
         for number in range(STEPS):
-            right = plain()
+            expected = plain()
             disturb(name, number)
-            found = steps()
-            worst = max([worst, *(float(np.abs(found[key] - right[key]).max()) for key in right)])
+            results = steps()
+            worst = max([worst, *(float(np.abs(results[key] - expected[key]).max()) for key in expected)])
             first = first or steps.outputs
             same = same and all(first[key] is steps.outputs[key] for key in first)
     donated = steps.model.manifest.donated
@@ -140,26 +143,26 @@ def _replayed(name: str, fault: str | None) -> tuple[float, bool]:
 
 
 def captured_again() -> tuple[str, float]:
-    """The error of a first call during which another thread allocates, and how far the outputs of the next calls are
-    from those of calls that are no graph."""
+    """Return the error of a first call during which another thread allocates, and the difference of the next calls
+    from calls without a graph."""
     plain, steps = Steps(model("attention"), False), Steps(model("attention"), True)
     _Disturbed.calls, message, worst = 0, "", 0.0
     with mock.patch.object(library, "Machine", _Disturbed):
         for _ in range(STEPS):
-            right = plain()
+            expected = plain()
             try:
-                found = steps()
+                results = steps()
             except lowering.InputError as error:
                 message += str(error)
                 continue
-            worst = max([worst, *(float(np.abs(found[key] - right[key]).max()) for key in right)])
+            worst = max([worst, *(float(np.abs(results[key] - expected[key]).max()) for key in expected)])
     return message, worst
 
 
 class _Copying(graphs.Graph):
-    def __init__(self, library: Any, gpu: Any, arguments: Any, *others: Any) -> None:
+    def __init__(self, library: Any, gpu: Any, arguments: Any, *rest: Any) -> None:
         self._originals = arguments
-        super().__init__(library, gpu, [tensors.copy_tensor(argument) for argument in arguments], *others)
+        super().__init__(library, gpu, [tensors.copy_tensor(argument) for argument in arguments], *rest)
 
 
 class _Waiting(library.Machine):
@@ -213,14 +216,15 @@ class _Disturbed(library.Machine):
 FAULTS = {
     "copies are recorded": partial(mock.patch, "lowering.runtime.model.Graph", _Copying),
     "a step waits": partial(mock.patch.object, library, "Machine", _Waiting),
-    "memory is not kept": partial(mock.patch, "lowering.runtime.model.Graph", _Forgetting),
-    "no thread is kept": partial(mock.patch.object, graphs, "ThreadPoolExecutor", _Here),
+    "memory is not retained": partial(mock.patch, "lowering.runtime.model.Graph", _Forgetting),
+    "no thread is retained": partial(mock.patch.object, graphs, "ThreadPoolExecutor", _Here),
 }
 
 
 def copies_of_a_step() -> list[str]:
-    """What a step on a stream of the caller's does after its kernels, where an array is bound to its output y: names of
-    calls, with the stream, "own" or "default"."""
+    """Return the calls of a step on a stream of the caller's after its kernels, where an array is bound to its output.
+
+    A call is its name with the stream, "own" or "default"."""
     steps = Steps(model("attention"), False)
     y = steps.model.gpu.copy(np.zeros((2, 4, 1, 32), "f"))
     call = steps.model.bind(steps.arrays, {"y": y})
@@ -235,7 +239,7 @@ def copies_of_a_step() -> list[str]:
 
 
 def matmul_by_tensor_maps() -> list[tuple[float, int]]:
-    """Of each step: how far a replayed matmul is from the same that is not, and how many tensor maps were made."""
+    """Return the error of a replayed matmul against one that is not, and the number of tensor maps, for each step."""
     rng = np.random.default_rng(0)
     weight = onnx.numpy_helper.from_array(rng.standard_normal((128, 264)).astype("float16"), "w")
     text = """<ir_version: 11, opset_import: ["" : 24]>
@@ -243,28 +247,28 @@ def matmul_by_tensor_maps() -> list[tuple[float, int]]:
     proto = onnx.parser.parse_model(text)
     proto.graph.initializer.append(weight)
     del proto.graph.input[1]
-    made = lowering.compile(proto, "cuda:sm_90a")
-    x = made.gpu.copy(np.zeros((200, 128), "float16"))  # rows of a cluster of two blocks
-    plain, replayed = made.bind({"x": x}), made.bind({"x": x}, graph=True)
-    found = []
+    module = lowering.compile(proto, "cuda:sm_90a")
+    x = module.gpu.copy(np.zeros((200, 128), "float16"))  # rows of a cluster of two blocks
+    plain, replayed = module.bind({"x": x}), module.bind({"x": x}, graph=True)
+    results = []
     for _ in range(3):
         tensors.copy_to(tvm_ffi.from_dlpack(rng.standard_normal((200, 128)).astype("float16")), x)
         right = on_host(plain()["y"]).astype("f")
         device.take_calls()
         difference = float(np.abs(on_host(replayed()["y"]).astype("f") - right).max() / np.ptp(right))
-        found.append((difference, work(device.take_calls())["cuTensorMapEncodeTiled"]))
-    return found
+        results.append((difference, work(device.take_calls())["cuTensorMapEncodeTiled"]))
+    return results
 
 
 def memory_of_a_graph() -> tuple[int, int]:
-    """How many pieces of memory a graph took from the driver, and how many came back when it was dropped."""
-    made, clear = model("attention"), tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
-    arrays = Steps(made, False).arrays
-    made.bind(arrays)()
+    """Return how many allocations a graph took from the driver, and how many it freed when it was dropped."""
+    module, clear = model("attention"), tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
+    arrays = Steps(module, False).arrays
+    module.bind(arrays)()
     gc.collect()
     clear()
     device.take_calls()
-    step = made.bind(arrays, graph=True)
+    step = module.bind(arrays, graph=True)
     for _ in range(3):
         step()
     del step
@@ -289,17 +293,17 @@ def reads_a_size() -> None:
                   else_branch = second () => (float[N] b) { b = Exp (x) }>
     }
     """
-    made = lowering.compile(onnx.parser.parse_model(graph), TARGET)
-    arrays = {"x": made.gpu.copy(np.ones(3, "f")), "c": made.gpu.copy(np.array(True))}
-    made.bind(arrays)()
-    made.bind(arrays, graph=True)()
+    module = lowering.compile(onnx.parser.parse_model(graph), TARGET)
+    arrays = {"x": module.gpu.copy(np.ones(3, "f")), "c": module.gpu.copy(np.array(True))}
+    module.bind(arrays)()
+    module.bind(arrays, graph=True)()
 
 
 def has_slots(folder: str) -> None:
-    made = lowering.compile(f"{folder}/model.onnx", TARGET, static_cache=16)
-    sizes = {d: 1 for spec in made.inputs for d in spec.dims if isinstance(d, str)}
-    made.bind(
-        {t.name: made.gpu.copy(np.zeros([sizes.get(d, d) for d in t.dims], t.dtype)) for t in made.inputs}, graph=True
+    slots = lowering.compile(f"{folder}/model.onnx", TARGET, static_cache=16)
+    sizes = {d: 1 for spec in slots.inputs for d in spec.dims if isinstance(d, str)}
+    slots.bind(
+        {t.name: slots.gpu.copy(np.zeros([sizes.get(d, d) for d in t.dims], t.dtype)) for t in slots.inputs}, graph=True
     )
 
 
@@ -311,8 +315,8 @@ def binds_an_output() -> None:
 
 def is_old() -> None:
     with leave_out("add_replay"):
-        made = lowering.compile(onnx.parser.parse_model(ATTENTION), TARGET)
-    made.bind(Steps(made, False).arrays, graph=True)
+        module = lowering.compile(onnx.parser.parse_model(ATTENTION), TARGET)
+    module.bind(Steps(module, False).arrays, graph=True)
 
 
 def has_no_inputs() -> None:

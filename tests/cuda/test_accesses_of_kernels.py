@@ -1,7 +1,7 @@
 """Shipped kernels access memory well: no bank conflicts in their main loops, and whole sectors of device memory.
 
-For aligned sizes, default tiles. What nvcc joins is not known here, so that of shared memory only accesses of 16 bytes
-are looked at: those of main loops.
+For aligned sizes and default tiles. The access widths that nvcc merges are unknown here. Therefore only shared-memory
+accesses of 16 bytes are checked: those of main loops.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Call = tuple[emulated.Module, Sequence[Any]]
 
 def measured(call: Call) -> list[Access]:
     module, arrays = call
-    with emulated.counting() as found:
+    with emulated.counting() as accesses:
         module.call("main", arrays)
-    assert found
-    return found
+    assert accesses
+    return accesses
 
 
-def is_good(found: Sequence[Access], few: float = 1.0) -> None:
-    """few: of sectors, so many times the least are few enough."""
-    bad = [a for a in found if a.taken > a.least * (few if a.memory == "global" else 1)]
+def is_good(accesses: Sequence[Access], few: float = 1.0) -> None:
+    """Check the accesses. `few` is the accepted ratio of taken sectors to the minimum."""
+    bad = [a for a in accesses if a.taken > a.least * (few if a.memory == "global" else 1)]
     bad = [a for a in bad if a.memory == "global" or a.bytes == 16]
     assert not bad, "\n".join(map(str, bad))
 
@@ -64,8 +64,8 @@ def is_good(found: Sequence[Access], few: float = 1.0) -> None:
 def attention(p: AttentionProblem, func: tirx.PrimFunc, arch: str, q_len: int, kv_len: int) -> Call:
     inputs = draw(p, 1, q_len, kv_len)
     y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.row_axes == "bhtd" else p.q_heads))
-    given = inputs | {"y": np.full(y, np.nan, p.dtype), "lse": np.full((1, p.q_heads, q_len), np.nan, np.float32)}
-    return emulated.module({"main": func}, arch=arch), [given[name] for name in p.parameters()]
+    arguments = inputs | {"y": np.full(y, np.nan, p.dtype), "lse": np.full((1, p.q_heads, q_len), np.nan, np.float32)}
+    return emulated.module({"main": func}, arch=arch), [arguments[name] for name in p.parameters()]
 
 
 PREFILL = {
@@ -82,10 +82,10 @@ PREFILL = {
 @pytest.mark.parametrize(("arch", "name"), sampled([(a, n) for a in ("sm_80", "sm_90a") for n in PREFILL], 8))
 def test_prefill(arch: str, name: str) -> None:
     p = problem(**PREFILL[name])
-    found = measured(attention(p, prefill(p, arch)[0], arch, 128, 256))
-    # A warp has rows of all heads that share keys, which are apart in lse: 4 bytes for a row of a tile, twice as many.
-    is_good(found, 2.0 if arch == "sm_90a" and p.lse else 1.0)
-    assert factor([a for a in found if a.memory == "shared"]) == 1  # Y goes through it as well
+    accesses = measured(attention(p, prefill(p, arch)[0], arch, 128, 256))
+    # A warp has rows of all heads that share keys. They are apart in lse: 4 bytes for a row of a tile, twice as many.
+    is_good(accesses, 2.0 if arch == "sm_90a" and p.lse else 1.0)
+    assert factor([a for a in accesses if a.memory == "shared"]) == 1  # Y goes through it as well
 
 
 DECODE: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ MATMULS = {
     "A across k": Case(**SIZE, a_transposed=True, epilogue="none"),
     "gate": Case(**SIZE, epilogue="gate"),
     "bfloat16": Case(**SIZE, dtype="bfloat16"),
-    "few rows": Case(**SIZE | {"m": 8, "k": 1024}, b_transposed=True),
+    "small M": Case(**SIZE | {"m": 8, "k": 1024}, b_transposed=True),
 }
 ON = [(arch, name) for arch in ("sm_80", "sm_90a") for name in MATMULS]
 
@@ -132,11 +132,11 @@ def test_chunks_and_rows(kind: str, dtype: str, length: int) -> None:
     variant, _ = function(dtype, ("b", length), kind)
     rng = np.random.default_rng(0)
     x, gain = (rng.standard_normal(shape).astype(dtype) for shape in ((64, length), (length,)))
-    given = [x, gain] if kind in ("norm", "chain") else [x]
+    operands = [x, gain] if kind in ("norm", "chain") else [x]
     result = np.full(expected(kind, x, gain).shape, np.nan, dtype)
-    # eight elements of 4 bytes are two pieces, of which each leaves the other half of a sector to the other
+    # eight elements of 4 bytes are two chunks; each chunk leaves the other half of a sector to the other
     few = 2 if dtype == "float32" else 1
-    is_good(measured((emulated.module({"main": variant.make()}, arch="sm_80"), [*given, result])), few)
+    is_good(measured((emulated.module({"main": variant.make()}, arch="sm_80"), [*operands, result])), few)
 
 
 @pytest.mark.slow
@@ -145,12 +145,12 @@ def test_cache_updates(form: Callable[[CacheUpdate], tirx.PrimFunc]) -> None:
     update = Update(CacheUpdate("float16", (None, 2, None, 64), None, 2), (2, 2, 64, 64), 16, (0, 48))
     rng = np.random.default_rng(0)
     cache, rows = random_rows(rng, update)
-    given = [cache, rows, np.array(update.indices)] + [cache] * (form is make_copying_update)
-    is_good(measured((emulated.module({"main": cache_update(form(update.update), TARGET)[0].make()}), given)))
+    arrays = [cache, rows, np.array(update.indices)] + [cache] * (form is make_copying_update)
+    is_good(measured((emulated.module({"main": cache_update(form(update.update), TARGET)[0].make()}), arrays)))
 
 
 @pytest.mark.slow
-def test_appends() -> None:
+def test_kv_writes() -> None:
     case = KvWrite(append=New(None, 2, 64, 64, "float16", CacheLayout()), batch=2, seed=0, hostile=False)
     variants = kv_write(write_in_place(case.record), TARGET)
     assert variants
@@ -172,13 +172,13 @@ def joined() -> None:
 
 @pytest.mark.slow
 def test_concatenations() -> None:
-    with emulated.counting() as found:
+    with emulated.counting() as accesses:
         emulated.run(joined, arch="sm_80")
-    assert found
-    is_good(found)
+    assert accesses
+    is_good(accesses)
 
 
-# ---- mutations: what is noticed where a kernel is changed
+# ---- mutations: faults that are noticed where a kernel is changed
 
 
 def test_a_swizzle_that_is_missing_is_noticed() -> None:
@@ -186,22 +186,22 @@ def test_a_swizzle_that_is_missing_is_noticed() -> None:
     module, arrays = attention(p, prefill(p, "sm_80")[0], "sm_80", 64, 64)
     changed, count = re.subn(r"\^ (?=\()", "+ 0 * ", module.source())  # of chunks of a row in a tile
     assert count > 5
-    found = measured((module.with_source(changed), arrays))
-    worst = max(factor([a]) for a in found if a.memory == "shared" and a.bytes == 16)
+    accesses = measured((module.with_source(changed), arrays))
+    worst = max(factor([a]) for a in accesses if a.memory == "shared" and a.bytes == 16)
     assert worst == 8
     with pytest.raises(AssertionError, match=r"read of 16 bytes a lane, shared: (\d+) wavefronts.*\n.*ldmatrix"):
-        is_good(found)
+        is_good(accesses)
 
 
 COPY = """extern "C" __global__ void __launch_bounds__(256) copy(const float* __restrict__ x, float* __restrict__ y) {{
   int row = threadIdx.x / 16, column = threadIdx.x % 16;
-  y[row * 16 + column] = x[{place}];
+  y[row * 16 + column] = x[{index}];
 }}"""
 
 
-@pytest.mark.parametrize(("place", "taken"), [("row * 16 + column", 1), ("column * 16 + row", 4)])
-def test_a_transposed_copy_is_noticed(place: str, taken: int) -> None:
+@pytest.mark.parametrize(("index", "taken"), [("row * 16 + column", 1), ("column * 16 + row", 4)])
+def test_a_transposed_copy_is_noticed(index: str, taken: int) -> None:
     x = np.arange(256, dtype="float32")
-    with emulated.counting() as found:
-        emulated.launch(COPY.format(place=place), "copy", [1], [256], [x, np.zeros_like(x)])
-    assert {a.kind: factor([a]) for a in found} == {"read": taken, "write": 1}
+    with emulated.counting() as accesses:
+        emulated.launch(COPY.format(index=index), "copy", [1], [256], [x, np.zeros_like(x)])
+    assert {a.kind: factor([a]) for a in accesses} == {"read": taken, "write": 1}

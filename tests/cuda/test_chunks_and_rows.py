@@ -1,4 +1,4 @@
-"""Element-wise functions and rows on emulated GPUs: any length, type and number of warps, and pieces of 16 bytes."""
+"""Element-wise functions and rows on emulated GPUs: any length, type and number of warps, and chunks of 16 bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
 def function(dtype: str, sizes: tuple[int | str, ...], kind: str) -> tuple[Variant, str]:
-    """The kernel of a function of x [sizes], computed in float32, and the rule that takes it."""
+    """Return the kernel of a function of x [sizes], computed in float32, and the rule that takes it."""
     symbols: dict[str, tirx.Var] = {}
 
     def size(n: int | str) -> Any:
@@ -43,8 +43,8 @@ def function(dtype: str, sizes: tuple[int | str, ...], kind: str) -> tuple[Varia
         result = topi.max(wide, -1)
     else:
         result = topi.add(topi.multiply(topi.exp(wide), topi.cast(gain, "float32")), wide)
-    given = [x, gain] if kind in ("norm", "chain") else [x]
-    func = te.create_prim_func([*given, topi.cast(result, dtype)])
+    operands = [x, gain] if kind in ("norm", "chain") else [x]
+    func = te.create_prim_func([*operands, topi.cast(result, dtype)])
     rule, variants = schedules.find_variants(
         func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     ) or (
@@ -71,8 +71,8 @@ def check(variant: Any, kind: str, dtype: str, shapes: list[tuple[int, ...]], tu
         rng = np.random.default_rng(sum(shape))
         x, gain = (rng.standard_normal(s).astype(kind_of) for s in (shape, shape[-1:]))
         want = expected(kind, x, gain)
-        given = [x, gain] if kind in ("norm", "chain") else [x]
-        arrays = [*given, np.full(want.shape, np.nan, kind_of)]
+        operands = [x, gain] if kind in ("norm", "chain") else [x]
+        arrays = [*operands, np.full(want.shape, np.nan, kind_of)]
         for order, arrivals in turns:
             got = module.call("main", arrays, order=order, arrivals=arrivals)[-1].astype("float64")
             np.testing.assert_allclose(got, want, rtol=EPS[dtype], atol=EPS[dtype], err_msg=f"{kind} {dtype} {shape}")
@@ -102,8 +102,8 @@ def test_any_number_of_warps(warps: int) -> None:
     check(variant, "softmax", "float32", [(5, 520)], TURNS, rows=RowReductionTiles(warps, block=2))
 
 
-def test_nan_and_infinity_are_kept() -> None:
-    """The largest of a row with NaN is what the plain function says, whichever thread meets it."""
+def test_nan_and_infinity_propagate() -> None:
+    """The maximum of a row with NaN equals that of the plain function, whichever thread meets it."""
     variant, _ = function("float32", ("b", 264), "softmax")
     module = emulated.module({"main": variant.make()}, arch="sm_80")
     x = np.random.default_rng(0).standard_normal((3, 264)).astype("float32")
@@ -114,15 +114,15 @@ def test_nan_and_infinity_are_kept() -> None:
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(("kind", "loads"), [("chain", 2), ("norm", 3)])
-def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
+def test_memory_is_read_in_chunks_of_16_bytes(kind: str, loads: int) -> None:
     variant, _ = function("float16", ("b", 1024), kind)
     widths = global_accesses(variant.make(), "sm_80")
     assert set(widths) == {("LDG", 128), ("STG", 128)} and widths["LDG", 128] >= loads
 
 
 @pytest.mark.no_gpu
-def test_halves_of_a_rotated_head_are_read_in_pieces_of_16_bytes() -> None:
-    """Places that depend on the half and on the remainder of a column, but not within eight of them."""
+def test_halves_of_a_rotated_head_are_read_in_chunks_of_16_bytes() -> None:
+    """Indices depend on the half and on the remainder of a column, but not within eight of them."""
     b = tirx.Var("b", "int64")
     n = [b, tirx.IntImm("int64", 64)]
     x, table = te.placeholder(n, "float16", "x"), te.placeholder([b, tirx.IntImm("int64", 32)], "float16", "table")
@@ -136,9 +136,9 @@ def test_halves_of_a_rotated_head_are_read_in_pieces_of_16_bytes() -> None:
     assert rule == "elementwise"
     assert global_accesses(variant.make(), "sm_80") == {("LDG", 128): 3, ("STG", 128): 1}
     rng = np.random.default_rng(0)
-    given = [rng.standard_normal(size).astype("float16") for size in ((3, 64), (3, 32))]
-    got = emulated.module({"main": variant.make()}, arch="sm_80").call("main", [*given, np.zeros_like(given[0])])[-1]
-    wide, angles = given[0].astype("float64"), np.tile(given[1], 2)
+    inputs = [rng.standard_normal(size).astype("float16") for size in ((3, 64), (3, 32))]
+    got = emulated.module({"main": variant.make()}, arch="sm_80").call("main", [*inputs, np.zeros_like(inputs[0])])[-1]
+    wide, angles = inputs[0].astype("float64"), np.tile(inputs[1], 2)
     np.testing.assert_allclose(got, wide + np.roll(wide, 32, 1) * angles, rtol=2e-3, atol=2e-3)
 
 
@@ -156,19 +156,19 @@ m (float16[b, 2, p, 8] a, float16[b, 2, s, 8] c, int8[p, 3] d, int8[s, 3] e, dou
 
 
 def joined(sizes: list[tuple[int, int, int]]) -> list[str]:
-    """Concatenations that are wrong, and how many kernels are not of the rule."""
+    """Return the wrong concatenations, and the kernels of other rules."""
     model = lowering.compile(onnx.parser.parse_model(JOINED), "cuda:sm_80")
-    found = [kernel.name for kernel in model.manifest.kernels if kernel.schedule != "concat"]
+    errors = [kernel.name for kernel in model.manifest.kernels if kernel.schedule != "concat"]
     for b, p, s in sizes:
         rng = np.random.default_rng(b + p + s)
         shapes = {"a": (b, 2, p, 8), "c": (b, 2, s, 8), "d": (p, 3), "e": (s, 3), "f": (b, p), "g": (b, s), "h": (p,)}
         types = {spec.name: spec.dtype for spec in model.inputs}
-        given = {name: (rng.random(shape) * 100).astype(types[name]) for name, shape in shapes.items()}
-        got = model.run(given)
+        feeds = {name: (rng.random(shape) * 100).astype(types[name]) for name, shape in shapes.items()}
+        got = model.run(feeds)
         for name, axis in (("ac", 2), ("de", 0), ("fg", 1), ("hhh", 0)):
-            if not np.array_equal(got[name], np.concatenate([given[part] for part in name], axis)):
-                found.append(f"{name} at {b, p, s}")
-    return found
+            if not np.array_equal(got[name], np.concatenate([feeds[operand] for operand in name], axis)):
+                errors.append(f"{name} at {b, p, s}")
+    return errors
 
 
 def test_concatenations() -> None:
@@ -178,21 +178,23 @@ def test_concatenations() -> None:
 NUMBERS = """
 <ir_version: 10, opset_import: ["" : 23]>
 m (int64[b, 2000] x, int8[b, 2000] e, double[b, 2000] g, float[n] p, float[n] q)
-  => (int64[b, 1] total, int64[b, 1] least, int8[b, 1] most, double[b, 1] sums, float[n] quotients)
+  => (int64[b, 1] total, int64[b, 1] least, int8[b, 1] most, double[b, 1] totals, float[n] quotients)
   <int64[1] axis = {1}>
 {
   total = ReduceSum (x, axis)
   least = ReduceMin (x, axis)
   most = ReduceMax (e, axis)
-  sums = ReduceSum (g, axis)
+  totals = ReduceSum (g, axis)
   quotients = Div (p, q)
 }
 """
 
 
 def numbers() -> tuple[set[str], list[str]]:
-    """The rules, of reductions that share a launch "several"; and outputs that are wrong: whole numbers beyond 2^53,
-    and quotients of subnormal and huge numbers."""
+    """Return the rules, and the wrong outputs.
+
+    The rule of reductions that share a launch is "several". Inputs are whole numbers beyond 2^53, and quotients of
+    subnormal and huge numbers."""
     model = lowering.compile(onnx.parser.parse_model(NUMBERS), "cuda:sm_80")
     rng = np.random.default_rng(0)
     x, e = rng.integers(2**55, 2**56, (3, 2000)), rng.integers(-128, 0, (3, 2000)).astype("int8")
@@ -201,11 +203,11 @@ def numbers() -> tuple[set[str], list[str]]:
     q = np.array([1e-40, 1e-40, 2e38, 1e-39, 0, 2, inf, inf, 5e-45, 3e30], "float32")
     got = model.run({"x": x, "e": e, "g": g, "p": p, "q": q})
     with np.errstate(all="ignore"):
-        want = {"total": x.sum(1), "least": x.min(1), "most": e.max(1), "sums": g.sum(1), "quotients": p / q}
+        want = {"total": x.sum(1), "least": x.min(1), "most": e.max(1), "totals": g.sum(1), "quotients": p / q}
     wrong = [k for k, v in want.items() if not np.allclose(got[k].ravel(), v, rtol=1e-6, atol=0, equal_nan=True)]
     wrong += [k for k in ("total", "least", "most") if not np.array_equal(got[k].ravel(), want[k])]
     return {kernel.schedule for kernel in model.manifest.kernels}, wrong
 
 
-def test_numbers_that_another_type_would_not_hold() -> None:
+def test_numbers_beyond_the_range_of_another_type() -> None:
     assert emulated.run(numbers, arch="sm_80", timeout=300) == ({"several", "elementwise"}, [])

@@ -1,4 +1,4 @@
-"""Clusters of blocks: the emulator reports what they do wrong, and matmuls in them are right."""
+"""Clusters of blocks: the emulator reports their errors, and matmuls in clusters are right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuda_emulation.mutations import survivors
 from machine_code import emitted
 from prefill_cases import TURNS
 from sampled import sampled
-from test_matmul_on_gpus import Case, check, first_variant, made
+from test_matmul_on_gpus import Case, check, first_variant, make_module
 
 import lowering
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
@@ -27,7 +27,7 @@ ALL = 31
 
 
 @pytest.mark.no_gpu
-def test_blocks_know_their_place_and_meet() -> None:
+def test_blocks_have_a_rank_and_synchronize() -> None:
     for order in emulated.ORDERS:
         (y,) = launch("ranks", [6], [128], [np.zeros(12, "int32")], order=order)
         assert y.tolist() == [0, 101, 2, 103, 4, 105, 101, 0, 103, 2, 105, 4]
@@ -48,8 +48,8 @@ def test_boxes_for_both(order: emulated.Order, arrivals: emulated.Arrivals) -> N
 
 
 LEFT_OUT = {
-    1: r"not initialized|race: ",  # meeting first
-    2: r"a block that has ended",  # and last
+    1: r"not initialized|race: ",  # the first barrier
+    2: r"a block that has ended",  # the last barrier
     4: r"deadlock|race: ",  # letting go at the other block
     8: r"deadlock: .*bytes missing",  # copies for both
     16: r"that of another block of the cluster",  # reaching it
@@ -59,7 +59,7 @@ LEFT_OUT = {
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("step", LEFT_OUT)
 def test_a_step_that_is_left_out_is_found(step: int) -> None:
-    """By the emulator, under some order of threads and copies; a result may show it as well."""
+    """The emulator finds it under some order of threads and copies. A result may show it as well."""
     said = []
     for order, arrivals in TURNS:
         try:
@@ -96,9 +96,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_matmuls(name: str) -> None:
-    """Rows of whole clusters, so many that the last may be part empty, and too few, which another launch is for."""
+    """Rows of whole clusters, so many that part of the last may be empty, and a small M, which has another launch."""
     case = CASES[name]
-    check(case, made(case, "sm_90a"), TURNS)
+    check(case, make_module(case, "sm_90a"), TURNS)
 
 
 SMALL = Case(m=256, n=72, k=400, tiles=WgmmaMatmulTiles(1, 64, 3, 160, 24, 2, 100, blocks=2, cluster=2), sizes=({},))
@@ -106,13 +106,13 @@ SMALL = Case(m=256, n=72, k=400, tiles=WgmmaMatmulTiles(1, 64, 3, 160, 24, 2, 10
 
 @pytest.mark.no_gpu
 def test_nothing_can_be_left_out_of_matmuls() -> None:
-    """But what a warp waits for behind its last rows. Among the steps are those of the cluster."""
+    """The only exception is the wait of a warp after its last rows. The steps include those of the cluster."""
     arrays, want = SMALL.arrays({})
 
     def right(after: list[Any]) -> bool:
         return np.allclose(after[-1].astype("float64"), want, rtol=2e-3, atol=5e-2, equal_nan=True)
 
-    assert [step.name for step in survivors(made(SMALL, "sm_90a"), "main", arrays, right)] == ["cuda_warp_sync"]
+    assert [step.name for step in survivors(make_module(SMALL, "sm_90a"), "main", arrays, right)] == ["cuda_warp_sync"]
 
 
 WRONG = {
@@ -127,9 +127,9 @@ WRONG = {
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_block_is_found(name: str) -> None:
-    """Under every order of threads and copies."""
+    """The emulator reports it under every order of threads and copies."""
     arrays, _ = SMALL.arrays({})
-    module = made(SMALL, "sm_90a")
+    module = make_module(SMALL, "sm_90a")
     was, becomes = WRONG[name]
     assert was in module.source()
     wrong = module.with_source(module.source().replace(was, becomes))
@@ -138,33 +138,33 @@ def test_a_wrong_block_is_found(name: str) -> None:
             wrong.call("main", arrays, order=order, arrivals=arrivals)
 
 
-def test_few_rows_are_no_clusters() -> None:
-    """A launch of each is there where rows are not known, and one where they are."""
-    both, together, alone = (
+def test_few_rows_need_no_clusters() -> None:
+    """Symbolic rows have a launch of each kind, static rows have one launch."""
+    symbolic, clustered, single = (
         emitted(first_variant(Case(m=m, n=4096, k=512, tiles=None), "sm_90a").make(), "sm_90a")
         for m in ("m", 8192, 128 * 7)
     )
-    for source, kernels in ((both, 2), (together, 1), (alone, 1)):
+    for source, kernels in ((symbolic, 2), (clustered, 1), (single, 1)):
         assert source.count("__launch_bounds__(384)") == 2 * kernels  # with their declarations
-        assert ("multicast::cluster" in source) == (source is not alone)
+        assert ("multicast::cluster" in source) == (source is not single)
 
 
 def of_a_model() -> float:
-    """The largest difference from float64, at rows for both launches."""
+    """Return the largest difference from float64, at numbers of rows for both launches."""
     weight = np.random.default_rng(1).standard_normal((64, 264)).astype("float16")
     text = """<ir_version: 10, opset_import: ["" : 23]>
     matmul (float16[m, 64] x, float16[64, 264] w) => (float16[m, 264] y) { y = MatMul (x, w) }"""
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
     del model.graph.input[1]
-    made, worst = lowering.compile(model, "cuda:sm_90a"), 0.0
+    compiled, worst = lowering.compile(model, "cuda:sm_90a"), 0.0
     for rows in (200, 300):
         x = np.random.default_rng(rows).standard_normal((rows, 64)).astype("float16")
         want = x.astype("float64") @ weight.astype("float64")
-        worst = max(worst, float(np.abs(made.run({"x": x})["y"] - want).max()))
+        worst = max(worst, float(np.abs(compiled.run({"x": x})["y"] - want).max()))
     return worst
 
 
 def test_a_model() -> None:
-    """By TVM's own launch; `test_steps.py` has clusters in graphs."""
+    """TVM launches it itself. `test_steps.py` has clusters in graphs."""
     assert emulated.run(of_a_model, arch="sm_90a", timeout=300) < 0.05

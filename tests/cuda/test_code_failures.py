@@ -1,4 +1,4 @@
-"""Kernels of which TVM cannot generate code: the error names the nodes, and says nothing of TVM."""
+"""Kernels whose code TVM cannot generate: the error names the nodes, and not TVM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Keys and values of 4 and 8 bits on tensor cores: every code, every kind of scale, dense and in pages, prefill and
-decode, against float64."""
+"""Quantized keys and values of 4 and 8 bits on tensor cores, against float64.
+
+Every value, every kind of scale, dense and paged caches, prefill and decode."""
 
 from __future__ import annotations
 
@@ -60,22 +61,22 @@ SIZES = [(1, 2, 45), (2, 37, 150)]
 
 
 def problem(name: str) -> AttentionProblem:
-    """Two query heads on each of two key/value heads, every size symbolic, float16, head sizes of 64."""
-    codec, changes = KINDS[name]
+    """Return a problem of two query heads on each of two key/value heads, every size symbolic, float16, head_dim 64."""
+    quantization, changes = KINDS[name]
     values: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float16"} | changes
     derived: dict[str, Any] = {
         "v_head_dim": values["head_dim"],
         "v_dtype": values["dtype"],
         "scale": values["head_dim"] ** -0.5,
     }
-    layout = dataclasses.replace(values.get("layout", CacheLayout()), quantization=codec)
+    layout = dataclasses.replace(values.get("layout", CacheLayout()), quantization=quantization)
     sizes: dict[str, Any] = {"batch": None, "q_len": None, "kv_len": None, "acc_dtype": "float32", "lse": True}
     return AttentionProblem(**sizes | derived | values | {"layout": layout})
 
 
 @functools.cache
 def kernels(arch: str, name: str) -> emulated.Module:
-    """Prefill from the third row on, with more stages for every other one, and splits of both."""
+    """Build both kernels: prefill from the third row on, with more stages for every other one, and splits of both."""
     p, gpu, number = problem(name), DEVICES[arch], list(KINDS).index(name)
     few = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=2 * p.group)
     many = MmaTiles(32, 32, warps=2, stages=1 + number % 2, q_in_registers=number % 3 == 1, split=64)
@@ -89,11 +90,11 @@ def drawn(name: str, batch: int, q_len: int, kv_len: int) -> tuple[Case, dict[st
 
 
 def call(module: emulated.Module, case: Case, inputs: dict[str, Any], **how: Any) -> dict[str, np.ndarray]:
-    """The results by name, in a module of this one function."""
+    """Return the results by name, from a module of this one function."""
     results, names = outputs(case, inputs), case.problem.parameters()
-    given = [(inputs | results)[name] for name in names]
-    given = [x.view(np.uint8) if getattr(x, "dtype", None) == ml_dtypes.float8_e4m3fn else x for x in given]
-    after = module.call("attention", given, **how)
+    arguments = [(inputs | results)[name] for name in names]
+    arguments = [x.view(np.uint8) if getattr(x, "dtype", None) == ml_dtypes.float8_e4m3fn else x for x in arguments]
+    after = module.call("attention", arguments, **how)
     return {name: x for name, x in zip(names, after) if name in results}
 
 
@@ -116,22 +117,21 @@ def test_equals_the_reference(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "array", "key"), [(LARGE, "v", 60), (LARGE, "k", 60), (TOKENS, "v_scale", 7)])
 @pytest.mark.parametrize("q_len", [2, 37])
-def test_what_is_hidden_does_not_leak(name: str, array: str, key: int, q_len: int) -> None:
-    """Of NaN in codes, in keys and values, and in scales: rows that do not see it are as right as ever, others have
-    it."""
+def test_hidden_nan_does_not_leak(name: str, array: str, key: int, q_len: int) -> None:
+    """NaN in quantized values, in keys and values, and in scales: only rows that see it become NaN."""
     case, inputs = drawn(name, 1, q_len, 150)
     inputs[array][:, :, key, :1] = np.nan
     if "mask" in inputs:
         inputs["mask"][:, :, :, key] = np.arange(q_len) % 3 > 0
-    found, want = call(kernels("sm_80", name), case, inputs), compute_reference(case.problem, **inputs)["y"]
+    results, want = call(kernels("sm_80", name), case, inputs), compute_reference(case.problem, **inputs)["y"]
     hidden = np.isfinite(want).all((0, 1, 3))
     assert hidden.any() and (q_len == 2 or not hidden.all())
-    check(case, inputs, found, float(ml_dtypes.finfo(case.problem.dtype).eps))
-    assert (np.isnan(want) == np.isnan(found["y"].astype(np.float64))).all()
+    check(case, inputs, results, float(ml_dtypes.finfo(case.problem.dtype).eps))
+    assert (np.isnan(want) == np.isnan(results["y"].astype(np.float64))).all()
 
 
-def of_all_codes(code: QuantizedType, dtype: str) -> AttentionProblem:
-    """One head of 256 elements."""
+def problem_of_all_values(code: QuantizedType, dtype: str) -> AttentionProblem:
+    """Return a problem of one head with 256 elements."""
     sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "kv_len": 1, "q_heads": 1, "kv_heads": 1}
     types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
     layout = CacheLayout(quantization=KvQuantization(code, 0))
@@ -139,18 +139,18 @@ def of_all_codes(code: QuantizedType, dtype: str) -> AttentionProblem:
 
 
 @functools.cache
-def kernels_of_all_codes(arch: str) -> emulated.Module:
+def kernels_of_all_values(arch: str) -> emulated.Module:
     functions = {}
     for code, dtype in itertools.product(CODES, HALF):
-        functions[f"attention_{code}_{dtype}"] = decode_alone(of_all_codes(code, dtype), arch)
+        functions[f"attention_{code}_{dtype}"] = decode_alone(problem_of_all_values(code, dtype), arch)
     return emulated.module(functions, arch=arch)
 
 
 @pytest.mark.parametrize("arch", [ARCHS[0], pytest.param(ARCHS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("code", "dtype"), list(itertools.product(CODES, HALF)))
-def test_every_code_is_its_number(code: QuantizedType, dtype: str, arch: str) -> None:
+def test_every_quantized_value_is_its_number(code: QuantizedType, dtype: str, arch: str) -> None:
     """Attention to one key is its value, whose elements are each of the 256 bytes."""
-    p, bytes_ = of_all_codes(code, dtype), np.arange(256, dtype=np.uint8)
+    p, bytes_ = problem_of_all_values(code, dtype), np.arange(256, dtype=np.uint8)
     rows = bytes_.reshape(-1, p.head_dim // p.layout.packing)
     if code == "int4":
         numbers = np.stack([bytes_ % 16, bytes_ // 16], 1).astype(np.float64).reshape(rows.shape[0], -1) - 8
@@ -158,11 +158,11 @@ def test_every_code_is_its_number(code: QuantizedType, dtype: str, arch: str) ->
         numbers = rows.view(code).astype(np.float64)
     for row, want in zip(rows, numbers):
         stored = row.view("int8" if code == "int8" else "uint8")[None, None, None]
-        given = {"q": np.ones((1, 1, 1, 256), dtype), "k": np.zeros_like(stored), "v": stored}
-        given |= {"k_scale": np.ones(1, np.float32), "v_scale": np.full(1, 0.5, np.float32)}
-        given |= {"y": np.full((1, 1, 1, 256), np.nan, dtype)}
+        feeds = {"q": np.ones((1, 1, 1, 256), dtype), "k": np.zeros_like(stored), "v": stored}
+        feeds |= {"k_scale": np.ones(1, np.float32), "v_scale": np.full(1, 0.5, np.float32)}
+        feeds |= {"y": np.full((1, 1, 1, 256), np.nan, dtype)}
         names = p.parameters()
-        after = kernels_of_all_codes(arch).call(f"attention_{code}_{dtype}", [given[name] for name in names])
+        after = kernels_of_all_values(arch).call(f"attention_{code}_{dtype}", [feeds[name] for name in names])
         np.testing.assert_array_equal(after[names.index("y")].astype(np.float64).ravel(), want / 2)
 
 
@@ -175,8 +175,8 @@ def test_what_tensor_cores_do_not_take_is_served_by_rows() -> None:
 
     p = problem("int8")
     assert variants(p) == ["mma", "rows"]
-    codecs = KvQuantization("int8", 4), KvQuantization("int8", 32, "float16"), KvQuantization("int8", 64, "float16")
-    assert [can_prefill(dataclasses.replace(p, layout=CacheLayout(quantization=codec))) for codec in codecs] == [
+    kinds = KvQuantization("int8", 4), KvQuantization("int8", 32, "float16"), KvQuantization("int8", 64, "float16")
+    assert [can_prefill(dataclasses.replace(p, layout=CacheLayout(quantization=kind))) for kind in kinds] == [
         False,
         True,
         False,
@@ -188,7 +188,7 @@ def test_what_tensor_cores_do_not_take_is_served_by_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_shared_memory_is_accessed_without_conflicts(name: str) -> None:
-    """With default tiles: copies of codes and scales, and what is expanded on its way to ldmatrix."""
+    """With default tiles: copies of quantized values and scales, and dequantized values on their way to ldmatrix."""
     p, gpu = problem(name), DEVICES["sm_80"]
     func = attention_kernel(p, gpu, MmaTiles.default(p, gpu), DecodeTiles.default(p, gpu))
     module = emulated.module({"attention": func}, arch=gpu.arch)
@@ -196,21 +196,21 @@ def test_shared_memory_is_accessed_without_conflicts(name: str) -> None:
         case, inputs = drawn(name, 1, q_len, 256)
         with emulated.counting() as accesses:
             call(module, case, inputs)
-        found = [a for a in accesses if a.memory == "shared" and "ptx_" in a.source]  # beside what decode merges
-        assert {a.bytes for a in found} >= {quantized_chunk_bytes(p), 16}
-        conflicts = [a for a in found if a.taken > a.least]
+        in_main_loop = [a for a in accesses if a.memory == "shared" and "ptx_" in a.source]  # no merge
+        assert {a.bytes for a in in_main_loop} >= {quantized_chunk_bytes(p), 16}
+        conflicts = [a for a in in_main_loop if a.taken > a.least]
         assert not conflicts, "\n".join(map(str, conflicts))
 
 
 # Machine code.
 
 
-def coded(head_dim: int, name: str, causal: bool) -> AttentionProblem:
-    p, (codec, _) = prefill_problem(head_dim, causal), KINDS[name]
-    codec = dataclasses.replace(codec, group=head_dim if codec.group > 8 else codec.group)
+def quantize_cache(head_dim: int, name: str, causal: bool) -> AttentionProblem:
+    p, (quantization, _) = prefill_problem(head_dim, causal), KINDS[name]
+    quantization = dataclasses.replace(quantization, group=head_dim if quantization.group > 8 else quantization.group)
     if "pages" not in name:
-        return dataclasses.replace(p, layout=CacheLayout(quantization=codec))
-    paged: dict[str, Any] = {**PAGED, "layout": dataclasses.replace(PAGED["layout"], quantization=codec)}
+        return dataclasses.replace(p, layout=CacheLayout(quantization=quantization))
+    paged: dict[str, Any] = {**PAGED, "layout": dataclasses.replace(PAGED["layout"], quantization=quantization)}
     return dataclasses.replace(p, **paged)
 
 
@@ -221,7 +221,7 @@ ALL = list(itertools.product(("sm_80", "sm_89", "sm_90a"), HEAD_DIMS, KINDS, (Fa
 @pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), sampled(ALL, len(ALL)))
 def test_nothing_is_spilled(arch: str, head_dim: int, name: str, causal: bool) -> None:
     """No register in memory, no conversion of integers, and no matmul more than tiles ask for."""
-    p = coded(head_dim, name, causal)
+    p = quantize_cache(head_dim, name, causal)
     func, tiles = prefill(p, arch)
     many, few = machine_code(func, arch), machine_code(decode_alone(p, arch), arch)
     assert many.loop["HMMA"] == matmuls(p, tiles)

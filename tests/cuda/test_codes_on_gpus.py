@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits on emulated GPUs: they stay packed, and tensor cores multiply by what they say."""
+"""Weights of 4 and 8 bits on emulated GPUs: they stay packed, and tensor cores multiply by their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from schedules.variant import Variant
 
 @dataclass(frozen=True)
 class Case:
-    """x [m, K] W, W [K, N] of so many bits, as MatMulNBits has them; with a gate, silu(x W) * (x V)."""
+    """x [m, K] W, W [K, N] of so many bits, as in MatMulNBits; with a gate, silu(x W) * (x V)."""
 
     bits: int
     block: int
@@ -52,13 +52,13 @@ ROWS = (1, 5, 16, 17, 130)
 
 
 def matrix(case: Case, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The inputs of MatMulNBits by name, and W in float64."""
+    """Return the inputs of MatMulNBits by name, and W in float64."""
     rng = np.random.default_rng(seed)
-    blocks, most = -(-case.k // case.block), 1 << case.bits
-    codes = rng.integers(0, most, (case.n, blocks * case.block))
-    zeros = rng.integers(0, most, (case.n, blocks)) if case.zeros else np.full((case.n, blocks), most // 2)
+    blocks, levels = -(-case.k // case.block), 1 << case.bits
+    quantized = rng.integers(0, levels, (case.n, blocks * case.block))
+    zeros = rng.integers(0, levels, (case.n, blocks)) if case.zeros else np.full((case.n, blocks), levels // 2)
     scales = (rng.random((case.n, blocks)) + 0.5).astype("float16").astype(case.dtype)
-    w = (codes - zeros.repeat(case.block, 1)) * scales.astype("float64").repeat(case.block, 1)
+    w = (quantized - zeros.repeat(case.block, 1)) * scales.astype("float64").repeat(case.block, 1)
 
     def packed(values: np.ndarray) -> np.ndarray:
         values = values.astype(np.uint8)
@@ -67,20 +67,20 @@ def matrix(case: Case, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         even = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, values.shape[-1] % 2)])
         return even[..., 0::2] | even[..., 1::2] << 4
 
-    parts = {"codes": packed(codes).reshape(case.n, blocks, -1), "scales": scales.reshape(-1)}
+    weights = {"quantized": packed(quantized).reshape(case.n, blocks, -1), "scales": scales.reshape(-1)}
     if case.zeros:
-        parts["zeros"] = packed(zeros).reshape(-1)
-    return parts, w.T[: case.k]
+        weights["zeros"] = packed(zeros).reshape(-1)
+    return weights, w.T[: case.k]
 
 
 def model(case: Case) -> onnx.ModelProto:
     dtype = helper.np_dtype_to_tensor_dtype(np.dtype(case.dtype))
     nodes, weights = [], []
     for seed, name in enumerate(("gate", "y") if case.gate else ("y",)):
-        parts, _ = matrix(case, seed)
-        weights += [numpy_helper.from_array(array, f"{name}.{part}") for part, array in parts.items()]
+        weights_of_node, _ = matrix(case, seed)
+        weights += [numpy_helper.from_array(array, f"{name}.{suffix}") for suffix, array in weights_of_node.items()]
         sizes = {"K": case.k, "N": case.n, "bits": case.bits, "block_size": case.block}
-        inputs = ["x", *(f"{name}.{part}" for part in parts)]
+        inputs = ["x", *(f"{name}.{suffix}" for suffix in weights_of_node)]
         out = "up" if case.gate and name == "y" else name
         nodes.append(helper.make_node("MatMulNBits", inputs, [out], domain="com.microsoft", **sizes))
     if case.gate:
@@ -92,24 +92,24 @@ def model(case: Case) -> onnx.ModelProto:
 
 
 def outputs(case: Case) -> tuple[list[str], list[int], dict[int, tuple[np.ndarray, np.ndarray]]]:
-    """Schedules of the matmuls, bytes of weights, and x and y by number of rows. In the emulation's process."""
+    """Return schedules of the matmuls, bytes of weights, and x and y by number of rows. In the emulation's process."""
     compiled = lowering.compile(model(case), f"cuda:{case.arch}")
-    found = {}
+    results = {}
     for rows in ROWS:
         x = np.random.default_rng(rows).standard_normal((rows, case.k)).astype(case.dtype)
-        found[rows] = x, compiled.run({"x": x})["y"]
+        results[rows] = x, compiled.run({"x": x})["y"]
     kernels, weights = compiled.manifest.kernels, compiled.manifest.weights
-    return [k.schedule for k in kernels if k.kind == "matmul"], [w.nbytes for w in weights], found
+    return [k.schedule for k in kernels if k.kind == "matmul"], [w.nbytes for w in weights], results
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_matmuls_with_codes(name: str) -> None:
+def test_matmuls_with_quantized_weights(name: str) -> None:
     case = CASES[name]
-    schedules, sizes, found = emulated.run(outputs, case, arch=case.arch, timeout=300)
+    schedules, sizes, results = emulated.run(outputs, case, arch=case.arch, timeout=300)
     assert set(schedules) == ({"ordinary"} if case.dtype == "float32" else {"matmul"})
     count, elements = 1 + case.gate, case.k * case.n
     assert sum(sizes) <= count * (elements * case.bits // 8 + 8 * -(-elements // case.block))
-    for rows, (x, y) in found.items():
+    for rows, (x, y) in results.items():
         matmuls = [x.astype("float64") @ matrix(case, seed)[1] for seed in range(count)]
         want: Any = matmuls[0]
         if case.gate:
@@ -121,16 +121,16 @@ def test_matmuls_with_codes(name: str) -> None:
 
 
 def compressed() -> tuple[list[int], float]:
-    """Bytes of the weights of weights="int4", and the largest error beside what the CPU makes of the same codes."""
+    """Return the bytes of weights="int4", and the largest difference from the CPU with the same quantized values."""
     rng = np.random.default_rng(0)
     w = numpy_helper.from_array(rng.standard_normal((256, 64)).astype("float16").astype("float32"), "w")
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["m", n]) for name, n in (("x", 256), ("y", 64)))
     graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [w])
-    given = {"x": rng.standard_normal((3, 256)).astype("float32")}
+    feeds = {"x": rng.standard_normal((3, 256)).astype("float32")}
     sources = onnx.helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     gpu = lowering.compile(sources, "cuda:sm_80", weights="int4", precision="float16")
     cpu = lowering.compile(sources, "cpu", weights="int4")
-    results = [compiled.run(given)["y"] for compiled in (gpu, cpu)]
+    results = [compiled.run(feeds)["y"] for compiled in (gpu, cpu)]
     return [weight.nbytes for weight in gpu.manifest.weights], float(np.abs(results[0] - results[1]).max())
 
 
@@ -145,27 +145,27 @@ def size(n: int) -> tirx.IntImm:
 
 
 def function(rows: int | None, k: int, n: int, bits: int) -> tuple[tirx.PrimFunc, list[np.ndarray], np.ndarray]:
-    """x W by itself for so many rows, None for any; W and what it is in float64."""
+    """Return x W for a number of rows, None for any; the packed W; and W in float64."""
     m = tirx.Var("m", "int64") if rows is None else size(rows)
     quantized = quantize_matrix(np.random.default_rng(bits).standard_normal((k, n)).astype("float32"), bits)
-    parts, element = pack_quantized_matrix(quantized, 1)
+    packed, element = pack_quantized_matrix(quantized, 1)
     x = te.placeholder((m, size(k)), "float16", "x")
-    stored = [te.placeholder(list(map(size, array.shape)), str(array.dtype), name) for name, array in parts.items()]
+    stored = [te.placeholder(list(map(size, array.shape)), str(array.dtype), name) for name, array in packed.items()]
     func = te.create_prim_func([x, *stored, packed_matmul(x, stored, size(n), "float16", element)])
-    return func, list(parts.values()), quantized.array().astype("float64")
+    return func, list(packed.values()), quantized.array().astype("float64")
 
 
 def variant_of(func: tirx.PrimFunc, arch: str) -> Variant:
     return (matmul(func, tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")) or [])[0]
 
 
-# Behind what a warp stores of its last rows nobody waits.
+# The last stores of a warp need no wait.
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(("rows", "bits", "redundant"), [(50, 4, ["cuda_warp_sync"]), (5, 8, [])])
 def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> None:
-    func, parts, w = function(rows, 224, 40, bits)
+    func, packed, w = function(rows, 224, 40, bits)
     many = {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)}
-    tiles = many if rows > 16 else {"rows": SmallMTiles(2, 2)}  # more than one turn for a warp
+    tiles = many if rows > 16 else {"rows": SmallMTiles(2, 2)}  # more than one iteration for a warp
     module = emulated.module({"main": variant_of(func, "sm_80").make(**tiles)}, arch="sm_80")
     x = np.random.default_rng(0).standard_normal((rows, 224)).astype("float16")
     want = x.astype("float64") @ w
@@ -173,21 +173,21 @@ def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> 
     def right(after: list[Any]) -> bool:
         return np.allclose(after[-1].astype("float64"), want, rtol=2e-3, atol=5e-2, equal_nan=True)
 
-    arrays = [x, *parts, np.full((rows, 40), np.nan, "float16")]
+    arrays = [x, *packed, np.full((rows, 40), np.nan, "float16")]
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant
 
 
 @pytest.mark.parametrize(("rows", "bits"), [(11, 4), (20, 4), (20, 8)])
-def test_a_piece_is_there_as_a_whole(rows: int, bits: int) -> None:
-    """However little tiles ask for ahead: 16 bytes of quantized values are several chunks of k."""
-    func, parts, w = function(rows, 512, 40, bits)
+def test_a_vectorized_load_is_complete(rows: int, bits: int) -> None:
+    """Tiles may prefetch little, but 16 bytes of quantized values are several chunks of k."""
+    func, packed, w = function(rows, 512, 40, bits)
     tiles = SmallMTiles(4, 1, 16 if rows <= 16 else 32)
     variant = variant_of(func, "sm_80")
     assert tiles.shared_memory(variant.problem) >= 16 * tiles.threads * (2 + tiles.rows // 8 * 16 // bits)
     x = np.random.default_rng(rows).standard_normal((rows, 512)).astype("float16")
     kernels = {name: tiles for name in ("sixteen", "several") if name in variant.tiles}
     module = emulated.module({"main": variant.make(**kernels)}, arch="sm_80")
-    y = module.call("main", [x, *parts, np.full((rows, 40), np.nan, "float16")])[-1]
+    y = module.call("main", [x, *packed, np.full((rows, 40), np.nan, "float16")])[-1]
     np.testing.assert_allclose(y.astype("float64"), x.astype("float64") @ w, rtol=2e-3, atol=8e-2)
 
 
@@ -200,7 +200,7 @@ def test_a_piece_is_there_as_a_whole(rows: int, bits: int) -> None:
         *(pytest.param("sm_90a", bits, None, marks=pytest.mark.slow) for bits in (4, 8)),
     ],
 )
-def test_codes_are_expanded_in_registers(arch: str, bits: int, rows: int | None) -> None:
+def test_weights_are_dequantized_in_registers(arch: str, bits: int, rows: int | None) -> None:
     """Tensor cores multiply, no register is put into memory, and nothing waits for slow conversions of integers."""
     code = machine_code(variant_of(function(rows, 4096, 4096, bits)[0], arch).make(), arch)
     assert code.whole["HMMA"] and not code.said

@@ -23,13 +23,13 @@ from schedules.cuda.device import DEVICES, Device
 
 GPU = DEVICES["sm_80"]
 BLOCKS = 14
-"""With two key/value heads and few rows, 7 splits for a batch of 1, 2 for one of 3, and 1 for one of 7."""
+"""With two key/value heads and M <= 16, 7 splits for a batch of 1, 2 for one of 3, and 1 for one of 7."""
 LOWEST = float(np.finfo(np.float32).min)
 Arrays = dict[str, Any]
 
 
 def problem(**changes: Any) -> AttentionProblem:
-    """Two query heads on each of two key/value heads, every size symbolic, float16."""
+    """Return a problem of two query heads on each of two key/value heads, every size symbolic, float16."""
     defaults: dict[str, Any] = {
         **{"batch": None, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2},
         **{"head_dim": 64, "v_head_dim": 64, "dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"},
@@ -39,7 +39,7 @@ def problem(**changes: Any) -> AttentionProblem:
 
 
 def formula(dtype: str) -> Formula:
-    """Key j is visible to row i where j <= i + size_0 and table_0[j] is not 0; else it gets the lowest number."""
+    """Return a formula: row i sees key j where j <= i + size_0 and table_0[j] is not 0; else it adds LOWEST."""
     b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
     shown = tirx.all(j <= i + size, table[j] != 0)
@@ -91,7 +91,7 @@ def kernels() -> emulated.Module:
 
 
 def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
-    """Random inputs by parameter name. Masks hide a third of the pairs, all of some keys, and all keys of some rows."""
+    """Draw inputs by parameter name. Masks hide a third of the pairs, all of some keys, and all keys of some rows."""
     rng = np.random.default_rng(kv_len)
     inputs: Arrays = {
         "q": rng.standard_normal((batch, p.q_heads, q_len, p.head_dim)),
@@ -119,17 +119,17 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
 
 
 def with_formula(p: AttentionProblem, inputs: Arrays, q_len: int, kv_len: int) -> Arrays:
-    """The inputs of the reference: a formula's elements in place of what it is made of."""
+    """Return the inputs of the reference: the mask in place of the operands of a formula."""
     if not isinstance(p.mask, Formula):
         return inputs
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)
     shown = ((j <= i + inputs["size_0"]) & (inputs["table_0"] != 0))[None, None]
-    kept = {name: x for name, x in inputs.items() if name not in ("size_0", "table_0")}
-    return {**kept, "mask": shown if p.mask.dtype == "bool" else np.where(shown, 0, LOWEST)}
+    rest = {name: x for name, x in inputs.items() if name not in ("size_0", "table_0")}
+    return {**rest, "mask": shown if p.mask.dtype == "bool" else np.where(shown, 0, LOWEST)}
 
 
 def stored(p: AttentionProblem, name: str, x: np.ndarray) -> np.ndarray:
-    """An array [B, H, L, D] in the layout and type of q, k, v or y."""
+    """Return an array [B, H, L, D] in the layout and type of q, k, v or y."""
     if (p.row_axes if name in "qy" else p.layout.axes) == "bte":
         x = x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
     return np.ascontiguousarray(x).astype(p.v_dtype if name == "v" else p.dtype)
@@ -146,16 +146,16 @@ def check(name: str, inputs: Arrays, **how: Any) -> None:
     names = p.parameters()
     after = kernels().call(f"attention_{number}", [(inputs | outputs)[x] for x in names], **how)
     got = dict(zip(names, after))
-    given = with_formula(p, inputs, q_len, kv_len)
-    found = compute_reference(p, **given)
-    want = found["y"]
+    reference_inputs = with_formula(p, inputs, q_len, kv_len)
+    reference = compute_reference(p, **reference_inputs)
+    want = reference["y"]
     seen = np.isfinite(want)
     assert seen.any() or not want.size
     # P is rounded to half precision, and so is Y.
     epsilon = float(ml_dtypes.finfo(p.dtype).eps)
     np.testing.assert_allclose(got["y"].astype(np.float64)[seen], want[seen], rtol=epsilon, atol=epsilon)
     if p.lse:
-        lse = found["lse"]
+        lse = reference["lse"]
         np.testing.assert_allclose(got["lse"][np.isfinite(lse)], lse[np.isfinite(lse)], rtol=1e-6, atol=3e-6)
         assert (got["lse"][lse == -np.inf] == -np.inf).all()
 
@@ -180,7 +180,7 @@ def test_equals_the_reference(name: str) -> None:
     ],
 )
 def test_hidden_values_do_not_leak(name: str, keys: tuple[int, ...]) -> None:
-    """Keys and values of NaN and infinity: the rows that do not see them are as right as ever."""
+    """Keys and values of NaN and infinity do not change rows that do not see them."""
     p = PROBLEMS[name]
     for batch, q_len, kv_len in ((1, 2, 300), (3, 3, 133)):
         inputs = draw(p, batch, q_len if p.q_len is None else 1, kv_len)

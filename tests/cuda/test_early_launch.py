@@ -1,4 +1,4 @@
-"""Kernels that begin before the one before has ended touch nothing of others until it has."""
+"""A kernel that begins before the previous one has ended touches no memory of others until then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARCH = "sm_90a"
 
 
 def decoder() -> onnx.ModelProto:
-    """With rows of k that are whole chunks, so that few rows have a kernel of their own."""
+    """Return a decoder whose rows of k are whole chunks, so that a small M has a kernel of its own."""
     return in_half(build_decoder(DecoderConfig(1, 256, 4, 2, 64, 512, 256, 64)))
 
 
@@ -44,7 +44,7 @@ class Code(NamedTuple):
 
 @pytest.fixture(scope="module")
 def code() -> Code:
-    """A decoder with donated caches: joined launches, norms, rotations and cache updates in GEMMs."""
+    """Compile a decoder with donated caches: fused launches, norms, rotations and cache updates in GEMMs."""
     sources: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         original = cubin.machine_code
@@ -61,8 +61,8 @@ def audit(functions: list[sass.Function]) -> None:
     for function in functions:
         opcodes = {function.instructions[n].opcode for n in early_launch.before_the_wait(function)}
         assert early_launch.WAIT in opcodes and early_launch.BEGIN in opcodes, function.name
-        assert not (found := early_launch.faults(function)), found
-    # GEMMs of few rows ask for weights before the wait.
+        assert not (messages := early_launch.faults(function)), messages
+    # Small-M GEMMs prefetch weights before the wait.
     prefetching = [function for function in functions if early_launch.prefetches(function)]
     assert prefetching and all("matmul" in function.name for function in prefetching)
 
@@ -110,7 +110,7 @@ def test_restricted_pointers_fail_the_audit(compiler: str, monkeypatch: pytest.M
 
 
 def test_tables_of_the_code_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cosines of large numbers look up digits of 2 / pi, which nobody writes."""
+    """Cosines of large numbers look up digits of 2 / pi, which no kernel writes."""
     text = '<ir_version: 10, opset_import: ["" : 20]> m (float[n] x) => (float[n] y) { y = Cos (x) }'
     _, functions = machine_code_of(onnx.parser.parse_model(text), ARCH)
     read_only = [i for f in functions for i in f.instructions if i.opcode == "LDG" and "CONSTANT" in i.modifiers]

@@ -1,4 +1,4 @@
-"""What TVM schedules itself, and whole artifacts, run in the emulation."""
+"""Kernels that TVM schedules itself, and whole artifacts, run in the emulation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_schedules_of_tvm(dtype: str, eps: float) -> None:
         for name, value in expected.items():
             inputs = [a, b] if name == "matmul" else [a]
             out = module.call(name, [*inputs, np.full(value.shape, np.nan, kind)], order=order)[-1]
-            # sums are accumulated in the type itself
+            # accumulators have the type itself
             np.testing.assert_allclose(out.astype("float64"), value, rtol=eps * (1 if name == "softmax" else 60))
 
 
@@ -74,15 +74,15 @@ def test_whole_artifacts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_reduction_over_one_element(rows: int) -> None:
-    """What comes behind the sum is applied once, to the sum, and not to 0 before."""
-    one, m, n = (tirx.IntImm("int64", size) for size in (1, rows, 5))
-    a, b = te.placeholder((m, one), "float32", "a"), te.placeholder((one, n), "float32", "b")
-    k = te.reduce_axis((0, one), "k")
+    """The epilogue of the reduction is applied once, to the total, and not to 0 before."""
+    unit, m, n = (tirx.IntImm("int64", size) for size in (1, rows, 5))
+    a, b = te.placeholder((m, unit), "float32", "a"), te.placeholder((unit, n), "float32", "b")
+    k = te.reduce_axis((0, unit), "k")
     total = te.compute((m, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), "total")
     func = te.create_prim_func([a, b, topi.add(topi.cos(total), total)])
     (variant,) = ordinary(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80", **TARGET}, host="llvm"))
     module = emulated.module({"main": variant.make()}, arch="sm_80")
     rng = np.random.default_rng(rows)
     x, y = (rng.standard_normal(shape).astype("float32") for shape in ((rows, 1), (1, 5)))
-    found = module.call("main", [x, y, np.full((rows, 5), np.nan, "float32")])[-1]
-    np.testing.assert_allclose(found, np.cos(x * y) + x * y, rtol=1e-5)
+    result = module.call("main", [x, y, np.full((rows, 5), np.nan, "float32")])[-1]
+    np.testing.assert_allclose(result, np.cos(x * y) + x * y, rtol=1e-5)

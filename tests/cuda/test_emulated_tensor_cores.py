@@ -25,7 +25,7 @@ def random(shape: tuple[int, ...], short: str) -> np.ndarray:
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [m, k] times b [n, k], in float32."""
+    """Return a [m, k] times b [n, k], in float32."""
     return a.astype("float32") @ b.astype("float32").T
 
 
@@ -75,7 +75,7 @@ def test_mma(short: str, transposed: bool) -> None:
     np.testing.assert_allclose(out, matmul(a, b), rtol=1e-5, atol=1e-5)
 
 
-# ---- wgmma: D [64, n] = A [64, K] B [K, n]; tiles come by bulk tensor copies, panel beside panel
+# ---- wgmma: D [64, n] = A [64, K] B [K, n]; tiles come by bulk tensor copies, panel by panel
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Matmul:
         return f"wgmma_{self.n}_{self.short}_{self.a_in_registers:d}{self.a_transposed:d}{self.b_transposed:d}"
 
     def kernel(self) -> str:
-        """Bits of `left_out`: 1 wgmma.fence, 2 wgmma.wait_group, 4 the wait for the tiles."""
+        """Return the kernel. Bits of `left_out`: 1 wgmma.fence, 2 wgmma.wait_group, 4 the wait for the tiles."""
         count = self.n // 2
         d = ", ".join(f"%{i}" for i in range(count))
         inputs = [f"%{count + i}" for i in range(4 if self.a_in_registers else 1)]
@@ -138,7 +138,7 @@ SOURCE = Path(__file__).with_name("tiles.cu").read_text() + "\n".join(p.kernel()
 
 
 def tile(rows: int, swizzle: int, transposed: bool) -> tuple[np.ndarray, tuple[int, int], int]:
-    """A Tile (see tiles.cu) of an operand of so many rows by K; the box of its panels; its bytes."""
+    """Return a Tile (see tiles.cu) of an operand of so many rows by K; the box of its panels; its bytes."""
     width = swizzle or 16
     across, along = (rows, K) if transposed else (K, rows)  # elements side by side, and lines of them
     panels = across * 2 // width
@@ -158,7 +158,7 @@ def tile(rows: int, swizzle: int, transposed: bool) -> tuple[np.ndarray, tuple[i
 
 
 def wgmma(p: Matmul, swizzle: int, left_out: int = 0, **named: str) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel computes, and what it should."""
+    """Return the result of the kernel, and the expected one."""
     a, b = random((64, K), p.short), random((p.n, K), p.short)
     (ta, box_a, bytes_a), (tb, box_b, bytes_b) = tile(64, swizzle, p.a_transposed), tile(p.n, swizzle, p.b_transposed)
     stored = [np.ascontiguousarray(x.T) if t else x for x, t in ((a, p.a_transposed), (b, p.b_transposed))]

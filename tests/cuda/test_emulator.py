@@ -1,4 +1,4 @@
-"""The emulator reports what kernels do wrong, and runs right ones."""
+"""The emulator reports the errors of kernels, and runs right ones."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_launches_that_the_driver_refuses() -> None:
         launch("reverse", [1], [128], x, shared_bytes=100 << 10, arch="sm_86")
     with pytest.raises(EmulationError, match="static shared memory"):
         launch("reverse", [1], [128], x, shared_bytes=99 << 10, arch="sm_86")
-    # Static arrays count among the 48 KB that a kernel has unasked.
+    # Static arrays count among the 48 KB of a kernel by default.
     with pytest.raises(EmulationError, match="48640 dynamic are allowed"):
         launch("reverse", [1], [128], x, shared_bytes=(48 << 10) - 256)
     launch("reverse", [1], [128], x, shared_bytes=(48 << 10) - 512)
@@ -216,8 +216,8 @@ def test_unknown_instructions_are_named() -> None:
         emulated.launch(source, "k", [1], [32], [])
 
 
-def test_what_is_compiled_for_it_is_not_kept(tmp_path: Path) -> None:
-    """Whoever compiles the same file for a GPU would be given it."""
+def test_artifacts_for_the_emulation_are_not_cached(tmp_path: Path) -> None:
+    """Otherwise, the same file compiled for a GPU would come from the cache."""
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("Relu", ["x"], ["y"])],
@@ -226,11 +226,11 @@ def test_what_is_compiled_for_it_is_not_kept(tmp_path: Path) -> None:
         [value("y", onnx.TensorProto.FLOAT, [64])],
     )
     onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
-    assert emulated.run(kept, tmp_path, arch="sm_80") == 0
+    assert emulated.run(count_cached_artifacts, tmp_path, arch="sm_80") == 0
 
 
-def kept(folder: Path) -> int:
-    """How many artifacts are kept when the model of a folder is compiled. Called in the emulation's process."""
+def count_cached_artifacts(folder: Path) -> int:
+    """Return how many artifacts are cached when the model of a folder is compiled, in the emulation's process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONNX_LOWERING_CACHE", str(folder / "cache"))
         compile_to(folder / "artifact", folder / "model.onnx", "cuda:sm_80")

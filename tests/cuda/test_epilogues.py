@@ -1,4 +1,4 @@
-"""What becomes of queries, keys and values, computed by the matmul itself: which are taken, and what comes out."""
+"""Epilogues of query, key and value matmuls: which are fused, and their results."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Dims of a cache behind the batch."""
+        """Return the dims of a cache after the batch."""
         if self.rows:
             return (LENGTH, self.kv_heads * self.head_dim)
         return (self.kv_heads, LENGTH, self.head_dim)
@@ -133,15 +133,15 @@ class Case:
         node, half = helper.make_node, self.head_dim // 2
         if self.rotary != "halves":
             return [node("RotaryEmbedding", [x, "cos", "sin"], [y], interleaved=int(self.rotary == "pairs"))]
-        made = []
+        tables = []
         for table in ("cos", "sin"):
-            made += [
+            tables += [
                 node("Concat", [table, table], [f"{y}_{table}_2"], axis=-1),
                 node("Constant", [], [f"{y}_{table}_1"], value_ints=[1]),
                 node("Unsqueeze", [f"{y}_{table}_2", f"{y}_{table}_1"], [f"{y}_{table}"]),
             ]
         return [
-            *made,
+            *tables,
             node("Constant", [], [f"{y}_halves"], value_ints=[half, half]),
             node("Split", [x, f"{y}_halves"], [f"{y}_low", f"{y}_high"], axis=-1),
             node("Neg", [f"{y}_high"], [f"{y}_negative"]),
@@ -162,16 +162,16 @@ class Case:
                 f"cache_{n}": rng.standard_normal((batch, *self.slots)) for n in ("k" if self.one_cache else "kv")
             }
         rounded = {name: array.astype(self.numpy) for name, array in feeds.items()}
-        # The last ones of a linear cache end behind it: those rows are dropped.
+        # The last rows of a linear cache end after it: those rows are dropped.
         return rounded | ({"at": rng.integers(0, LENGTH + 1, batch)} if self.cached else {})
 
     def right(self, proto: onnx.ModelProto, feeds: Arrays) -> Arrays:
-        """In float64."""
+        """Return the results in float64."""
         weights = {w.name: numpy_helper.to_array(w).astype("float64") for w in proto.graph.initializer}
         x, D = feeds["x"].astype("float64"), self.head_dim
         if self.norm:
             x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weights["scale"]
-        found: Arrays = {}
+        outputs: Arrays = {}
         for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             rows = x @ weights[f"w{name}"] + weights.get(f"b{name}", 0.0)
             rows = rows.reshape(*x.shape[:2], heads, D).transpose(0, 2, 1, 3)
@@ -179,22 +179,22 @@ class Case:
                 cos, sin = (feeds[n].astype("float64")[:, None] for n in ("cos", "sin"))
                 near = self.rotary == "pairs"
                 low, high = (rows[..., ::2], rows[..., 1::2]) if near else (rows[..., : D // 2], rows[..., D // 2 :])
-                both = [low * cos - high * sin, low * sin + high * cos]
-                rows = np.stack(both, -1).reshape(rows.shape) if near else np.concatenate(both, -1)
+                rotated = [low * cos - high * sin, low * sin + high * cos]
+                rows = np.stack(rotated, -1).reshape(rows.shape) if near else np.concatenate(rotated, -1)
             if name == "q" or not self.cached:
-                found[name] = rows
+                outputs[name] = rows
                 continue
-            cache = feeds[f"cache_{name}"].astype("float64") if name in self.caches else found["next_k"]
-            found[f"was_{name}"], found[f"next_{name}"] = -cache, cache.copy()
+            cache = feeds[f"cache_{name}"].astype("float64") if name in self.caches else outputs["next_k"]
+            outputs[f"was_{name}"], outputs[f"next_{name}"] = -cache, cache.copy()
             for b, first in enumerate(feeds["at"]):
                 for s in range(rows.shape[2]):
-                    place = first + s if self.mode == "linear" else (first + s) % LENGTH
-                    if place < LENGTH and self.rows:
-                        found[f"next_{name}"][b, place] = rows[b, :, s].reshape(-1)
-                    elif place < LENGTH:
-                        found[f"next_{name}"][b, :, place] = rows[b, :, s]
-            found[f"is_{name}"] = -found[f"next_{name}"]
-        return found
+                    slot = first + s if self.mode == "linear" else (first + s) % LENGTH
+                    if slot < LENGTH and self.rows:
+                        outputs[f"next_{name}"][b, slot] = rows[b, :, s].reshape(-1)
+                    elif slot < LENGTH:
+                        outputs[f"next_{name}"][b, :, slot] = rows[b, :, s]
+            outputs[f"is_{name}"] = -outputs[f"next_{name}"]
+        return outputs
 
 
 CASES = {
@@ -214,13 +214,14 @@ CASES = {
     "caches are read before": Case(reads_cache="before"),
     "a cache is read between the updates": Case(reads_cache="between", joined=False),
 }
-# Batches and tokens, up to what a block has of rows with a norm (8), without (32), and more.
+# Batches and tokens, up to the rows of a block with a norm (8), without (32), and more.
 SIZES = ((1, 1), (2, 1), (3, 3), (1, 8), (5, 6), (2, 40), (0, 1))
 
 
 def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
-    """The rules of the kernels that are called, launches by SIZES, and the largest error by what one unit in the last
-    place of the range is. Bits that no row goes to are what they were."""
+    """Return the rules of the called kernels, launches by SIZES, and the largest error in units in the last position.
+
+    Cache slots without a new row do not change."""
     case = CASES[name]
     proto = case.model()
     donated = ("cache_.*",) if case.cached else ()
@@ -228,17 +229,17 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
     launches, worst = [], 0.0
     for batch, tokens in SIZES if case.sizes is None else [case.sizes]:
         feeds = case.draw(batch, tokens)
-        kept = {n: array.copy() for n, array in feeds.items()}
+        original = {n: array.copy() for n, array in feeds.items()}
         device.take_calls()
         results = model.run(feeds)
         calls = work(device.take_calls())
         launches.append(calls["cuLaunchKernelEx"] + calls["cuLaunchKernel"])
-        right = case.right(proto, kept)
+        expected = case.right(proto, original)
         for output, result in results.items():
-            wide, want = result.astype("float64"), right[output]
+            wide, want = result.astype("float64"), expected[output]
             assert result.shape == want.shape
             if output.startswith("next_"):
-                still = want == kept[f"cache_{case.caches[-1] if output == 'next_v' else 'k'}"].astype("float64")
+                still = want == original[f"cache_{case.caches[-1] if output == 'next_v' else 'k'}"].astype("float64")
                 assert (wide[still] == want[still]).all()
             error = np.abs(wide - want).max(initial=0.0) / np.abs(want).max(initial=1.0)
             worst = max(worst, error / float(ml_dtypes.finfo(case.numpy).eps))
@@ -266,14 +267,15 @@ AUDITED = itertools.product(("norm and rotation", "bfloat16, more heads, no norm
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(("name", "arch"), sampled(AUDITED, 3))
 def test_machine_code(name: str, arch: str) -> None:
-    """Nothing goes to memory that registers should hold; weights alone are asked for before earlier
-    kernels are done. From sm_100 on ptxas keeps a few numbers there that are of use around the loop."""
+    """Nothing spills to memory, and only weights are prefetched before earlier kernels are done.
+
+    From sm_100 on, ptxas stores a few numbers there that are used around the loop."""
     manifest, functions = machine_code_of(CASES[name].model(), arch, donate=("cache_k", "cache_v"))
     (kernel,) = manifest.kernels
     assert kernel.schedule == "epilogue_matmul"
     first = next(f for f in functions if f.name == f"{kernel.name}_kernel")
-    spills = [at for at, each in enumerate(first.instructions) if each.opcode in ("LDL", "STL")]
-    assert any(each.opcode == "HMMA" for each in first.instructions)
+    spills = [at for at, instruction in enumerate(first.instructions) if instruction.opcode in ("LDL", "STL")]
+    assert any(instruction.opcode == "HMMA" for instruction in first.instructions)
     assert not {at for body in sass.multiplying(first) for at in body} & set(spills)
     assert len(spills) <= (0 if arch in ("sm_80", "sm_90a") else 8)
     if arch != "sm_80":
@@ -283,7 +285,7 @@ def test_machine_code(name: str, arch: str) -> None:
 @pytest.mark.no_gpu
 @pytest.mark.slow
 def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates give what the CPU makes of the function: results, and what is in the caches."""
+    """Candidates compute the same results and caches as the CPU."""
     here = {**os.environ, **environment("sm_80")}
     monkeypatch.setenv("PATH", here["PATH"])
     model, sizes, batch = CASES["norm and rotation"].model(), [{"B": 1, "S": 2}], tmp_path / "batch"

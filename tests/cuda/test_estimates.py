@@ -1,4 +1,4 @@
-"""What a tuner tries first on a GPU: the estimate of tiles agrees with those that others published after measuring."""
+"""First candidates of a tuner on a GPU: the estimate of tiles agrees with published tiles that were measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KERNELS = [
 
 
 def problem(rows: int, head_dim: int, causal: bool = False, batch: int = 4) -> AttentionProblem:
-    """Of Llama-like heads over 4096 keys."""
+    """Return a problem of Llama-like heads over 4096 keys."""
     return AttentionProblem(
         batch=batch, q_len=rows, kv_len=4096, q_heads=32, kv_heads=8, head_dim=head_dim, v_head_dim=head_dim,
         dtype="float16", v_dtype="float16", acc_dtype="float32", scale=0.1,
@@ -51,24 +51,24 @@ def legal(kind: type[Tiles], p: AttentionProblem, device: Device) -> Iterator[Ti
 def test_published_tiles_are_among_the_best(
     arch: str, kind: type[Tiles], rows: int, head_dim: int, causal: bool
 ) -> None:
-    """Defaults are what FlashAttention publishes, or what bandwidth times latency asks for."""
+    """Defaults are the tiles that FlashAttention publishes, or those for bandwidth times latency."""
     p, device = problem(rows, head_dim, causal), DEVICES[arch]
     estimates = sorted(tiles.estimate(p, device) for tiles in legal(kind, p, device))
     default = kind.default(p, device).estimate(p, device)
-    assert default - estimates[0] < math.log(1.15)  # of the best
-    assert math.exp(estimates[-1] - default) > 1.1  # and the worst are worse
+    assert default - estimates[0] < math.log(1.15)  # compared with the best
+    assert math.exp(estimates[-1] - default) > 1.1  # compared with the worst
 
 
-def test_what_is_known_to_be_slow_is_last() -> None:
-    """One warp, a short tile, no copy under way, blocks of an odd share of the GPU: each must cost something."""
+def test_slow_tiles_are_last() -> None:
+    """Each has a cost: one warp, a short tile, no copy under way, blocks of an odd share of the GPU."""
     p, a100, h100 = problem(4096, 128), DEVICES["sm_80"], DEVICES["sm_90a"]
     good = MmaTiles.default(p, a100).estimate(p, a100)
     assert MmaTiles(q=16, kv=16, warps=1).estimate(p, a100) > good + math.log(2)
     assert MmaTiles(q=256, kv=32, warps=8).estimate(p, a100) > good
     best = WgmmaTiles.default(p, h100).estimate(p, h100)
     assert WgmmaTiles(1, 32, 240, 24, ping_pong=False).estimate(p, h100) > best + math.log(1.5)
-    alone = dataclasses.replace(problem(1, 128, batch=1), kv_len=16384)  # eight heads for 108 SMs
-    split = DecodeTiles.default(alone, a100)
+    single = dataclasses.replace(problem(1, 128, batch=1), kv_len=16384)  # eight heads for 108 SMs
+    split = DecodeTiles.default(single, a100)
     whole = DecodeTiles(split.keys, split.warps, split.stages, split=16384)
-    assert whole.estimate(alone, a100) > split.estimate(alone, a100) + math.log(2.5)
-    assert RowTiles(split=16384).estimate(alone, a100) > RowTiles.default(alone, a100).estimate(alone, a100)
+    assert whole.estimate(single, a100) > split.estimate(single, a100) + math.log(2.5)
+    assert RowTiles(split=16384).estimate(single, a100) > RowTiles.default(single, a100).estimate(single, a100)

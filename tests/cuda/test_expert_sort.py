@@ -32,17 +32,17 @@ def function(groups: int, dtype: str) -> tirx.PrimFunc:
 
 @functools.cache
 def kernels() -> emulated.Module:
-    def made(groups: int, dtype: str) -> Any:
+    def make_function(groups: int, dtype: str) -> Any:
         variant = expert_sort(function(groups, dtype), TARGET)[0]
         return variant.make() if groups == 1 else variant.make(threads=ThreadTiles(64))
 
-    return emulated.module({f"sort_{g}": made(g, dtype) for g, dtype in GROUPS.items()}, arch="sm_90a")
+    return emulated.module({f"sort_{g}": make_function(g, dtype) for g, dtype in GROUPS.items()}, arch="sm_90a")
 
 
 @pytest.mark.parametrize("rows", (0, 1, 31, 64, 700))
 @pytest.mark.parametrize("groups", GROUPS)
 def test_is_a_stable_sort(groups: int, rows: int) -> None:
-    """Numbers that are no group count as the nearest one."""
+    """Numbers that are not a group count as the nearest one."""
     chosen = np.random.default_rng(rows).integers(-1, groups + 2, rows).astype(GROUPS[groups])
     empty = [np.full(rows, -7) for _ in range(3)]
     _, ordered, order, positions = kernels().call(f"sort_{groups}", [chosen, *empty])

@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs: rows are sorted there, and multiplied by the matrices of their experts."""
+"""Mixtures of experts on GPUs: the GPU sorts rows, and multiplies them by the matrices of their experts."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def model(dtype: str) -> onnx.ModelProto:
 
 
 def differences(dtype: str, weights: Any) -> list[float]:
-    """From the CPU's results in the same types, relative to the largest, for several numbers of tokens."""
+    """Return differences from the CPU in the same types, relative to the largest result, by number of tokens."""
     compiled = [lowering.compile(model(dtype), target, weights=weights) for target in ("cuda:sm_90a", "cpu")]
     kernels = {kernel.schedule for kernel in compiled[0].manifest.kernels if "grouped_matmul" in kernel.name}
     assert kernels == {"ordinary" if dtype == "float32" else "matmul"}
-    rng, found = np.random.default_rng(4), []
-    for tokens in (1, 19, 200):  # few rows are a batch, many go by runs, by wide tiles where those are long
+    rng, errors = np.random.default_rng(4), []
+    for tokens in (1, 19, 200):  # small batches go together, large ones by runs, by wide tiles where those are long
         feeds = {"x": rng.standard_normal((tokens, WIDTH)), "router": rng.standard_normal((tokens, EXPERTS))}
         gpu, cpu = (m.run({name: array.astype(dtype) for name, array in feeds.items()})["y"] for m in compiled)
-        found.append(float(np.abs(gpu.astype(np.float64) - cpu).max() / np.abs(cpu).max()))
-    return found
+        errors.append(float(np.abs(gpu.astype(np.float64) - cpu).max() / np.abs(cpu).max()))
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_many_rows_are_multiplied_by_wgmma() -> None:
 
 
 def test_tables_are_read_after_the_wait() -> None:
-    """Which matrix a row is multiplied by, an earlier kernel may still be writing."""
+    """An earlier kernel may still be writing the matrix index of a row."""
     _, functions = machine_code_of(model("float16"), "sm_90a")
     assert any("grouped_matmul" in function.name for function in functions)
-    assert not [found for function in functions for found in faults(function)]
+    assert not [fault for function in functions for fault in faults(function)]

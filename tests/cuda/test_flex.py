@@ -1,5 +1,4 @@
-"""flex_attention on emulated GPUs: mods of PyTorch's tests and of the library, block masks, every kernel, against
-float64."""
+"""flex_attention on emulated GPUs against float64: mods of PyTorch's tests and of the library, block masks."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ from lowering.flex.problem import FlexProblem, build_settings
 TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
-# -- mods beside those of tests/flex/mod_cases.py ---------------------------------------------------------------------
+# -- mods in addition to those of tests/flex/mod_cases.py -----------------------------
 
 
-def causal_by_words(b, h, i, j, *, words):
-    """Bits of integers of 32 and 64 bits."""
-    shown = ((words[i] >> (j & 31)) ^ (i << 2 >> 3)) & 1
+def causal_by_bits(b, h, i, j, *, bits):
+    """Test bits of integers of 32 and 64 bits."""
+    shown = ((bits[i] >> (j & 31)) ^ (i << 2 >> 3)) & 1
     return ((shown == 1) | (i - j < 3)) & (i >= j)
 
 
@@ -61,23 +60,21 @@ def of_positions(high: int, dtype: str) -> Callable[..., np.ndarray]:
 
 
 def pages(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """A permutation of pages of 16 keys for each batch, of which every third is free."""
+    """Draw a permutation of pages of 16 keys for each batch, of which every third is free."""
     count = -(-shape[3] // 16)
     order = np.stack([rng.permutation(count) for _ in range(shape[0])])
     return {"logical": np.where(order % 3 == 2, -1, order), "lengths": rng.integers(1, shape[3] + 1, shape[0])}
 
 
 def grown(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """A tree of a node for each row, each below an earlier one, behind the keys of a context."""
+    """Draw a tree with a node for each row, each below an earlier one, after the keys of a context."""
     parents = [int(rng.integers(-1, node)) for node in range(shape[2])]
     return {"ancestors": masks.ancestors_of(parents), "context": rng.integers(0, shape[3], shape[0]).astype("i4")}
 
 
 OWN = (
-    Case("words", None, causal_by_words, lambda rng, shape: {"words": of_positions(2**32, "u4")(rng, shape)}),
-    Case(
-        "words of 64 bits", None, causal_by_words, lambda rng, shape: {"words": of_positions(2**40, "i8")(rng, shape)}
-    ),
+    Case("words", None, causal_by_bits, lambda rng, shape: {"bits": of_positions(2**32, "u4")(rng, shape)}),
+    Case("words of 64 bits", None, causal_by_bits, lambda rng, shape: {"bits": of_positions(2**40, "i8")(rng, shape)}),
     Case(
         "small numbers",
         None,
@@ -116,7 +113,7 @@ CASES = {case.name: case for case in (*mod_cases.SCORES, *mod_cases.MASKS, *mod_
 
 @dataclass(frozen=True)
 class Kind:
-    """What an artifact is for."""
+    """Properties of an artifact."""
 
     dtype: str = "float16"
     heads: tuple[int, int] = (4, 2)
@@ -131,8 +128,8 @@ LENGTHS = [(3, 140), (150, 170), (131, 65)]
 
 
 def states_of(dense: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The states of blocks of a mask that is written out."""
-    counts = [-(-length // each) for length, each in zip(dense.shape[2:], size)]
+    """Return the states of blocks of a mask that is materialized."""
+    counts = [-(-length // block) for length, block in zip(dense.shape[2:], size)]
     padded = np.zeros((*dense.shape[:2], counts[0] * size[0], counts[1] * size[1]), bool)
     padded[:, :, : dense.shape[2], : dense.shape[3]] = dense
     blocks = padded.reshape(*dense.shape[:2], counts[0], size[0], counts[1], size[1])
@@ -140,7 +137,7 @@ def states_of(dense: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def in_blocks(mask: Callable[..., Any], states: np.ndarray, size: tuple[int, int]) -> Callable[..., Any]:
-    """What is visible under a block mask."""
+    """Return the visible pairs under a block mask."""
 
     def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         state = states[b, h, i // size[0], j // size[1]]
@@ -158,7 +155,7 @@ def problem(case: Case, kind: Kind, captures: dict[str, np.ndarray]) -> FlexProb
 
 
 def check(name: str, kind: Kind, lengths: list[tuple[int, int]], arch: str) -> None:
-    """Called in the emulation's process. What nobody sees is poison."""
+    """Check an artifact at several lengths, in the emulation's process. Hidden keys and values are poison."""
     case, model = CASES[name], None
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     for rows, keys in lengths:
@@ -169,17 +166,17 @@ def check(name: str, kind: Kind, lengths: list[tuple[int, int]], arch: str) -> N
         captures = case.captures(rng, shape)
         if model is None:
             model = lowering.compile(problem(case, kind, captures).to_onnx(), f"cuda:{arch}")
-        given, mask = {"q": q, "k": k, "v": v, **captures}, case.mask
+        feeds, mask = {"q": q, "k": k, "v": v, **captures}, case.mask
         if kind.blocks is not None:
             states = states_of(compute_visible(mask, shape, captures), kind.blocks)
             if kind.by_hand:
                 states = rng.integers(0, 3, states.shape, np.int8)
                 mask = in_blocks(mask, states, kind.blocks)
-            given[model.inputs[3].name] = states
+            feeds[model.inputs[3].name] = states
         seen = compute_visible(mask, shape, captures)
         unseen = ~seen.any(2).reshape(batch, kv_heads, -1, keys).any(2)
         k[unseen], v[unseen] = np.nan, np.inf
-        results = model.run(given)
+        results = model.run(feeds)
         expected, plain = (f(q, k, v, case.score, mask, captures) for f in (compute_reference, compute_naive))
         single = case.single and kind.dtype == "float64"
         assert_close(results["y"], expected[0], plain[0], single=single)
@@ -213,7 +210,7 @@ def test_mods(name: str, kind: Kind, arch: str) -> None:
 
 
 def kinds(number: int) -> list[Kind]:
-    """Others for each number, so that every choice meets many cases. Numbers that nobody rounds differ by type."""
+    """Return other kinds for each number, so that every choice meets many cases. Positions in tables differ by type."""
     sizes = [(64, 64), (72, 40), (128, 128), (16, 256)]
     heads = [(4, 2), (2, 2), (6, 1), (8, 2)]
     dtypes = ["float16", "bfloat16"]
@@ -239,11 +236,11 @@ def test_all_mods(number: int, arch: str) -> None:
             run(name, kind, arch, [(3, 140), (33, 65)])
 
 
-# -- what a row does not see ------------------------------------------------------------------------------------------
+# -- hidden keys and values ------------------------------------------------------------------------------------------
 
 
 def poisoned(arch: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Y with keys that some rows alone see and whose values are no numbers, Y as it should be, and who sees them."""
+    """Return Y with poison in keys that only some rows see, the expected Y, and which rows see them."""
     rng, (rows, keys) = np.random.default_rng(0), (150, 150)
     case = Case("window", mods.soft_cap(5.0), masks.sliding_window(30))
     q, k, v = (rng.standard_normal((1, 2, length, 64)).astype("float16") for length in (rows, keys, keys))

@@ -1,4 +1,4 @@
-"""Gradients of flex_attention on the emulated GPU, against the CPU's in float64, which differences have checked."""
+"""Gradients of flex_attention on the emulated GPU, against float64 on the CPU, checked by finite differences."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def equals_the_cpu(name: str, dtype: str, arch: str) -> None:
 
     variant, sizes = cpu.VARIANTS[name], (2, 2, 4, 2, 9, 21, 40, 24)
     rng = np.random.default_rng(11)
-    given = cpu._operands(rng, sizes) | variant.captures(rng, 2, 4, 9, 21)
+    feeds = cpu._operands(rng, sizes) | variant.captures(rng, 2, 4, 9, 21)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    narrow = {n: x.astype(kind) if x.dtype == np.float64 else x for n, x in given.items()}
+    narrow = {n: x.astype(kind) if x.dtype == np.float64 else x for n, x in feeds.items()}
     exact = {n: x.astype(np.float64) if x.dtype == kind else x for n, x in narrow.items()}
     expected = cpu._gradients(cpu._module(variant, exact), exact)
     module = cpu._module(variant, narrow, target=f"cuda:{arch}")
     assert {kernel.schedule for kernel in module.gradient.manifest.kernels} >= {"gradient"}
-    found = cpu._gradients(module, narrow)
+    gradients_on_gpu = cpu._gradients(module, narrow)
     bound = {"float64": 1e-11, "float32": 3e-5}.get(dtype) or 4 * float(ml_dtypes.finfo(kind).eps)
     for operand, gradient in expected.items():
-        assert found[operand].dtype == kind
-        off = np.abs(found[operand].astype(np.float64) - gradient).max()
+        assert gradients_on_gpu[operand].dtype == kind
+        off = np.abs(gradients_on_gpu[operand].astype(np.float64) - gradient).max()
         assert off <= bound * np.abs(gradient).max(), operand
 
 

@@ -1,4 +1,4 @@
-"""Small kernels in one launch: which are joined, that none is that must not, and that results are what they were."""
+"""Horizontal fusion of small kernels: which kernels share a launch, which must not, and that results stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowering.passes import fuse_launches
 TARGET = "cuda:sm_90a"
 
 CACHES = "float[B, 2, 16, 8] k, float[B, 2, 16, 8] v, float[B, 2, L, 8] new, int64[B] at"
-# Inputs, outputs and nodes; and how many kernels each launch is.
+# Inputs, outputs and nodes; and the number of kernels of each launch.
 MODELS = {
     "what is independent is one launch": (
         CACHES,
@@ -34,13 +34,13 @@ MODELS = {
         "next_k = TensorScatter (k, new, at) y = Exp (new) next_v = TensorScatter (v, y, at)",
         [2, 1],
     ),
-    "what a cache held is read before it is written": (
+    "a cache is read before it is written": (
         CACHES,
         "float[B, 2, 16, 8] next_k, float[B, 2, 16, 8] y",
         "y = Add (k, v) next_k = TensorScatter (k, new, at)",
         [1, 1],
     ),
-    "and what it holds behind it": (
+    "and its new contents after it": (
         CACHES,
         "float[B, 2, 16, 8] next_k, float[B, 2, 16, 8] y",
         "next_k = TensorScatter (k, new, at) y = Add (next_k, v)",
@@ -89,8 +89,7 @@ SIZES = [{"B": 2, "L": 3, "N": 5, "M": 2}, {"B": 1, "L": 1, "N": 0, "M": 3}, {"B
 
 
 def measured(name: str, target: str = TARGET) -> tuple[list[int], list[int], float]:
-    """How many kernels each launch of a model is, how many launches a call has at each of SIZES, and how far results
-    are from ONNX's own."""
+    """Return the number of kernels of each launch, launches of a call at each of SIZES, and the error against ONNX."""
     inputs, outputs, nodes, _ = MODELS[name]
     text = f'<ir_version: 12, opset_import: ["" : 24]> model ({inputs}) => ({outputs}) {{ {nodes} }}'
     proto, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
@@ -98,12 +97,12 @@ def measured(name: str, target: str = TARGET) -> tuple[list[int], list[int], flo
     counts, worst = [], 0.0
     for sizes in SIZES:
         shapes = {spec.name: [sizes.get(d, d) for d in spec.dims] for spec in model.inputs}
-        given = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
-        if "at" in given:
-            given["at"] = np.arange(len(given["at"])) * 5
-        right = ReferenceEvaluator(proto).run(None, given)
+        feeds = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+        if "at" in feeds:
+            feeds["at"] = np.arange(len(feeds["at"])) * 5
+        right = ReferenceEvaluator(proto).run(None, feeds)
         device.take_calls()
-        results = model.run(given)
+        results = model.run(feeds)
         counts.append(work(device.take_calls())["cuLaunchKernelEx"])
         for spec, expected in zip(model.outputs, right, strict=True):
             np.testing.assert_array_equal(results[spec.name].shape, expected.shape)
@@ -122,7 +121,7 @@ def test_launches(name: str) -> None:
 def joined_all_the_same(name: str) -> str:
     with mock.patch.object(fuse_launches._Group, "meets", lambda *_: False):
         try:
-            measured(name, "cuda:sm_80")  # whose kernels say by restricted pointers what they take for apart
+            measured(name, "cuda:sm_80")  # its kernels declare by restricted pointers which arrays do not alias
         except lowering.InputError as error:
             return str(error.__cause__)
     return ""
@@ -130,7 +129,7 @@ def joined_all_the_same(name: str) -> str:
 
 @pytest.mark.no_gpu
 def test_kernels_that_depend_on_each_other_are_noticed_in_one_launch() -> None:
-    name = "what a cache held is read before it is written"
+    name = "a cache is read before it is written"
     assert "LAUNCH_FAILED" in emulated.run(joined_all_the_same, name, arch="sm_80", timeout=500)
 
 
@@ -169,20 +168,22 @@ layer (float[B, 4, 1, 32] q, float[B, 2, 1, 32] new_k, float[B, 2, 1, 32] new_v,
 
 
 def decoding(is_joined: bool) -> tuple[list[CallSpec], int, dict[str, np.ndarray]]:
-    """Of what a layer of a decoder does between its matmuls, for one token of two sequences each: the calls of
-    kernels, how many launches they are, and what comes out."""
+    """Run the part of a decoder layer between its matmuls, for one token of two sequences each.
+
+    Return the calls of kernels, the number of their launches, and the results.
+    """
     with leave_out(*(() if is_joined else ("fuse_launches", "fuse_cache_writes"))):
         model = lowering.compile(onnx.parser.parse_model(LAYER), TARGET, donate=["k", "v"])
     rng, sizes = np.random.default_rng(0), {"B": 2, "C": 600}
     shapes = {spec.name: [sizes.get(d, d) for d in spec.dims] for spec in model.inputs}
-    given = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    feeds = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
     device.take_calls()
-    results = model.run({**given, "at": np.array([3, 599])})
+    results = model.run({**feeds, "at": np.array([3, 599])})
     return list(model.manifest.calls), work(device.take_calls())["cuLaunchKernelEx"], results
 
 
 def test_a_layer_computes_the_same_in_fewer_launches() -> None:
-    """One for both rotary embeddings, both cache updates and a sum, in whatever order its blocks run; two are the
+    """One launch for both rotary embeddings, both cache updates and a residual, in any order of blocks; two for the
     attention."""
     calls, launches, results = emulated.run(decoding, True, arch="sm_90a", order="descending", timeout=500)
     before, more, right = emulated.run(decoding, False, arch="sm_90a", timeout=500)

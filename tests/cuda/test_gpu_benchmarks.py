@@ -1,4 +1,4 @@
-"""`python -m benchmarks cuda`: a bundle is checked as on a GPU, and a run survives what may go wrong there."""
+"""`python -m benchmarks cuda`: a bundle is checked as on a GPU, and a run survives the errors that occur there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROBLEMS = {k.problem: k for k in KERNELS.values() if k.operation == "attention"
 
 
 def small(kernel: Kernel) -> AttentionProblem:
-    """Its problem with few heads."""
+    """Return its problem with few heads."""
     p = AttentionProblem.from_json(kernel.problem)
     return replace(p, q_heads=2 * p.group, kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -49,21 +49,21 @@ def small(kernel: Kernel) -> AttentionProblem:
 
 
 def build_and_check(folder: Path) -> list[Any]:
-    """In the emulation: a bundle's libraries, and what `check` says of each kernel, right and wrong."""
+    """Build a bundle in the emulation, and return the result of `check` for each kernel, right and wrong."""
     heads, ragged_window = {"q_heads": 4, "kv_heads": 2}, Window(right=0, offset="lengths")
     causal = problems.attention_problem("f16", 64, window=Window(right=0), **heads)
     ragged = problems.attention_problem("bf16", 64, lengths=True, window=ragged_window, **heads)
     update = replace(KERNELS["update in place"], checks=(Sizes(2, 3, 7, (-1, 5)),))
-    made = {
+    kernels = {
         "causal": problems.attention_kernel("causal", "wgmma", causal, ((1, 70, 133),)),
         "ragged": problems.attention_kernel("ragged", "decode", ragged, ((3, 1, 77),)),
         "update": update,
         "wrapping": replace(update, problem=update.problem.replace('"circular": false', '"circular": true')),
     }
-    pool = ThreadPoolExecutor(1)  # the emulation is this process's
-    plan = bundle.libraries(folder, made, {}, pool)
+    pool = ThreadPoolExecutor(1)  # the emulation belongs to this process
+    plan = bundle.libraries(folder, kernels, {}, pool)
     times = [path.stat().st_mtime_ns for path in folder.rglob("*.so")]
-    assert bundle.libraries(folder, made, {}, pool) == plan
+    assert bundle.libraries(folder, kernels, {}, pool) == plan
     assert [path.stat().st_mtime_ns for path in folder.rglob("*.so")] == times, "they were built again"
     right = plan.kernels
     wrong = {
@@ -71,13 +71,13 @@ def build_and_check(folder: Path) -> list[Any]:
         "ragged": replace(right["ragged"], problem=right["ragged"].problem.replace('"right": 0', '"right": -1')),
     }
     replace(plan, kernels={**right, **{f"not {name}": kernel for name, kernel in wrong.items()}}).write(folder)
-    found: list[Any] = []
+    answers: list[Any] = []
     for name in (*right, *(f"not {name}" for name in wrong)):
         try:
-            found.append(check(folder, name, lambda text: None)["error"])
+            answers.append(check(folder, name, lambda text: None)["error"])
         except ValueError as error:
-            found.append(str(error))
-    return found
+            answers.append(str(error))
+    return answers
 
 
 def test_a_bundle_is_checked_where_its_gpu_is(tmp_path: Path) -> None:
@@ -86,11 +86,11 @@ def test_a_bundle_is_checked_where_its_gpu_is(tmp_path: Path) -> None:
     assert len(wrong) == 3 and all(problem.startswith("wrong at") for problem in wrong)
 
 
-# -- what is right, and how much it is ---------------------------------------------------------------------------------
+# -- expected results, and counts of work ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
-def test_what_is_expected_is_the_reference(kernel: Kernel) -> None:
+def test_expected_results_are_the_reference(kernel: Kernel) -> None:
     p, memory = small(kernel), Host(0)
     arrays = attention.draw(p, TINY, memory, poison=True)
     right = attention.expected(p, arrays, memory)
@@ -152,8 +152,8 @@ def test_pytorch_agrees(kernel: Kernel) -> None:
     p = replace(p, dtype="float32", v_dtype="float32")
     poisoned = attention.draw(p, TINY, memory, poison=True)
     right = attention.expected(p, poisoned, memory)
-    given = {name: poisoned[name].numpy() for name in p.parameters() if name != "y"}
-    np.testing.assert_allclose(right.numpy(), compute_reference(p, **given)["y"], rtol=1e-12, atol=1e-12)
+    inputs = {name: poisoned[name].numpy() for name in p.parameters() if name != "y"}
+    np.testing.assert_allclose(right.numpy(), compute_reference(p, **inputs)["y"], rtol=1e-12, atol=1e-12)
     if not p.softcap:
         arrays = attention.draw(p, TINY, memory, poison=False)
         sees = attention.expected(p, arrays, memory)
@@ -194,7 +194,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
 
         return jobs.Job(kind, name, run, 30)
 
-    def todo(found: results.Results) -> list[jobs.Job]:
+    def todo(record: results.Results) -> list[jobs.Job]:
         case = {
             "wgmma": errands.timed(1e-3),
             "mma": errands.timed(4e-3),
@@ -219,7 +219,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
     assert mma.ratio == 0.5 and mma.bars == [("0.9 of limit", False)]
     assert results.read(tmp_path / "copy" / layout.path.name) == results.read(layout.path)
     measure.measure(PLAN, todo, layout, 5, 60)
-    assert done[3:] == [], "there was no time"
+    assert done[3:] == [], "no time was left"
     assert "1 of 1 jobs are left" in capsys.readouterr().out
     good["mma"] = True
     layout = results.Store([tmp_path], PLAN.digest, "a GPU")
@@ -231,10 +231,10 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
 
 def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "no folder").write_text("")
-    one, other = (
+    layout, other = (
         results.Store([tmp_path, tmp_path / "no folder"], "abc", name) for name in ("NVIDIA H100", "NVIDIA H200")
     )
-    one.add("checks", "mma", {"error": 0.0})
+    layout.add("checks", "mma", {"error": 0.0})
     other.add("checks", "mma", {"problem": "wrong"})
     assert "no folder" in capsys.readouterr().out, "what cannot be copied is said, and nothing else is lost"
     assert results.Store([tmp_path], "abc", "NVIDIA H100").results.has("checks", "mma")
@@ -245,7 +245,7 @@ def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_checks_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
-    """What others found is in the file before the last one answers, and its time counts."""
+    """Results of other jobs are in the file before the last one answers, and its time counts."""
     layout = results.Store([tmp_path], PLAN.digest, "a GPU")
     seen: list[list[str]] = []
 
@@ -254,7 +254,7 @@ def test_checks_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
         seen.append(sorted(results.read(layout.path).found["checks"]))
         return Answer(problem=f"no answer in {limit:.0f} s", late=True)
 
-    def todo(found: results.Results) -> list[jobs.Job]:
+    def todo(record: results.Results) -> list[jobs.Job]:
         quick = [jobs.Job("checks", name, lambda limit: Answer({"error": 0.0}), 30) for name in ("a", "b")]
         return [jobs.Job("checks", "hanging", slow, 30), *quick]
 
@@ -278,9 +278,9 @@ def test_what_nobody_knows_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     programs = {kind: Program(kind, kind, kind) for kind in kinds}
     plan = Plan("digest", KERNELS, CASES, programs, ("update in place",)).with_peers([], [])
     everything = jobs.Bundle(tmp_path, plan, tuple(plan.cases.values()), everything=True)
-    found = everything.jobs(results.Results("digest", "a GPU", "2000-01-01"))
-    order = [f"{job.kind} {job.name}" for job in found]
-    assert len(order) == len(set(order)) and {job.name for job in found if job.kind == "checks"} == set(KERNELS)
+    listed = everything.jobs(results.Results("digest", "a GPU", "2000-01-01"))
+    order = [f"{job.kind} {job.name}" for job in listed]
+    assert len(order) == len(set(order)) and {job.name for job in listed if job.kind == "checks"} == set(KERNELS)
     stages = [
         "limits copy", "checks 4 blocks memory", "cases read 16 MiB", "checks k16w8s2p128m1 decode f16",
         "checks wgmma f16 D128 full", "models model", "steps step tokens", "steps step profile",
@@ -300,15 +300,15 @@ def test_missing_things_are_in_the_results(monkeypatch: pytest.MonkeyPatch) -> N
     missing = measure.missing_here(plan)
     assert missing["flashinfer"] == "not installed" and "--with" in missing["compiled"]
     assert set(missing) == {"flashinfer", "compiled", "compute-sanitizer"}
-    found = results.Results("digest", "a GPU", "2000-01-01")
-    found.found["missing"] = {what: {"note": why} for what, why in missing.items()}
-    assert "missing: flashinfer: not installed" in table(plan, found)
+    record = results.Results("digest", "a GPU", "2000-01-01")
+    record.found["missing"] = {what: {"note": why} for what, why in missing.items()}
+    assert "missing: flashinfer: not installed" in table(plan, record)
 
 
 def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def alone(function: Any, folder: Path, name: str, peers: Any, without: dict[str, str], limit: float) -> Answer:
+    def run_alone(function: Any, folder: Path, name: str, peers: Any, without: dict[str, str], limit: float) -> Answer:
         calls.append(dict(without))
         dying = {"wgmma": "the process died", "cudnn": "no answer"}
         for contender, problem in dying.items():
@@ -316,29 +316,29 @@ def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) ->
                 return Answer(problem=problem, doing=contender)
         return Answer({"mma": errands.timed(1.0)}, doing="timing")
 
-    monkeypatch.setattr(jobs, "alone", alone)
-    found = results.Results("digest", "a GPU", "2000-01-01")
-    found.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
-    answer = jobs.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
+    monkeypatch.setattr(jobs, "alone", run_alone)
+    record = results.Results("digest", "a GPU", "2000-01-01")
+    record.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
+    answer = jobs.timed(Path(), PLAN, PLAN.cases["full"], record, 60)
     assert answer.result == {"mma": errands.timed(1.0)}
     assert calls[-1] == {"wgmma": "the process died", "cudnn": "no answer"}
-    found.found["checks"]["mma"] = {"problem": "wrong"}
-    jobs.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
+    record.found["checks"]["mma"] = {"problem": "wrong"}
+    jobs.timed(Path(), PLAN, PLAN.cases["full"], record, 60)
     assert calls[-1]["mma"] == "wrong", "what is not right is not timed"
 
 
 def test_results_are_drawn_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = results.Results("digest", "a GPU", "2000-01-01")
-    found.found["limits"] = {"matmul": {"rate": 8e14}, "about": {"torch": "2", "cuda": "13", "cudnn": 9}}
+    record = results.Results("digest", "a GPU", "2000-01-01")
+    record.found["limits"] = {"matmul": {"rate": 8e14}, "about": {"torch": "2", "cuda": "13", "cudnn": 9}}
     name = "f16 D128 full S4096"
-    found.found["cases"][name] = {
+    record.found["cases"][name] = {
         "wgmma": errands.timed(1e-3),
         "mma": {"problem": "no answer"},
         "cudnn": errands.timed(5e-4),
     }
-    found.found["cases"]["no longer a case"] = {"wgmma": errands.timed(1.0)}
+    record.found["cases"]["no longer a case"] = {"wgmma": errands.timed(1.0)}
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(asdict(found)))
+    path.write_text(json.dumps(asdict(record)))
     command.draw(path)
     shown = capsys.readouterr().out
     assert f"cases: {name}: mma: no answer" in shown and "bars met: 1 of 3; kernels digest" in shown
@@ -357,7 +357,7 @@ def test_every_kernel_can_be_made(kernel: Kernel) -> None:
 
 
 def test_a_bundle_has_all_sources(tmp_path: Path) -> None:
-    """Where nothing else of this repository is."""
+    """Where nothing else of this repository is installed."""
     bundle.copy_sources(tmp_path)
     names = ["lowering.runtime.gpu", "lowering.runtime.library"]
     names += [f"benchmarks.gpu.host.{name}" for name in ("measure", "check", "memory", "matmul", "drawn", "mods")]
@@ -368,7 +368,7 @@ def test_a_bundle_has_all_sources(tmp_path: Path) -> None:
 
 
 def test_weights_are_drawn_again(tmp_path: Path) -> None:
-    """Those of a decoder, whose artifact travels without them; an artifact that was changed would not load."""
+    """A decoder's artifact travels without its weights. An artifact that was changed does not load."""
     config = DecoderConfig(1, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=256, vocabulary=500, positions=64)
     llama.artifact(tmp_path, "cpu", config)
     assert not (tmp_path / WEIGHTS).exists()

@@ -1,4 +1,4 @@
-"""What the report of a GPU bundle says: variants by their time, and profiles by kernel."""
+"""The report of a GPU bundle: variants by their time, and profiles by kernel."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ KERNELS, CASES = cases.plan()
 def test_variants_are_shown_by_their_time(tmp_path: Path) -> None:
     name = "decode tiles B1 kv 4096"
     contenders = [KERNELS[kernel].contender for kernel in CASES[name].kernels]
-    found = results.Results("digest", "a GPU", "2000-01-01")
+    record = results.Results("digest", "a GPU", "2000-01-01")
     times = {contender: (1 + (5 * n) % len(contenders)) * 1e-5 for n, contender in enumerate(contenders)}
-    found.found["cases"][name] = {contender: timed(seconds) for contender, seconds in times.items()}
-    found.found["cases"][name]["flashinfer"] = timed(2e-5)
+    record.found["cases"][name] = {contender: timed(seconds) for contender, seconds in times.items()}
+    record.found["cases"][name]["flashinfer"] = timed(2e-5)
     plan = Plan("digest", KERNELS, CASES)
-    shown = [row.contender for row in rows(plan, found)]
+    shown = [row.contender for row in rows(plan, record)]
     assert shown == sorted(times, key=lambda contender: times[contender])
     best = min(times, key=lambda contender: times[contender])
     said = f"best of {name}: {best} 10 us, default decode {times['decode'] * 1e6:.4g} us, {times['decode'] / 1e-5:.3f}x"
-    assert said in table(plan, found)
+    assert said in table(plan, record)
 
 
-def test_a_profile_is_summed_by_kernel() -> None:
+def test_a_profile_is_accumulated_by_kernel() -> None:
     launches = [Launch("a", 0.0, 1.0), Launch("b", 1.5, 2.0), Launch("a", 2.0, 5.0), Launch("b", 5.0, 6.0)]
-    found = summarize(launches, 2)
-    assert found["kernels"] == {
+    record = summarize(launches, 2)
+    assert record["kernels"] == {
         "a": {"seconds": 2.0, "launches": 1.0, "median": 2.0},
         "b": {"seconds": 0.75, "launches": 1.0, "median": 0.75},
     }
-    assert (found["span"], found["busy"]) == (3.0, 2.75)
+    assert (record["span"], record["busy"]) == (3.0, 2.75)
     with pytest.raises(ValueError, match="saw no kernel"):
         summarize([], 2)
     results_of = results.Results("digest", "a GPU", "2000-01-01")
-    results_of.found["steps"]["llama profile"] = found
+    results_of.found["steps"]["llama profile"] = record
     assert "step of llama profile: 3e+06 us from first to last" in table(Plan("digest", {}, {}), results_of)
 
 

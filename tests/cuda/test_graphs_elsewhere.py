@@ -48,14 +48,14 @@ print("equal")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The model of steps.py, for the emulation, compiled in a process that takes the emulation for a GPU."""
+    """Compile the model of steps.py for the emulation, in a process that takes the emulation for a GPU."""
     path = tmp_path_factory.mktemp("graphs") / "attention"
     done(sys.executable, "-c", COMPILE, steps.ATTENTION, path)
     yield path
 
 
 def done(*command: object) -> str:
-    """What a command prints that takes the emulation for a GPU."""
+    """Return the output of a command that takes the emulation for a GPU."""
     here = {**os.environ, **environment("sm_80"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run([*map(str, command)], env=here, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -68,7 +68,7 @@ def test_a_process_without_the_compiler(folder: Path) -> None:
 
 def test_an_application_captures_on_its_own_stream(folder: Path, tmp_path: Path) -> None:
     ffi, runtime = Path(libinfo.find_libtvm_ffi()).parent, Path(tvm.__file__).parent / "lib"
-    cuda = next(p for place in sys.path if (p := Path(place) / "nvidia/cu13/include").is_dir())
+    cuda = next(p for folder in sys.path if (p := Path(folder) / "nvidia/cu13/include").is_dir())
     command = ["g++", "-std=c++17", "-pthread", Path(__file__).with_name("graph_host.cc"), "-o", tmp_path / "host"]
     command += ["-I", folder, "-I", cuda, "-I", libinfo.find_include_path(), "-I", libinfo.find_dlpack_include_path()]
     command += ["-L", ffi, "-L", runtime, "-Wl,--no-as-needed", "-ltvm_ffi", "-ltvm_runtime", "-ltvm_runtime_cuda"]

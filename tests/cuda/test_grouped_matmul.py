@@ -1,4 +1,4 @@
-"""Rows that choose their matrix by a table, on wgmma: runs of any lengths, in few blocks with many turns."""
+"""Grouped matmuls on wgmma: rows choose their matrix by a table, in runs of any length, on a persistent grid."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def function() -> tirx.PrimFunc:
 def kernels() -> emulated.Module:
     variant = matmul(function(), TARGET)[0]
     assert variant.name == "wgmma"
-    made = {name.replace(" ", "_").replace("-", "_"): variant.make(tiles=t, narrow=t) for name, t in TILES.items()}
-    return emulated.module(made, arch="sm_90a")
+    functions = {name.replace(" ", "_").replace("-", "_"): variant.make(tiles=t, narrow=t) for name, t in TILES.items()}
+    return emulated.module(functions, arch="sm_90a")
 
 
 def tables(rows: int) -> dict[str, np.ndarray]:
-    """Numbers that are no matrix count as the nearest one."""
+    """Draw tables. Numbers that are not a matrix count as the nearest one."""
     rng = np.random.default_rng(rows)
     return {
         "sorted": np.sort(rng.integers(0, GROUPS, rows)),

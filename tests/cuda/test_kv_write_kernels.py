@@ -1,4 +1,4 @@
-"""KvWrite on GPUs: new rows go to their slots and nothing else is written, whatever tables hold."""
+"""KvWrite on GPUs: new rows go to their slots and nothing else is written, for any contents of tables."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def kernels() -> emulated.Module:
 def test_writes_new_rows_and_nothing_else(seed: int) -> None:
     print(f"seed {seed}")
     for case in made(seed, CALLS):
-        given = arrays(case)
-        want = expected(case, given)
-        # float8 as compiled code has it
-        passed = [x.view(np.uint8) if x.dtype == ml_dtypes.float8_e4m3fn else x for x in given.values()]
+        inputs = arrays(case)
+        want = expected(case, inputs)
+        # compiled code takes float8 as bytes
+        passed = [x.view(np.uint8) if x.dtype == ml_dtypes.float8_e4m3fn else x for x in inputs.values()]
         for order in ("ascending", "descending"):
-            results = dict(zip(given, kernels().call(f"append_{seed}", passed, order=order)))
-            for name, array in given.items():
-                found = results[name].view(array.dtype)
-                fine = same(case, found, want[name]) if name in want else found.tobytes() == array.tobytes()
+            results = dict(zip(inputs, kernels().call(f"append_{seed}", passed, order=order)))
+            for name, array in inputs.items():
+                result = results[name].view(array.dtype)
+                fine = same(case, result, want[name]) if name in want else result.tobytes() == array.tobytes()
                 assert fine, f"{name}: {case}"

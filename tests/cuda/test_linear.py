@@ -55,15 +55,15 @@ def test_state_and_outputs(kernels: emulated.Module, seed: int) -> None:
     case, record = drawn(seed)
     print(f"seed {seed}: {case}")
     for length, order in ((1, "ascending"), (6, "descending")):
-        given = case.feeds(length, seed)
-        y = np.full((case.batch, length, case.y_heads * case.v_head_dim), np.nan, given["q"].dtype)
-        results = kernels.call(f"linear_{seed}", [*(given[name] for name in record.inputs()), y], order=order)
-        assert not differences(case, {"present": results[0], "y": results[-1]}, given)
+        feeds = case.feeds(length, seed)
+        y = np.full((case.batch, length, case.y_heads * case.v_head_dim), np.nan, feeds["q"].dtype)
+        results = kernels.call(f"linear_{seed}", [*(feeds[name] for name in record.inputs()), y], order=order)
+        assert not differences(case, {"present": results[0], "y": results[-1]}, feeds)
 
 
 @pytest.mark.parametrize("seed", PACKED)
 def test_packed_sequences(kernels: emulated.Module, seed: int) -> None:
-    """A long one that goes on, one without rows, a new one whose state was another's, and one whose page is nowhere."""
+    """Draw a long sequence with a state, one without rows, a new one with a used page, and one without a page."""
     case, record = drawn(seed)
     print(f"seed {seed}: {case}")
     case, record = replace(case, batch=1), replace(record, packed=True)
@@ -76,10 +76,10 @@ def test_packed_sequences(kernels: emulated.Module, seed: int) -> None:
         "past": [3, 9, 0, 1],
         "pages": [[4], [1], [2], [-9]],
     }
-    given = {**rows, "state": state.copy(), **{name: np.array(table, np.int64) for name, table in tables.items()}}
+    feeds = {**rows, "state": state.copy(), **{name: np.array(table, np.int64) for name, table in tables.items()}}
     y = np.full((1, 9, case.y_heads * case.v_head_dim), np.nan, rows["q"].dtype)
-    found, *_, y = kernels.call(f"packed_{seed}", [*(given[name] for name in record.inputs()), y])
+    states, *_, y = kernels.call(f"packed_{seed}", [*(feeds[name] for name in record.inputs()), y])
     for first, count, page, before in ((0, 5, 4, state[4]), (5, 2, 2, np.zeros_like(state[4]))):
         own = {name: x[:, first : first + count] for name, x in rows.items()} | {"state": before[None]}
-        assert not differences(case, {"present": found[page][None], "y": y[:, first : first + count]}, own)
-    assert np.isnan(found[[0, 1, 3]]).all() and np.isnan(y[:, 7:]).all()
+        assert not differences(case, {"present": states[page][None], "y": y[:, first : first + count]}, own)
+    assert np.isnan(states[[0, 1, 3]]).all() and np.isnan(y[:, 7:]).all()

@@ -1,4 +1,4 @@
-"""The model of main loops: on a loop counted by hand, and what it says of our kernels and of others'."""
+"""The model of main loops: a loop counted by hand, and the bounds of shipped and recorded kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 
 import pytest
 from loop_kernels import ARCHITECTURES, LARGE, attention, compiled, matmul, recorded
-from loop_model import GPUS, Bound, Gpu, Kernel, beside, bound, steps
+from loop_model import GPUS, Bound, Gpu, Kernel, bound, count_overlapped_exponentials, steps
 from peer_kernels import by_warps, compiler
 from sass import loops, main_loop, read, successors
 from test_estimates import problem as sized
@@ -18,8 +18,8 @@ from schedules.cuda.device import DEVICES
 
 pytestmark = pytest.mark.no_gpu
 
-# A consumer of a kernel for Hopper: it waits for a tile, out of line; multiplies 64 x 128 x 16 from shared memory, and
-# 64 x 64 x 16 with A in registers; waits for each; and has code for a mask between, which a full tile jumps over.
+# A consumer of a kernel for Hopper. It waits for a tile, out of line; multiplies 64 x 128 x 16 from shared memory, and
+# 64 x 64 x 16 with A in registers; waits for each; and has code for a mask between, which a full tile skips.
 LISTING = """
 	.section	.text.kernel,"ax",@progbits
 .text.kernel:
@@ -57,20 +57,20 @@ H100 = GPUS["sm_90a"]
 
 
 def listed(text: str = LISTING, warps: int = 8) -> Kernel:
-    """64 x 128 x 16 and 64 x 64 x 16 of each warpgroup, for which 1280 bytes come."""
+    """Return 64 x 128 x 16 and 64 x 64 x 16 of each warpgroup, for which 1280 bytes arrive."""
     work = warps // 4 * 2 * 64 * (128 + 64) * 16
     return Kernel("kernel", "sm_90a", "", steps(main_loop(read(text))), warps, work, 1280, 640)
 
 
 def test_the_way_of_a_full_tile() -> None:
     (function,) = read(LISTING)
-    found = {loop.header: [function.instructions[n].opcode for n in loop.path] for loop in loops(function)}
-    waiting, around = found[20], found[2]
+    paths = {loop.header: [function.instructions[n].opcode for n in loop.path] for loop in loops(function)}
+    waiting, around = paths[20], paths[2]
     assert waiting == ["SYNCS", "BRA"]
     body = "BSSY SYNCS BRA HGMMA HGMMA WARPGROUP BRA FMNMX FFMA MUFU LDS WARPGROUP MUFU CALL BRA"
     assert " ".join(around) == body
-    assert successors(function, 17) == [function.labels[".L_x_4"], 18]  # CALL, which is a jump
-    assert successors(function, 22) == [function.labels[".L_x_1"]]  # BSYNC, where BSSY said
+    assert successors(function, 17) == [function.labels[".L_x_4"], 18]  # CALL is a jump
+    assert successors(function, 22) == [function.labels[".L_x_1"]]  # BSYNC, to the target of BSSY
 
 
 def test_counted_by_hand() -> None:
@@ -83,14 +83,14 @@ def test_counted_by_hand() -> None:
         "MUFU": 2 * 2 * 8,
         "FP32": 2 * 1 * 1,
         "ALU": 2 * 1 * 2,
-        # LDS.64 of eight warps, A and B of 64 x 128 x 16, B of 64 x 64 x 16, and what arrives
+        # LDS.64 of eight warps, A and B of 64 x 128 x 16, B of 64 x 64 x 16, and arriving bytes
         "shared": (8 * 256 + 2 * (2 * 16 * (64 + 128) + 2 * 16 * 64) + 1280) / 128,
         "L2": 640 / 30,
     }
-    assert beside(kernel.steps) == 1
-    # In step: S at 8 + 128 cycles, O 64 later, beside which are 16 of an exponential, and 16 of the next after it.
+    assert count_overlapped_exponentials(kernel.steps) == 1
+    # In step: S at 8 + 128 cycles, O 64 later, overlapped by 16 of an exponential, and 16 of the next after it.
     assert b.in_step == 8 + 128 + 64 + 16
-    assert b.alone == 4 + 64 + 32 + 8
+    assert b.order == 4 + 64 + 32 + 8
     assert (b.binding, b.inside, b.share) == ("tensor", 1, 1)
 
 
@@ -105,7 +105,7 @@ def test_matmuls_by_warps_counted_by_hand() -> None:
     assert b.pipes == {
         "tensor": 16, "issue": 17, "MUFU": 0, "FP32": 22, "ALU": 0, "shared": 4 * 3 * 512 / 128, "L2": 0,
     }  # fmt: skip
-    assert b.alone == b.in_step == 1 + 48 + 22
+    assert b.order == b.in_step == 1 + 48 + 22
 
 
 def test_what_is_changed_is_noticed() -> None:
@@ -114,17 +114,17 @@ def test_what_is_changed_is_noticed() -> None:
     exponentials = bound(listed(LISTING.replace("MUFU.EX2 R25, R25 ;", "MUFU.EX2 R25, R25 ;" + more)), H100)
     assert exponentials.binding == "MUFU" and exponentials.cycles == 2 * 22 * 8
     assert exponentials.in_step > before.in_step + 300
-    # The same instructions, but the second exponential is in front of the wait for O.
+    # The same instructions, but the second exponential is before the wait for O.
     early = LISTING.replace("        /*00f0*/                   MUFU.EX2 R25, R25 ;\n", "")
     early = early.replace("LDS.64 R6, [R7] ;", "LDS.64 R6, [R7] ;\n/*0000*/ MUFU.EX2 R25, R25 ;")
     overlapped = bound(listed(early), H100)
     assert overlapped.pipes == before.pipes and overlapped.in_step == before.in_step - 12
-    assert beside(listed(early).steps) == 2
+    assert count_overlapped_exponentials(listed(early).steps) == 2
     # An exponential before matmuls that nothing waits for, and two after them.
     unwaited = "".join(line + "\n" for line in early.splitlines() if "WARPGROUP" not in line)
     unwaited = unwaited.replace("BSSY B0,", "MUFU.EX2 R25, R25 ;\n/*0000*/ BSSY B0,")
-    assert bound(listed(unwaited), H100).alone == 3 * 8
-    # A mask that no tile can go without.
+    assert bound(listed(unwaited), H100).order == 3 * 8
+    # A mask that every tile needs.
     assert bound(listed(LISTING.replace("@!P1 BRA P2,", "@!P1 NOP")), H100).pipes["ALU"] == 2 * 3 * 2
 
 
@@ -133,13 +133,13 @@ GOAL = 0.85
 
 
 def test_attention_on_hopper() -> None:
-    """D 128: two warpgroups of 64 x 128 x 128, twice, and 66 exponentials of each thread; beside FlashAttention-3's."""
+    """D 128: two warpgroups of 64 x 128 x 128, twice, and 66 exponentials of each thread; and FlashAttention-3's."""
     kernel = attention("sm_90a", 128, False)
     b = bound(kernel, H100)
     assert (b.pipes["tensor"], b.pipes["MUFU"], b.pipes["shared"]) == (2048, 1056, 1792)
     assert b.share >= GOAL and b.in_step < b.pipes["tensor"] * 1.25
-    (theirs,) = (k for k in recorded()["kernels"]["FlashAttention-3"] if k.tiles == kernel.tiles)
-    assert b.pipes["issue"] < 1.15 * bound(theirs, H100).pipes["issue"]
+    (flash_attention,) = (k for k in recorded()["kernels"]["FlashAttention-3"] if k.tiles == kernel.tiles)
+    assert b.pipes["issue"] < 1.15 * bound(flash_attention, H100).pipes["issue"]
 
 
 def test_matmul_on_hopper() -> None:
@@ -149,19 +149,19 @@ def test_matmul_on_hopper() -> None:
     steps_of_k = kernel.operations / kernel.work
     assert b.pipes["tensor"] == b.pipes["shared"] == 1024 * steps_of_k and b.inside == 1
     assert b.share > GOAL
-    alone = bound(dataclasses.replace(kernel, read=kernel.brought), H100)
-    assert alone.binding == "L2" and alone.share < 0.65
+    single = bound(dataclasses.replace(kernel, read=kernel.brought), H100)
+    assert single.binding == "L2" and single.share < 0.65
 
 
 def test_recorded_loops_multiply_whole_tiles() -> None:
-    """What is said of others' tiles fits the shapes in their machine code."""
+    """Recorded tiles of other kernels fit the shapes in their machine code."""
     for kernel in itertools.chain(*recorded()["kernels"].values()):
         assert kernel.operations and kernel.operations % kernel.work == 0, kernel.name
 
 
 def check(b: Bound, share: float, goal: float) -> None:
     slowest = {name: round(cycles) for name, cycles in b.pipes.items()}
-    assert share >= goal, f"{b.kernel.name} on {b.gpu.name}: {b.binding}, {share:.0%}, {slowest}, order {b.alone:.0f}"
+    assert share >= goal, f"{b.kernel.name} on {b.gpu.name}: {b.binding}, {share:.0%}, {slowest}, order {b.order:.0f}"
 
 
 @pytest.mark.slow
@@ -174,13 +174,13 @@ def test_attention_is_bound_by_tensor_cores(arch: str, head_dim: int, causal: bo
         assert b.binding == "shared" and b.share > 0.75
         return
     check(b, b.share, GOAL)
-    # What a tuner orders tiles by says about the same, for cards with the full rate.
+    # The estimate by which a tuner orders tiles is about the same, for cards with the full rate.
     p, device, (tiles, _) = sized(4096, head_dim, causal), DEVICES[arch], compiled(arch, head_dim, causal)
-    ours = bound(kernel, Gpu(arch, device, 1.0)).cycles / kernel.operations * kernel.work
+    bound_per_work = bound(kernel, Gpu(arch, device, 1.0)).cycles / kernel.operations * kernel.work
     share_of_keys = 0.5 if causal else 1.0
     assert p.batch and p.q_len and p.kv_len
     tiles_each = -(-p.batch * p.q_heads * p.q_len // tiles.q // device.sm_count) * p.kv_len / tiles.kv
-    ratio = math.exp(tiles.estimate(p, device)) / (ours * tiles_each * share_of_keys)
+    ratio = math.exp(tiles.estimate(p, device)) / (bound_per_work * tiles_each * share_of_keys)
     assert 0.9 < ratio < 1.25, ratio
 
 

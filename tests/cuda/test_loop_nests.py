@@ -17,11 +17,11 @@ from lowering.tensorir.independent_loops import independent_loops
 from schedules.cuda.loop_nests import LOCAL_BYTES, lower_to_threads
 
 LARGE = LOCAL_BYTES // 4 + 1
-"""Elements of float32 that are no local memory of a thread."""
+"""Elements of float32 that do not fit the local memory of a thread."""
 
 
 def function(body: Callable[..., None], *buffers: tuple[str, list[int | str]]) -> tirx.PrimFunc:
-    """A function of one block with parameters of these types and shapes, in which a string is a symbol."""
+    """Return a function of one block with parameters of these types and shapes, where a string is a symbol."""
     symbols: dict[str, tirx.Var] = {}
 
     def size(extent: int | str) -> tirx.Expr:
@@ -40,19 +40,19 @@ def function(body: Callable[..., None], *buffers: tuple[str, list[int | str]]) -
 
 
 def launches(func: tirx.PrimFunc) -> list[int]:
-    """The threads of the blocks of each launch."""
-    found: list[int] = []
+    """Return the threads of the blocks of each launch."""
+    sizes: list[int] = []
 
     def visit(attribute: tirx.AttrStmt) -> None:
         if attribute.attr_key == "thread_extent" and attribute.node.thread_tag == "threadIdx.x":
-            found.append(int(attribute.value))
+            sizes.append(int(attribute.value))
 
     tvm_ffi.structural_walk(func.body, (tirx.AttrStmt, visit))
-    return found
+    return sizes
 
 
 def reversed_rows(extent: int) -> Callable[..., None]:
-    """Each row of x [rows, n], reversed by way of an array of so many elements."""
+    """Return a body that reverses each row of x [rows, n] by way of an array of so many elements."""
 
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
         with independent_loops(x.shape[0]) as (row,):
@@ -68,7 +68,7 @@ def reversed_rows(extent: int) -> Callable[..., None]:
 @pytest.mark.parametrize("extent", [8, LARGE])
 @pytest.mark.parametrize("rows", [0, 1, 70])
 def test_each_thread_has_its_own_array(extent: int, rows: int) -> None:
-    """In local memory, or as a part of a workspace."""
+    """It is in local memory, or in a workspace."""
     func = lower_to_threads(function(reversed_rows(extent), ("float32", ["rows", 5]), ("float32", ["rows", 5])))
     assert launches(func) == [64]
     x = np.random.default_rng(rows).standard_normal((rows, 5)).astype("float32")
@@ -107,7 +107,7 @@ def test_loops_inside_each_other_are_threads_of_one_launch() -> None:
 
 
 def test_launches_follow_each_other() -> None:
-    """Independent loops, and what stands between them, share an array: a running sum of doubled elements, negated."""
+    """Independent loops and the code between them share an array: a running total of doubled elements, negated."""
 
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
         n = x.shape[0]
@@ -152,7 +152,7 @@ def test_a_size_that_only_a_loop_knows_is_rejected() -> None:
 
 
 def test_while_loops_are_found() -> None:
-    """A function whose only loop is a While is not one without loops."""
+    """A function whose only loop is a While has loops."""
     from schedules.cuda.fallback import one_number
 
     def body(x: tirx.Buffer) -> None:

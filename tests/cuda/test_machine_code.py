@@ -1,4 +1,4 @@
-"""The machine code of attention: no registers in memory, no matmul more than tiles ask for, none waited for alone."""
+"""Machine code of attention: no registers in memory, no matmul more than tiles need, none waited for by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from loop_model import beside
+from loop_model import count_overlapped_exponentials
 from machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill, problem
 from prefill_cases import formula
 from sampled import sampled
@@ -31,7 +31,7 @@ def check(arch: str, p: AttentionProblem) -> None:
         return
     assert code.whole["HGMMA"] % matmuls(p, tiles) == 0
     assert code.whole["WARPGROUP"] < code.whole["HGMMA"] / 2, "wgmma is serialized"
-    assert beside(code.steps) >= tiles.kv / 2, "no exponential is evaluated beside the matmuls of P V"
+    assert count_overlapped_exponentials(code.steps) >= tiles.kv / 2, "no exponential overlaps the matmuls of P V"
     assert code.whole["UTMALDG"] and code.whole["UTMASTG"], "tiles do not come and go by TMA"
     assert code.loop["HGMMA"] == matmuls(p, tiles)
 
@@ -64,7 +64,7 @@ EVERY = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in iter
 
 @pytest.mark.parametrize(("arch", "head_dim", "variant"), sampled(EVERY, 31))
 def test_variants(arch: str, head_dim: int, variant: str) -> None:
-    """Whatever a problem asks for, its default tiles leave the registers that it takes."""
+    """The default tiles of any problem leave the registers that it takes."""
     p = dataclasses.replace(problem(head_dim, False), **VARIANTS[variant])
     check(arch, p)
 
@@ -75,8 +75,8 @@ RECENT = [(arch, *case) for arch in ("sm_100", "sm_120")
 
 @pytest.mark.parametrize(("arch", "head_dim", "causal", "variant"), sampled(RECENT, 61))
 def test_loops_spill_nothing(arch: str, head_dim: int, causal: bool, variant: str) -> None:
-    """ptxas keeps registers free for other warps from sm_100 on, and a few numbers that are of use around the loop in
-    memory, whatever the tiles."""
+    """From sm_100 on, ptxas reserves registers for other warps, and stores a few numbers around the loop in memory,
+    whatever the tiles."""
     p = dataclasses.replace(problem(head_dim, causal), **VARIANTS.get(variant, {}))
     func, tiles = prefill(p, arch)
     code = machine_code(func, arch)

@@ -1,4 +1,4 @@
-"""Which keys tiles of query rows work on, where a formula is the mask: those of a causal mask, a window, documents."""
+"""The block-mask pre-pass: which keys tiles of query rows visit under a causal formula, a window, or documents."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ SIZE, TABLE = 70, np.array([0, 37])
 
 
 def masked(name: str) -> AttentionProblem:
-    shown, made = CASES[name]
+    shown, change = CASES[name]
     b, h, i, j, size = (tirx.Var(letter, "int64") for letter in ("b", "h", "i", "j", "size"))
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
-    formula, _ = Formula.from_tir(made(shown(b, h, i, j, size, table)), (b, h, i, j), [size], [table])
+    formula, _ = Formula.from_tir(change(shown(b, h, i, j, size, table)), (b, h, i, j), [size], [table])
     return problem(dtype="float32", mask=formula)
 
 
 def prepassed(p: AttentionProblem) -> tirx.PrimFunc:
-    """Y[b, h, tile * ROWS] := how many tiles there are, how many need mask code, and of each the first key and the one
-    behind the last."""
+    """Return a function that writes Y[b, h, tile * ROWS] := the number of tiles, the number that need mask code, and of
+    each the first key and the one after the last."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
         bound = BoundAttention(p, scope="local")
@@ -96,24 +96,24 @@ def test_finds_the_keys_that_count(name: str, kernels: emulated.Module) -> None:
     p = masked(name)
     y = np.full((BATCH, p.q_heads, Q_LEN, 64), np.nan, np.float32)
     empty = {letter: np.zeros((BATCH, 2, KV_LEN, 64), np.float32) for letter in "kv"}
-    given = {"q": np.zeros_like(y), **empty, "y": y, "size_0": SIZE, "table_0": TABLE}
+    arguments = {"q": np.zeros_like(y), **empty, "y": y, "size_0": SIZE, "table_0": TABLE}
     names = p.parameters()
-    after = kernels.call(f"prepass_{[*CASES].index(name)}", [given[n] for n in names])
-    found = after[names.index("y")][:, :, ::ROWS]
+    after = kernels.call(f"prepass_{[*CASES].index(name)}", [arguments[n] for n in names])
+    ranges = after[names.index("y")][:, :, ::ROWS]
     counts, hides = element(name, p)
-    for b, h, tile in np.ndindex(found.shape[:3]):
+    for b, h, tile in np.ndindex(ranges.shape[:3]):
         rows = counts[b, h, tile * ROWS : (tile + 1) * ROWS]
-        kept = rows if rows.any(-1).all() or hides == MINUS_INFINITY else np.ones_like(rows)
-        count, with_mask_code = found[b, h, tile, :2].astype(int)
-        tiles = [(int(lo), int(hi)) for lo, hi in found[b, h, tile, 2 : 2 + 2 * count].reshape(-1, 2)]
+        visited = rows if rows.any(-1).all() or hides == MINUS_INFINITY else np.ones_like(rows)
+        count, with_mask_code = ranges[b, h, tile, :2].astype(int)
+        tiles = [(int(lo), int(hi)) for lo, hi in ranges[b, h, tile, 2 : 2 + 2 * count].reshape(-1, 2)]
         every = [(k, min(k + KEYS, KV_LEN)) for k in range(0, KV_LEN, KEYS)]
-        assert sorted(tiles) == [(lo, hi) for lo, hi in every if kept[:, lo:hi].any()], (b, h, tile)
+        assert sorted(tiles) == [(lo, hi) for lo, hi in every if visited[:, lo:hi].any()], (b, h, tile)
         whole = [(lo, hi) for lo, hi in every if hi - lo == KEYS and rows[:, lo:hi].all()]
         assert sorted(tiles[with_mask_code:]) == whole, (b, h, tile)
 
 
 def element(name: str, p: AttentionProblem) -> tuple[np.ndarray, float]:
-    """Which pairs count, and what hides the others."""
+    """Return which pairs count, and the value that hides the others."""
     b, h, i, j = np.ogrid[:BATCH, : p.q_heads, :Q_LEN, :KV_LEN]
     counts = {
         "causal": j <= i + SIZE,

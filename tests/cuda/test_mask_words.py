@@ -1,4 +1,4 @@
-"""Mask tensors on tensor cores: two elements by one load where they lie so, whatever the size, and never one beyond."""
+"""Mask tensors on tensor cores: two adjacent elements by one load, for any size, and never one after the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowering.attention.mask_pairs import MaskPairs
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from schedules.cuda.mask_fragment import KeySpan
 
-# The kernel, by what a GPU has, and how many query rows it is asked for.
+# The kernel, the GPU's architecture, and the number of query rows.
 KERNELS: dict[str, tuple[str, int]] = {"mma": ("sm_80", 37), "wgmma": ("sm_90a", 37), "decode": ("sm_80", 3)}
 TYPES = ("bool", "float32", "float16", "bfloat16")
 MASKS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -39,33 +39,33 @@ EVERY = [
 ]
 
 
-def given(dim: int, dtype: str, mask: str) -> AttentionProblem:
+def make_problem(dim: int, dtype: str, mask: str) -> AttentionProblem:
     return problem(head_dim=dim, **MASKS[mask](dtype))
 
 
-def made(kernel: str, p: AttentionProblem) -> tirx.PrimFunc:
+def make_kernel(kernel: str, p: AttentionProblem) -> tirx.PrimFunc:
     arch, _ = KERNELS[kernel]
     return decode_alone(p, arch) if kernel == "decode" else prefill(p, arch)[0]
 
 
 def kernels(kernel: str, p: AttentionProblem) -> Kernels:
-    return Kernels({kernel: p}, lambda _: made(kernel, p), KERNELS[kernel][0])
+    return Kernels({kernel: p}, lambda _: make_kernel(kernel, p), KERNELS[kernel][0])
 
 
 @pytest.mark.parametrize(("kernel", "dim", "dtype", "mask"), sampled(EVERY, 17))
 def test_equals_the_reference(kernel: str, dim: int, dtype: str, mask: str) -> None:
     rows = KERNELS[kernel][1]
-    kernels(kernel, given(dim, dtype, mask)).check(kernel, [(batch, rows, keys) for batch, keys in SIZES])
+    kernels(kernel, make_problem(dim, dtype, mask)).check(kernel, [(batch, rows, keys) for batch, keys in SIZES])
 
 
 def mask_reads(kernel: str, dtype: str, keys: int) -> Counter[int]:
-    """How often a warp asks for elements of a mask, by bytes for a thread, over two batches; the result is right."""
-    p = given(64, dtype, "each pair")
+    """Count a warp's loads of mask elements, by bytes of a thread, over two batches, and check the result."""
+    p = make_problem(64, dtype, "each pair")
     inputs = draw(p, 2, KERNELS[kernel][1], keys)
-    with emulated.counting() as found:
+    with emulated.counting() as accesses:
         y, _ = kernels(kernel, p).call(kernel, inputs, 0)
     close_to(inputs, y, expected(p, inputs)[0], p)
-    return sum((Counter({a.bytes: a.requests}) for a in found if of_mask(a)), Counter())
+    return sum((Counter({a.bytes: a.requests}) for a in accesses if of_mask(a)), Counter())
 
 
 def of_mask(access: Access) -> bool:
@@ -81,7 +81,7 @@ def test_two_elements_are_one_load(kernel: str, dtype: str) -> None:
     assert odd[size] > 1.9 * even[2 * size]
 
 
-# What could go wrong, done wrong.
+# Faults.
 
 
 def whatever_the_size(pairs: MaskPairs, b: Any, j: Any) -> Any:
@@ -113,7 +113,7 @@ def is_right(kernel: str, p: AttentionProblem, inputs: Arrays) -> bool:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_pair_that_is_none_is_noticed(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, instead, mask, keys = WRONG[name]
-    p = given(64, "float32", mask)
+    p = make_problem(64, "float32", mask)
     inputs = draw(p, 1, KERNELS[kernel][1], keys)
     assert is_right(kernel, p, inputs)
     monkeypatch.setattr(MaskPairs, method, instead)
@@ -122,9 +122,9 @@ def test_a_pair_that_is_none_is_noticed(kernel: str, name: str, monkeypatch: pyt
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("keys", [41, 42])
-def test_nothing_is_read_behind_the_last_key(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_after_the_last_key(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator knows the end of the mask: it notices where all elements of a tile are read."""
-    p = given(64, "bool", "each pair")
+    p = make_problem(64, "bool", "each pair")
     inputs = draw(p, 1, 3, keys)
     assert is_right("decode", p, inputs)
     monkeypatch.setattr(KeySpan, "holds", lambda span, first, last: tirx.const(True, "bool"))

@@ -28,7 +28,7 @@ SMALL = MatmulTiles(32, 32, 32, 2, 1, 3, swizzle=2, split_steps=2)
 
 @dataclass(frozen=True)
 class Case:
-    """C [batch, m, n] = A [batch, m, k] B [batch, k, n] under an epilogue; sizes by name are symbolic."""
+    """C [batch, m, n] = A [batch, m, k] B [batch, k, n] under an epilogue. A size that is a string is symbolic."""
 
     m: int | str = "m"
     n: int | str = 96
@@ -68,23 +68,23 @@ class Case:
 
             return te.compute((*outer, m, n), element, b.op.name)
 
-        sums = [topi.cast(matmul(b), self.dtype) for b in bs]
-        given = [a, *bs]
+        matmuls = [topi.cast(matmul(b), self.dtype) for b in bs]
+        operands = [a, *bs]
         if self.epilogue == "bias":
-            given.append(te.placeholder((n,), self.dtype, "bias"))
-            result = topi.add(sums[0], given[-1])
+            operands.append(te.placeholder((n,), self.dtype, "bias"))
+            result = topi.add(matmuls[0], operands[-1])
         elif self.epilogue == "residual":
-            given.append(te.placeholder((*outer, m, n), self.dtype, "residual"))
-            result = topi.add(topi.tanh(sums[0]), given[-1])
+            operands.append(te.placeholder((*outer, m, n), self.dtype, "residual"))
+            result = topi.add(topi.tanh(matmuls[0]), operands[-1])
         elif self.epilogue == "gate":
-            result = topi.multiply(topi.multiply(sums[0], topi.sigmoid(sums[0])), sums[1])
+            result = topi.multiply(topi.multiply(matmuls[0], topi.sigmoid(matmuls[0])), matmuls[1])
         else:
-            result = topi.cast(sums[0], "float32") if self.epilogue == "float32" else sums[0]
-        func = te.create_prim_func([*given, result])
+            result = topi.cast(matmuls[0], "float32") if self.epilogue == "float32" else matmuls[0]
+        func = te.create_prim_func([*operands, result])
         return func.with_attr(MATMULS, self.matmuls) if self.matmuls else func
 
     def arrays(self, sizes: dict[str, int]) -> tuple[Arrays, np.ndarray]:
-        """Random inputs with infinity and NaN nowhere, and what is right, in float64."""
+        """Return random finite inputs, and the expected result in float64."""
         rng = np.random.default_rng(sum(sizes.values()))
         kind = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
         m, n, k = (s if isinstance(s, int) else sizes[s] for s in (self.m, self.n, self.k))
@@ -100,26 +100,26 @@ class Case:
         ]
         x = a.astype("float64").swapaxes(-1, -2) if self.a_transposed else a.astype("float64")
         ys = [b.astype("float64").swapaxes(-1, -2) if self.b_transposed else b.astype("float64") for b in bs]
-        sums, given = [x @ y / 1.0 for y in ys], [a, *bs]
-        result = sums[0]
+        matmuls, operands = [x @ y / 1.0 for y in ys], [a, *bs]
+        result = matmuls[0]
         if self.epilogue == "bias":
-            given.append(draw(n))
-            result = result + given[-1].astype("float64")
+            operands.append(draw(n))
+            result = result + operands[-1].astype("float64")
         elif self.epilogue == "residual":
-            given.append(draw(*outer, m, n))
-            result = np.tanh(result) + given[-1].astype("float64")
+            operands.append(draw(*outer, m, n))
+            result = np.tanh(result) + operands[-1].astype("float64")
         elif self.epilogue == "gate":
-            result = result / (1 + np.exp(-result)) * sums[1]
+            result = result / (1 + np.exp(-result)) * matmuls[1]
         stored = "float32" if self.epilogue == "float32" else kind
-        return [*given, np.full((*outer, m, n), np.nan, stored)], result
+        return [*operands, np.full((*outer, m, n), np.nan, stored)], result
 
 
 def first_variant(case: Case, arch: str = "sm_80") -> Variant:
     return (matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")) or [])[0]
 
 
-def made(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.Module:
-    """rows: the most for which the small-M kernel is taken."""
+def make_module(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.Module:
+    """Build a module. `rows` is the largest number of rows for the small-M kernel."""
     variant = first_variant(case, arch)
     tiles: dict[str, Any] = {} if case.tiles is None else {"tiles": case.tiles}
     if case.tiles is not None and "low" in variant.tiles:
@@ -137,7 +137,7 @@ def check(case: Case, module: emulated.Module, turns: list[tuple[Any, Any]]) -> 
         arrays, want = case.arrays(sizes)
         for order, arrivals in turns:
             got = module.call("main", arrays, order=order, arrivals=arrivals)[-1].astype("float64")
-            # Sums of matmuls of normal numbers are as large as the root of their count.
+            # Matmuls of normal numbers are as large as the root of the number of terms.
             scale = math.sqrt(sizes.get("k", case.k if isinstance(case.k, int) else 1)) * (
                 np.abs(want).max() / max(np.abs(want).std(), 1e-9) if case.epilogue == "gate" else 1
             )
@@ -164,14 +164,14 @@ CASES = {
 @pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_equals_float64(name: str) -> None:
     case = CASES[name]
-    check(case, made(case), TURNS[:1])
+    check(case, make_module(case), TURNS[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_of_threads_and_copies(name: str) -> None:
     case = CASES[name]
-    check(case, made(case), TURNS[1:])
+    check(case, make_module(case), TURNS[1:])
 
 
 HOPPER = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=2)
@@ -189,14 +189,14 @@ ON_HOPPER = {
 
 @pytest.mark.parametrize("name", sampled(ON_HOPPER, 2))
 def test_on_hopper(name: str) -> None:
-    """By TMA and wgmma, under every order of threads and of what is asynchronous."""
+    """By TMA and wgmma, under every order of threads and of asynchronous work."""
     case = ON_HOPPER[name]
-    check(case, made(case, "sm_90a"), TURNS)
+    check(case, make_module(case, "sm_90a"), TURNS)
 
 
 @pytest.mark.no_gpu
 def test_what_tma_does_not_reach_is_left_to_mma() -> None:
-    """Rows whose length is no multiple of 16 bytes, or not known, and A across k."""
+    """Rows whose length is not a multiple of 16 bytes, or symbolic, and A across k."""
     for case in (Case(k=19), Case(k="k"), Case(m=40, a_transposed=True), Case(n=37)):
         variants = matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}, host="llvm"))
         assert [variant.name for variant in variants or ()] == ["mma"], case
@@ -210,13 +210,13 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_few_rows(name: str) -> None:
+def test_small_m(name: str) -> None:
     case = FEW[name]
-    check(case, made(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:2])
+    check(case, make_module(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:2])
 
 
 def three_matmuls(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc:
-    """A by three matrices of their own widths, the first with a bias: queries, keys and values."""
+    """Return A times three matrices of different widths, the first with a bias: queries, keys and values."""
     k = tirx.IntImm("int64", depth)
     a = te.placeholder((m, k), "float16", "a")
     bs = [te.placeholder((tirx.IntImm("int64", n), k), "float16", f"b{i}") for i, n in enumerate(widths)]
@@ -236,7 +236,7 @@ def three_matmuls(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_queries_keys_and_values_are_one_function(arch: str) -> None:
-    """Few rows by one launch for all three, more by one each."""
+    """Small M takes one launch for all three, large M one launch each."""
     widths, depth = (72, 24, 40), 264
     func = three_matmuls(tirx.Var("m", "int64"), depth, widths)
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
@@ -248,8 +248,8 @@ def test_queries_keys_and_values_are_one_function(arch: str) -> None:
         a = rng.standard_normal((m, depth)).astype("float16")
         bs = [rng.standard_normal((n, depth)).astype("float16") for n in widths]
         bias = rng.standard_normal(widths[0]).astype("float16")
-        given = [a, *bs, bias, *(np.full((m, n), np.nan, "float16") for n in widths)]
-        after = module.call("main", given, order=TURNS[0][0], arrivals=TURNS[0][1])[-3:]
+        arguments = [a, *bs, bias, *(np.full((m, n), np.nan, "float16") for n in widths)]
+        after = module.call("main", arguments, order=TURNS[0][0], arrivals=TURNS[0][1])[-3:]
         want = [a.astype("float64") @ b.astype("float64").T for b in bs]
         want[0] = want[0] + bias
         for got, right in zip(after, want):
@@ -257,7 +257,7 @@ def test_queries_keys_and_values_are_one_function(arch: str) -> None:
 
 
 def test_tiles_change_no_result() -> None:
-    """Records that are far from the default, where they are legal."""
+    """Tiles far from the default, where they are legal."""
     rng = np.random.default_rng(3)
     case = Case(m=70, n=72, k=104, tiles=None, sizes=({},))
     for kind, arch in ((MatmulTiles, "sm_80"), (WgmmaMatmulTiles, "sm_90a")):
@@ -299,7 +299,7 @@ AUDITED = {
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", sampled(AUDITED, 2))
 def test_machine_code(name: str) -> None:
-    """Tensor cores, no register in memory, and nothing that ptxas complains of."""
+    """Tensor cores, no register in memory, and no complaint of ptxas."""
     arch = name.split(",")[0]
     variant = first_variant(AUDITED[name], arch)
     code = machine_code(variant.make(), arch)
@@ -311,6 +311,6 @@ def test_machine_code(name: str) -> None:
         assert code.loop["LDGSTS"] == (tiles.m + tiles.n) * tiles.k // 8 // tiles.threads
         return
     assert code.whole["HGMMA"] and code.whole["UTMALDG"]
-    assert code.whole["MEMBAR"] <= 4, "a fence of the whole GPU beside those of the cluster's two barriers"
+    assert code.whole["MEMBAR"] <= 4, "a fence of the whole GPU in addition to those of the cluster's two barriers"
     moved = variant.tiles["tiles"].consumer_registers > 65536 // variant.tiles["tiles"].threads
     assert code.whole["USETMAXREG"] == (2 if moved else 0)

@@ -1,4 +1,4 @@
-"""Attention operators of com.microsoft over pages, beams and codes, on the emulated GPU."""
+"""Attention operators of com.microsoft over pages, beams and quantized caches, on the emulated GPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def check(module: str, number: int, calls: int) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Each configuration of a short or a long run."""
+    """Yield each configuration of a short or a long run."""
     for module in MODULES:
-        of = importlib.import_module(f"tests.ops.microsoft.{module}").RUNS
+        configurations = importlib.import_module(f"tests.ops.microsoft.{module}").RUNS
         for run in ("CUDA", "CUDA, long"):
             marks = [pytest.mark.slow] if run.endswith("long") else []
-            for number in of[run][0]:
-                yield pytest.param(module, number, of[run][1], id=f"{run}, {module} {number}", marks=marks)
+            for number in configurations[run][0]:
+                yield pytest.param(module, number, configurations[run][1], id=f"{run}, {module} {number}", marks=marks)
 
 
 @pytest.mark.parametrize(("module", "number", "calls"), runs())

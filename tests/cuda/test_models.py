@@ -56,8 +56,8 @@ def test_a_sample_of_float16() -> None:
 @pytest.mark.parametrize(("name", "arch", "precision"), sampled([m for m in MODELS if m[2] is not None], 6))
 def test_matmuls_are_on_tensor_cores(name: str, arch: str, precision: Precision) -> None:
     """By the machine code of every launch. (Attentions have heads too narrow for that in samples.)"""
-    manifest, found = matmuls(SAMPLES / name / "model.onnx", arch, precision)
-    own = [matmul for matmul in found if matmul.kind != "attention"]
+    manifest, model_matmuls = matmuls(SAMPLES / name / "model.onnx", arch, precision)
+    own = [matmul for matmul in model_matmuls if matmul.kind != "attention"]
     assert {kernel.name for kernel in manifest.kernels if kernel.kind in ("matmul", "conv")} == {p.name for p in own}
     assert own and all(matmul.on_tensor_cores for matmul in own), [str(matmul) for matmul in own]
 
@@ -65,13 +65,14 @@ def test_matmuls_are_on_tensor_cores(name: str, arch: str, precision: Precision)
 @pytest.mark.no_gpu
 @pytest.mark.slow
 def test_matmuls_of_float32_are_not() -> None:
-    _, found = matmuls(SAMPLES / "distilbert-traced17" / "model.onnx", "sm_80", None)
-    assert found and not any(matmul.on_tensor_cores for matmul in found)
+    _, model_matmuls = matmuls(SAMPLES / "distilbert-traced17" / "model.onnx", "sm_80", None)
+    assert model_matmuls and not any(matmul.on_tensor_cores for matmul in model_matmuls)
 
 
 def greedy() -> tuple[list[str], bool]:
-    """A decoder that ends in ArgMax: the rules that its functions without matmuls got, and whether each token is that
-    of the largest logit."""
+    """Run a decoder that ends in ArgMax.
+
+    Return the rules of its functions without matmuls, and whether each token is that of the largest logit."""
     folder = SAMPLES / "llama-past-dynamo23"
     model = onnx.load(folder / "model.onnx")
     model.graph.node.append(onnx.helper.make_node("ArgMax", ["logits"], ["token"], axis=-1, keepdims=0))
@@ -89,18 +90,20 @@ def test_a_greedy_decoder() -> None:
 
 
 def decoding(precision: Precision | None) -> tuple[float, set[int], bool]:
-    """A decoder with slot caches beside the same on the CPU, after a fork too: the difference of logits, how many
-    copies between host and GPU a step takes, and whether caches of the GPU that `run` is given are used in place."""
+    """Compare a decoder with slot caches with the CPU, after a fork too.
+
+    Return the difference of logits, the copies between host and GPU in a step, and whether `run` updates GPU caches
+    in place."""
     path = SAMPLES / "llama-past-dynamo23" / "model.onnx"
     gpu, cpu = (
         lowering.compile(path, target, static_cache=16, precision=precision) for target in ("cuda:sm_80", "cpu")
     )
     ids = np.random.default_rng(0).integers(0, 30, (2, 7))
-    ours, right = gpu.decoder(), cpu.decoder()
-    pairs = [(ours.prefill(ids[:, :4])[:, -1], right.prefill(ids[:, :4])[:, -1])]
+    gpu_decoder, cpu_decoder = gpu.decoder(), cpu.decoder()
+    pairs = [(gpu_decoder.prefill(ids[:, :4])[:, -1], cpu_decoder.prefill(ids[:, :4])[:, -1])]
     copies = set()
-    for a, b in ((ours.fork(), right.fork()), (ours, right)):
-        for column in (4, 5) if a is ours else (6,):
+    for a, b in ((gpu_decoder.fork(), cpu_decoder.fork()), (gpu_decoder, cpu_decoder)):
+        for column in (4, 5) if a is gpu_decoder else (6,):
             device.take_calls()
             pairs.append((a.step(ids[:, column]), b.step(ids[:, column])))
             copies.add(sum(call.name.startswith("cudaMemcpy") for call in device.take_calls()))
@@ -115,13 +118,14 @@ def decoding(precision: Precision | None) -> tuple[float, set[int], bool]:
         array = rng.standard_normal(shape).astype(spec.dtype) if spec.dtype == "float32" else np.ones(shape, spec.dtype)
         feeds[spec.name] = on_gpu(array) if spec.name in gpu.manifest.donated else array
     results = gpu.run(feeds)
-    kept = all(results[out] is feeds[name] for name, out in gpu.manifest.donated.items())
-    return worst, copies, kept
+    in_place = all(results[out] is feeds[name] for name, out in gpu.manifest.donated.items())
+    return worst, copies, in_place
 
 
 def serving() -> tuple[float, set[int]]:
-    """Requests over a served decoder with an int8 cache beside the same on the CPU: the difference of logits, and how
-    many copies between host and GPU a step takes."""
+    """Compare requests over a served decoder with an int8 cache with the CPU.
+
+    Return the difference of logits, and the copies between host and GPU in a step."""
     path, worst = SAMPLES / "mistral-past-dynamo18" / "model.onnx", 0.0
     how = lowering.Serve(32, 8, cache="int8")
     batchers = [lowering.Batcher(lowering.compile(path, target, serve=how), 8, 9) for target in ("cuda:sm_80", "cpu")]
@@ -155,7 +159,7 @@ def test_rows_are_copied_on_the_gpu(dtype: str) -> None:
 
 
 def rows(dtype: str) -> tuple[list[int], int]:
-    """An array whose third row became its first, by its first element; and how many bytes of a new array are not 0."""
+    """Copy the third row of an array to its first; return its first elements, and nonzero bytes of a new array."""
     gpu = Gpu(0)
     spec = TensorSpec("x", dtype, dtype, (4, 8))
     array, size = gpu.zeros(spec, (4, 8)), np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
@@ -163,9 +167,9 @@ def rows(dtype: str) -> tuple[list[int], int]:
     left = int(np.count_nonzero(np.from_dlpack(gpu.to_host(memory))))
     tensors.copy_to(tvm_ffi.from_dlpack(np.repeat(np.arange(1, 5, dtype=np.uint8), 8 * size)), memory)
     gpu.copy_row(array, 0, 2)
-    held = np.from_dlpack(gpu.to_host(memory))
-    assert (held == held[:, :1]).all() and str(array.dtype) == dtype
-    return held[:, 0].tolist(), left
+    copied = np.from_dlpack(gpu.to_host(memory))
+    assert (copied == copied[:, :1]).all() and str(array.dtype) == dtype
+    return copied[:, 0].tolist(), left
 
 
 class OnGpu:

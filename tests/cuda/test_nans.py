@@ -1,7 +1,7 @@
 """NaNs on the emulated GPU: arithmetic and conversions make the canonical ones of hardware, and moves keep all bits.
 
-What hardware makes is what CUDA's own headers compute on a host (cuda_fp16.hpp, __internal_float2half and
-__internal_half2float; cuda_bf16.hpp, __internal_float2bfloat16; cuda_fp8.hpp), and was seen on an H200.
+Hardware is represented by CUDA's own headers on a host (cuda_fp16.hpp, __internal_float2half and
+__internal_half2float; cuda_bf16.hpp, __internal_float2bfloat16; cuda_fp8.hpp). An H200 gave the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOAT16, BFLOAT16 = ALL_16.view("float16"), ALL_16.view(ml_dtypes.bfloat16)
 
 
 def floats() -> np.ndarray:
-    """Random bits, infinities, zeros and NaNs of both signs, signaling ones among them."""
+    """Return random bits, infinities, zeros and NaNs of both signs, signaling ones among them."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 12, dtype="uint32")
     bits[::3] |= 0x7F800000
     special = [0x7F800000, 0xFF800000, 0, 0x80000000, 1, 0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF]
@@ -71,9 +71,9 @@ def test_arithmetic_gives_the_canonical_nan() -> None:
 
 
 def test_float8_gives_the_canonical_nan() -> None:
-    codes = np.arange(256, dtype="uint16")
-    (halves,) = run("of_float8", codes * np.uint16(0x101), like(codes, "uint32"))[1:]
-    numbers = codes.astype("uint8").view(ml_dtypes.float8_e4m3fn)
+    encodings = np.arange(256, dtype="uint16")
+    (halves,) = run("of_float8", encodings * np.uint16(0x101), like(encodings, "uint32"))[1:]
+    numbers = encodings.astype("uint8").view(ml_dtypes.float8_e4m3fn)
     right = canonical(numbers.astype("float16"), np.isnan(numbers.astype("float32")), 0x7FFF)
     np.testing.assert_array_equal(halves, right * np.uint32(0x10001))
 

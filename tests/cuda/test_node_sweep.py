@@ -12,35 +12,35 @@ from node_cases import Case
 import lowering
 from lowering.ops import list_registered
 
-# Operators whose kernels are loop nests of no known form.
+# Operators whose kernels are generic loop nests.
 LOOP_NESTS = ("Det", "GRU", "GridSample", "LSTM", "MaxUnpool", "NonMaxSuppression", "RNN", "RoiAlign", "ScatterND")
 
 
 def sample(operator: str) -> Case:
-    """The case of an operator that uses most of its inputs; of several the smallest."""
-    found = [case for case in node_cases.cases(operator) if not case.expanded and not node_cases.refusal(case)]
-    return max(found, key=lambda case: (len(case.inputs), -sum(array.size for array in case.inputs)))
+    """Return the case of an operator that uses most of its inputs; of several the smallest."""
+    candidates = [case for case in node_cases.cases(operator) if not case.expanded and not node_cases.refusal(case)]
+    return max(candidates, key=lambda case: (len(case.inputs), -sum(array.size for array in case.inputs)))
 
 
 @pytest.mark.parametrize("operator", LOOP_NESTS)
 def test_loop_nests_are_right(operator: str) -> None:
-    found = emulated.run(failures, operator, arch="sm_90a", timeout=580)
-    assert not found, "\n".join(found)
+    errors = emulated.run(failures, operator, arch="sm_90a", timeout=580)
+    assert not errors, "\n".join(errors)
 
 
 def failures(operator: str) -> list[str]:
-    """What is wrong with the sample of an operator. Called in the emulation's process."""
+    """Return the errors of the sample of an operator, in the emulation's process."""
     return test_onnx_cases.failures_of([sample(operator)], "sm_90a")
 
 
 def test_fused_kernels_of_empty_arrays_are_right() -> None:
     """The state of a convolution whose kernel has one element is empty."""
-    found = emulated.run(failures_of_empty, "CausalConvWithState", arch="sm_90a", timeout=580)
-    assert not found, "\n".join(found)
+    errors = emulated.run(failures_of_empty, "CausalConvWithState", arch="sm_90a", timeout=580)
+    assert not errors, "\n".join(errors)
 
 
 def failures_of_empty(operator: str) -> list[str]:
-    """What is wrong with the cases of an operator that give an empty array. Called in the emulation's process."""
+    """Return the errors of an operator's cases that give an empty array, in the emulation's process."""
     cases = [c for c in node_cases.cases(operator) if not c.expanded and not all(array.size for array in c.outputs)]
     return test_onnx_cases.failures_of(cases, "sm_90a")
 

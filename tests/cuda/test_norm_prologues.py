@@ -1,4 +1,4 @@
-"""Norms that blocks of the matmuls behind them compute where rows are few: which are taken, and what comes out."""
+"""Prologue fusion of norms into small-M matmuls: which norms are fused, and the results."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MOST = {256: 8, 520: 8, 2048: 4, 4096: 2}
 
 @dataclass(frozen=True)
 class Case:
-    """Y_n = norm(X) W_n, and what else there is."""
+    """Y_n = norm(X) W_n, with options."""
 
     k: int = 256
     columns: tuple[int, ...] = (48,)
     norm: str = "RMSNormalization"
     dtype: str = "float16"
-    kept: bool = False
+    is_output: bool = False
     """Whether the norm is an output, too."""
     gated: bool = False
     """Y = silu(Y_0) Y_1."""
@@ -52,33 +52,33 @@ class Case:
             weights["shift"] = 0.1 * rng.standard_normal(self.k)
         operands = ["x", *weights]
         weights |= {f"w{n}": rng.standard_normal((self.k, c)) / self.k**0.5 for n, c in enumerate(self.columns)}
-        nodes = [helper.make_node(self.norm, operands, ["normed"], axis=-1, epsilon=EPSILON)]
-        nodes += [helper.make_node("MatMul", ["normed", f"w{n}"], [f"y{n}"]) for n in range(len(self.columns))]
+        nodes = [helper.make_node(self.norm, operands, ["normalized"], axis=-1, epsilon=EPSILON)]
+        nodes += [helper.make_node("MatMul", ["normalized", f"w{n}"], [f"y{n}"]) for n in range(len(self.columns))]
         outputs = {f"y{n}": c for n, c in enumerate(self.columns)}
         if self.gated:
             nodes += [helper.make_node("Swish", ["y0"], ["s"]), helper.make_node("Mul", ["s", "y1"], ["y"])]
             outputs = {"y": self.columns[0]}
-        if self.kept:
-            outputs["normed"] = self.k
+        if self.is_output:
+            outputs["normalized"] = self.k
         rounded = {name: w.astype(getattr(ml_dtypes, self.dtype, self.dtype)) for name, w in weights.items()}
         graph = helper.make_graph(
-            nodes, "normed", [helper.make_tensor_value_info("x", kind, ["B", "S", self.k])],
+            nodes, "normalized", [helper.make_tensor_value_info("x", kind, ["B", "S", self.k])],
             [helper.make_tensor_value_info(name, kind, ["B", "S", c]) for name, c in outputs.items()],
             [numpy_helper.from_array(w, name) for name, w in rounded.items()],
         )  # fmt: skip
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=12)
 
     def right(self, proto: onnx.ModelProto, x: np.ndarray) -> dict[str, np.ndarray]:
-        """In float64."""
+        """Return the results in float64."""
         weights = {w.name: numpy_helper.to_array(w).astype("float64") for w in proto.graph.initializer}
         x = x.astype("float64")
         if self.norm == "LayerNormalization":
             x = x - x.mean(-1, keepdims=True)
-        normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * weights["scale"] + weights.get("shift", 0.0)
-        found = {f"y{n}": normed @ weights[f"w{n}"] for n in range(len(self.columns))}
+        normal = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * weights["scale"] + weights.get("shift", 0.0)
+        outputs = {f"y{n}": normal @ weights[f"w{n}"] for n in range(len(self.columns))}
         if self.gated:
-            found = {"y": found["y0"] / (1 + np.exp(-found["y0"])) * found["y1"]}
-        return {**found, "normed": normed}
+            outputs = {"y": outputs["y0"] / (1 + np.exp(-outputs["y0"])) * outputs["y1"]}
+        return {**outputs, "normalized": normal}
 
 
 CASES = {
@@ -86,17 +86,16 @@ CASES = {
     "layer norm, bfloat16": Case(norm="LayerNormalization", dtype="bfloat16", columns=(24,)),
     "queries, keys and values": Case(columns=(64, 32, 32), k=520),
     "a gate": Case(columns=(40, 40), gated=True),
-    "the norm is read by others": Case(kept=True, columns=(16, 16)),
+    "the norm is read by others": Case(is_output=True, columns=(16, 16)),
     "rows of which few fit": Case(k=2048, columns=(16,)),
     "layer norm of long rows": Case(k=4096, columns=(16, 32), norm="LayerNormalization"),
 }
-# Batches and tokens; rows are filled up behind, so that a row too many would be noticed.
+# Batches and tokens; rows are padded at the end, so that a row too many would be noticed.
 SIZES = ((1, 1), (2, 1), (1, 4), (1, 5), (3, 3), (1, 40), (0, 1))
 
 
 def measured(name: str, arch: str) -> tuple[list[CallSpec], list[int], float]:
-    """The calls of kernels, launches by SIZES, and the largest error by what one unit in the last place of the range
-    is."""
+    """Return the calls of kernels, launches by SIZES, and the largest error in units in the last position."""
     case = CASES[name]
     proto, rng = case.model(), np.random.default_rng(1)
     kind = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
@@ -121,17 +120,17 @@ def measured(name: str, arch: str) -> tuple[list[CallSpec], list[int], float]:
 def test_norms_in_matmuls(name: str, arch: str) -> None:
     calls, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
-    most = MOST[case.k]
+    limit = MOST[case.k]
     assert len(calls) == 1
     assert worst < 4
     for (batch, tokens), count in zip(SIZES, launches, strict=True):
         rows = batch * tokens
-        assert not emulated.counts() or (count == (0 if rows == 0 else 1) if rows <= most else count >= 2)
+        assert not emulated.counts() or (count == (0 if rows == 0 else 1) if rows <= limit else count >= 2)
 
 
 def function(m: int, k: int, n: int) -> tirx.PrimFunc:
-    """Y [m, n] of rows that are divided by the root of their squares' mean, in float16."""
-    M, K, N, one = (tirx.IntImm("int64", size) for size in (m, k, n, 1))
+    """Return Y [m, n] of rows that are divided by their root mean square, in float16."""
+    M, K, N, unit = (tirx.IntImm("int64", size) for size in (m, k, n, 1))
     x, w = te.placeholder((M, K), "float16", "x"), te.placeholder((N, K), "float16", "w")
     along, step = te.reduce_axis((0, K), "along"), te.reduce_axis((0, K), "step")
 
@@ -140,15 +139,15 @@ def function(m: int, k: int, n: int) -> tirx.PrimFunc:
         return te.sum(value * value, axis=along)
 
     def matmul(i: tirx.Var, j: tirx.Var) -> Any:
-        return te.sum(normed[i, step].astype("float32") * w[j, step].astype("float32"), axis=step)
+        return te.sum(normalized[i, step].astype("float32") * w[j, step].astype("float32"), axis=step)
 
     squares = te.compute((M,), square, "squares")
     scaled = topi.multiply(
-        topi.cast(x, "float32"), te.compute((M, one), lambda i, _: tirx.rsqrt(squares[i] / k + EPSILON))
+        topi.cast(x, "float32"), te.compute((M, unit), lambda i, _: tirx.rsqrt(squares[i] / k + EPSILON))
     )
-    normed = topi.cast(scaled, "float16")
-    y = topi.cast(te.compute((M, N), matmul, "sums"), "float16")
-    return te.create_prim_func([x, w, normed, y]).with_attr(SEGMENTS, [5, 2])
+    normalized = topi.cast(scaled, "float16")
+    y = topi.cast(te.compute((M, N), matmul, "total"), "float16")
+    return te.create_prim_func([x, w, normalized, y]).with_attr(SEGMENTS, [5, 2])
 
 
 def variants(arch: str, m: int, k: int = 200, n: int = 40) -> list[Variant]:
@@ -158,20 +157,20 @@ def variants(arch: str, m: int, k: int = 200, n: int = 40) -> list[Variant]:
 
 @pytest.mark.no_gpu
 def test_no_wait_can_be_left_out() -> None:
-    """Of the small-M kernel, with two warps that go round several times."""
+    """The small-M kernel, with two warps that have several iterations."""
     rng, m, k, n = np.random.default_rng(0), 5, 200, 40
     x, w = (rng.standard_normal(shape).astype("float16") for shape in ((m, k), (n, k)))
     wide = x.astype("float64")
-    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPSILON)
-    want = normed @ w.astype("float64").T
+    normalized = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPSILON)
+    want = normalized @ w.astype("float64").T
     arrays = [x, w, np.full((m, k), np.nan, "float16"), np.full((m, n), np.nan, "float16")]
 
     def right(after: list[np.ndarray]) -> bool:
-        found = zip((normed, want), after[-2:], strict=True)
-        return all(np.allclose(b.astype("float64"), a, rtol=2e-3, atol=5e-2, equal_nan=True) for a, b in found)
+        pairs = zip((normalized, want), after[-2:], strict=True)
+        return all(np.allclose(b.astype("float64"), a, rtol=2e-3, atol=5e-2, equal_nan=True) for a, b in pairs)
 
     module = emulated.module({"main": variants("sm_80", m)[0].make(normed=PrologueSmallMTiles(2, 2))}, arch="sm_80")
-    # The last copies, of nothing, go to places behind the sums, which would reach there with more warps.
+    # The last copies are empty. With more warps, their addresses after the accumulators would contain data.
     redundant = ["ptx_cp_async_wait_group_async_wait_group_0"]
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant
 
@@ -186,7 +185,7 @@ def test_rows_for_which_there_is_no_room_have_no_kernel() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 @pytest.mark.parametrize("name", ["queries, keys and values", "a gate"])
 def test_machine_code(name: str, arch: str) -> None:
-    """Nothing goes to memory that registers should hold; weights are on their way before the rows are asked for."""
+    """Nothing spills to memory, and weights are prefetched before the rows are loaded."""
     manifest, functions = machine_code_of(CASES[name].model(), arch)
     (kernel,) = manifest.kernels
     assert kernel.schedule == "prologue_matmul"

@@ -1,5 +1,5 @@
-"""ONNX's own cases of Attention and TensorScatter, and on request of all other operators, as whole artifacts
-on an emulated GPU.
+"""ONNX's own cases of Attention and TensorScatter, and on request of all other operators, as whole artifacts on an
+emulated GPU.
 
 Cases of one opset are parts of one model, so that their kernels are compiled together. Those that the standard expands
 to simpler operators are many kernels of TVM's: they run on request (`-m slow`).
@@ -26,7 +26,7 @@ _PART = 24
 
 
 def batches(operator: str, expanded: bool) -> Iterator[list[Case]]:
-    """The cases of an operator, as it is or expanded, those of one opset at a time."""
+    """Yield the cases of an operator, as it is or expanded, those of one opset at a time."""
     by_opset: dict[tuple, list[Case]] = {}
     for case in node_cases.cases(operator):
         if ("_expanded" in case.name) != expanded:
@@ -38,8 +38,8 @@ def batches(operator: str, expanded: bool) -> Iterator[list[Case]]:
             yield cases[start : start + _PART]
 
 
-def parts() -> list[Any]:
-    """By operator, whether expanded, the number of one of the models that its cases make, and architecture."""
+def list_batches() -> list[Any]:
+    """Return operator, whether expanded, the number of a batch of its cases, and architecture."""
     return [
         pytest.param(operator, expanded, k, arch, marks=pytest.mark.slow if expanded or arch != "sm_80" else ())
         for operator in node_cases.EVERY_TYPE
@@ -51,7 +51,7 @@ def parts() -> list[Any]:
 
 
 def merged(cases: Sequence[Case]) -> onnx.ModelProto:
-    """One model of all: the names of case k begin with `k.`."""
+    """Merge cases into one model: the names of case k begin with `k.`."""
     models = [onnx.compose.add_prefix(case.model, f"{k}.") for k, case in enumerate(cases)]
     whole = onnx.ModelProto()
     whole.CopyFrom(models[0])
@@ -61,51 +61,51 @@ def merged(cases: Sequence[Case]) -> onnx.ModelProto:
     return whole
 
 
-def failures(operator: str, expanded: bool, part: int, arch: str) -> list[str]:
-    """What went wrong. Called in the emulation's process."""
-    return failures_of(list(batches(operator, expanded))[part], arch)
+def failures(operator: str, expanded: bool, batch: int, arch: str) -> list[str]:
+    """Return the errors of a batch, in the emulation's process."""
+    return failures_of(list(batches(operator, expanded))[batch], arch)
 
 
 def failures_of(cases: list[Case], arch: str) -> list[str]:
-    """Cases of one opset whose outputs are wrong."""
+    """Return the cases of one opset whose outputs are wrong."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "artifact"
         whole = merged(cases)
-        given = (value for case in cases for value in case.inputs)
-        inputs = dict(zip((value.name for value in whole.graph.input), given, strict=True))
+        values = (value for case in cases for value in case.inputs)
+        inputs = dict(zip((value.name for value in whole.graph.input), values, strict=True))
         fitting, dims = node_cases.fitted(whole, inputs)
         lowering.compile(fitting, f"cuda:{arch}", dims=dims).save(saved)
         model = lowering.load(saved)
     results = iter(model.run(inputs).items())
-    found = []
+    errors = []
     for case in cases:
         for expected in case.outputs:
             name, actual = next(results)
             try:
                 node_cases.assert_close(actual, expected, case.rtol, case.atol, name)
             except AssertionError as error:
-                found.append(f"{case.name}: {error}")
-    return found
+                errors.append(f"{case.name}: {error}")
+    return errors
 
 
-@pytest.mark.parametrize(("operator", "expanded", "part", "arch"), parts())
-def test_operator(operator: str, expanded: bool, part: int, arch: str) -> None:
-    found = emulated.run(failures, operator, expanded, part, arch, arch=arch, timeout=580)
-    assert not found, "\n".join(found)
+@pytest.mark.parametrize(("operator", "expanded", "batch", "arch"), list_batches())
+def test_operator(operator: str, expanded: bool, batch: int, arch: str) -> None:
+    errors = emulated.run(failures, operator, expanded, batch, arch, arch=arch, timeout=580)
+    assert not errors, "\n".join(errors)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", [o for o in node_cases.operators() if o not in node_cases.EVERY_TYPE])
 def test_ordinary_operator(operator: str) -> None:
-    found = emulated.run(ordinary_failures, operator, "sm_80", arch="sm_80", timeout=580)
-    assert not found, "\n".join(found)
+    errors = emulated.run(ordinary_failures, operator, "sm_80", arch="sm_80", timeout=580)
+    assert not errors, "\n".join(errors)
 
 
 def ordinary_failures(operator: str, arch: str) -> list[str]:
-    """As `failures`, of all cases of an operator that are not written out. Called in the emulation's process."""
+    """Return `failures` of all cases of an operator that are not expanded, in the emulation's process."""
     return [
         failure
-        for part in batches(operator, expanded=False)
-        if (cases := [case for case in part if not node_cases.refusal(case)])
+        for batch in batches(operator, expanded=False)
+        if (cases := [case for case in batch if not node_cases.refusal(case)])
         for failure in failures_of(cases, arch)
     ]

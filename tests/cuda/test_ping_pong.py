@@ -1,4 +1,4 @@
-"""Matmuls on Hopper by ping-pong: consumers have tiles of their own, and one stores while the other multiplies."""
+"""Ping-pong matmuls on Hopper: consumers have their own tiles, and one writes results while the other multiplies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from machine_code import disassembled
 from prefill_cases import TURNS
 from sampled import sampled
 from sass import Function, Instruction, read
-from test_matmul_on_gpus import AUDITED, Case, check, first_variant, made
+from test_matmul_on_gpus import AUDITED, Case, check, first_variant, make_module
 
 from schedules.cuda.device import DEVICES
 from schedules.cuda.matmul_reader import MatmulShape
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 
-# Seven steps along k go twice round a ring of three, after which the parity of a fill is that of the first again.
+# A ring of three stages takes seven steps along k in two rounds. Then the parity of a fill is that of the first again.
 ALONE = WgmmaMatmulTiles(2, 64, 3, 160, 24, swizzle=2, split_steps=100, blocks=2, ping_pong=True)
 PAIR = dataclasses.replace(ALONE, blocks=4, cluster=2)
 GATE = WgmmaMatmulTiles(2, 128, 3, 160, 24, swizzle=2, split_steps=2, ping_pong=True)
@@ -39,24 +39,24 @@ CASES = {
 
 @pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_equals_float64(name: str) -> None:
-    """Under every order of threads and of what is asynchronous; tiles odd and even in number, or but one."""
+    """Under every order of threads and of asynchronous work; tiles odd and even in number, or only one."""
     case = CASES[name]
     if case.tiles is None:
         assert first_variant(case, "sm_90a").tiles["tiles"].ping_pong
-    check(case, made(case, "sm_90a"), TURNS if case.tiles else TURNS[:1])
+    check(case, make_module(case, "sm_90a"), TURNS if case.tiles else TURNS[:1])
 
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("tiles", [pytest.param(ALONE, marks=pytest.mark.slow), PAIR], ids=["alone", "cluster"])
 def test_nothing_can_be_left_out(tiles: WgmmaMatmulTiles) -> None:
-    """But what a warp waits for behind its last rows. Turns can not: a consumer would take fills before they arrive."""
+    """The only exception is the wait after a warp's last rows. Turns cannot: a consumer would take fills too early."""
     case = Case(m=256, n=72, k=400, tiles=tiles)
     arrays, want = case.arrays({})
 
     def right(after: list[Any]) -> bool:
         return np.allclose(after[-1].astype("float64"), want, rtol=2e-3, atol=5e-2, equal_nan=True)
 
-    assert [step.name for step in survivors(made(case, "sm_90a"), "main", arrays, right)] == ["cuda_warp_sync"]
+    assert [step.name for step in survivors(make_module(case, "sm_90a"), "main", arrays, right)] == ["cuda_warp_sync"]
 
 
 WRONG = {
@@ -70,9 +70,9 @@ WRONG = {
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_turn_is_found(name: str) -> None:
-    """By the emulator, under every order of threads and copies; or the result shows it."""
+    """The emulator notices it under every order of threads and copies, or the result shows it."""
     case, (was, becomes) = Case(m=256, n=72, k=400, tiles=ALONE), WRONG[name]
-    module, (arrays, want) = made(case, "sm_90a"), case.arrays({})
+    module, (arrays, want) = make_module(case, "sm_90a"), case.arrays({})
     source, count = re.subn(was, becomes, module.source())
     assert count
     wrong = module.with_source(source)
@@ -95,29 +95,29 @@ def test_machine_code() -> None:
     assert whole["MEMBAR"] <= 4 and whole["USETMAXREG"] == 2 and whole["UTMALDG"]
     assert [i.modifiers[0] for i in turns(function)] == ["SYNC", "ARV"]
     events = [i for i in function.instructions if i.opcode in ("BAR", "WARPGROUP", "HGMMA", "STS")]
-    taken, given = (events.index(i) for i in turns(function))
+    taken, released = (events.index(i) for i in turns(function))
     first, *_, last = (n for n, i in enumerate(events) if i.opcode == "HGMMA")
     stored = next(n for n, i in enumerate(events) if i.opcode == "STS")
-    assert taken < first < last < given < stored
-    assert (events[given + 1].modifiers[0], events[given + 1].operands) == ("DEPBAR", "gsb0, 0x0")
+    assert taken < first < last < released < stored
+    assert (events[released + 1].modifiers[0], events[released + 1].operands) == ("DEPBAR", "gsb0, 0x0")
 
 
 def turns(function: Function) -> list[Instruction]:
-    """Barriers of both consumers."""
+    """Return the barriers of both consumers."""
     return [i for i in function.instructions if i.opcode == "BAR" and i.operands.endswith("0x100")]
 
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("matmuls", (1, 2))
 def test_a_short_k_is_multiplied_in_turn(matmuls: int) -> None:
-    """By default, and by what a tuner tries first; a long one by both consumers together. Tiles of 64 rows read B twice
-    as often as those of 128, which the cache does not give for long."""
+    """By default, and by a tuner's first candidates. Both consumers share a long k: tiles of 64 rows read B twice as
+    often as those of 128, which the cache does not sustain."""
     device = DEVICES["sm_90a"]
 
     def tiles(depth: int | None, rows: int | None = None) -> WgmmaMatmulTiles:
-        found = WgmmaMatmulTiles.default(MatmulShape("float16", None, rows, 4096, depth, matmuls), device)
-        found.check(MatmulShape("float16", None, rows, 4096, depth, matmuls), device)
-        return found
+        default = WgmmaMatmulTiles.default(MatmulShape("float16", None, rows, 4096, depth, matmuls), device)
+        default.check(MatmulShape("float16", None, rows, 4096, depth, matmuls), device)
+        return default
 
     assert [tiles(depth).ping_pong for depth in (64, 512, 2048, 8192, None)] == [True, True, True, False, False]
     assert not tiles(64, rows=128).ping_pong  # one tile for each SM, or less

@@ -1,5 +1,5 @@
-"""The kernels for every problem, a warp per query row or part of one: random problems with poison against the float64
-reference."""
+"""The kernels for every problem, a warp per query row or slice of one: random problems with poison against the
+float64 reference."""
 
 from __future__ import annotations
 

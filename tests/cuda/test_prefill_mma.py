@@ -71,12 +71,12 @@ def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
     return builder.get()
 
 
-def made(name: str) -> tirx.PrimFunc:
+def make_kernel(name: str) -> tirx.PrimFunc:
     p, tiles = KERNELS[name]
     return kernel(p, tiles or MmaTiles.default(p, GPU))
 
 
-kernels = Kernels({name: p for name, (p, _) in KERNELS.items()}, made, GPU.arch)
+kernels = Kernels({name: p for name, (p, _) in KERNELS.items()}, make_kernel, GPU.arch)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -87,7 +87,7 @@ def test_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("turn", range(len(TURNS)))
 def test_whatever_comes_first(turn: int) -> None:
-    """Threads in both orders; copies as late as may be, at once, and the newest first."""
+    """Threads in both orders; copies as late as possible, at once, and the newest first."""
     p, _ = KERNELS["ragged causal cache"]
     inputs = draw(p, 2, 70, 90)
     close(kernels.call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
@@ -95,7 +95,7 @@ def test_whatever_comes_first(turn: int) -> None:
 
 @pytest.mark.parametrize("name", ["causal, static", "ragged causal cache", "bool mask, large heads"])
 def test_hidden_values_do_not_leak(name: str) -> None:
-    """NaN and infinities in keys and values: rows that do not see them are as right as ever, others have them too."""
+    """NaN and infinities in keys and values do not change rows that do not see them. The others have them too."""
     p, _ = KERNELS[name]
     inputs = draw(p, 2, p.q_len or 100, p.kv_len or 150)
     for array, poison in (("k", (np.nan,)), ("v", (np.inf, np.nan, -np.inf))):

@@ -72,12 +72,12 @@ def kernel(p: AttentionProblem, tiles: WgmmaTiles) -> tirx.PrimFunc:
     return builder.get()
 
 
-def made(name: str) -> tirx.PrimFunc:
+def make_kernel(name: str) -> tirx.PrimFunc:
     p, tiles = KERNELS[name]
     return kernel(p, tiles or WgmmaTiles.default(p, GPU))
 
 
-kernels = Kernels({name: p for name, (p, _) in KERNELS.items()}, made, GPU.arch)
+kernels = Kernels({name: p for name, (p, _) in KERNELS.items()}, make_kernel, GPU.arch)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -87,7 +87,7 @@ def test_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("turn", range(len(TURNS)))
 def test_whatever_comes_first(turn: int) -> None:
-    """Threads in both orders; copies and matmuls as late as may be, at once, and the newest first."""
+    """Threads in both orders; copies and matmuls as late as possible, at once, and the newest first."""
     p, _ = KERNELS["ragged causal cache"]
     inputs = draw(p, 2, 200, 150)
     close(kernels.call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
@@ -95,7 +95,7 @@ def test_whatever_comes_first(turn: int) -> None:
 
 @pytest.mark.parametrize("name", ["ragged causal cache", "bool mask, large heads", "added mask, soft cap, sink"])
 def test_hidden_values_do_not_leak(name: str) -> None:
-    """Keys and values of NaN and infinity: rows that do not see them are as right as ever, others show it."""
+    """Keys and values of NaN and infinity change only the rows that see them."""
     p, _ = KERNELS[name]
     inputs = draw(p, 2, 100, 150)
     for array, poison in (("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))):
@@ -112,9 +112,9 @@ def test_hidden_values_do_not_leak(name: str) -> None:
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("y_apart", (False, True))
 def test_every_step_of_synchronization_counts(y_apart: bool) -> None:
-    """Barriers, waits and fences, left out one by one, over several query tiles, full ones and ones to clean.
+    """Omit barriers, waits and fences one by one, over several query tiles, full ones and ones to clean.
 
-    Without turns, which make the kernel fast and not right.
+    Without turns, which affect speed and not results.
     """
     p = problem(window=CAUSAL, lengths=True, q_heads=1, kv_heads=1, head_dim=16, v_head_dim=16)
     tiles = dataclasses.replace(TILES, kv=16, blocks=1, ping_pong=False, y_apart=y_apart)
@@ -129,7 +129,7 @@ def test_every_step_of_synchronization_counts(y_apart: bool) -> None:
         return np.allclose(after[-1][clean], want[clean], atol=2e-3) and not np.isfinite(after[-1][~clean]).any()
 
     arrays = [*(inputs[name] for name in ("q", "k", "v", "lengths")), np.full(want.shape, np.nan, p.dtype)]
-    # The wait for V behind the softmax, which keeps ptxas from waiting for O before it, is for values that are there.
+    # The wait for V after the softmax keeps ptxas from waiting for O before it. The values are already there.
     left = [step.name for step in survivors(module, "attention", arrays, right)]
     assert left == ["cuda_mbarrier_wait"]
 

@@ -1,5 +1,5 @@
-"""The kernels that use tensor cores, chosen as for a real call: random problems with poison against the float64
-reference. The long run (-m slow) is the one that docs/records.md counts."""
+"""Random problems with poison on tensor cores, with kernels chosen as for a real call, against the float64
+reference. docs/records.md counts the long run (-m slow)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pytest --gpu`, and runs whose results are kept: with the emulated driver in place of a GPU."""
+"""`pytest --gpu`, and recorded runs: with the emulated driver in place of a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lines(folder: Path) -> list[dict[str, str]]:
 
 
 def test_a_gpu_runs_what_the_emulation_would(tmp_path: Path) -> None:
-    """Kernels by themselves, and a model whose code is for an older architecture than the GPU's."""
+    """Single kernels, and a model whose code is for an older architecture than the GPU's."""
     here = {**os.environ, **environment("sm_90a")}
     program = Path(here["PATH"].split(os.pathsep)[0]) / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 9.0\n")
@@ -49,19 +49,19 @@ def test_a_gpu_runs_what_the_emulation_would(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", *options, *chosen], cwd=ROOT, env=here, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = lines(tmp_path)
-    assert {line["outcome"] for line in found} == {"passed"} and {line["seed"] for line in found} == {"3"}
-    assert {line["test"].partition("::")[0] for line in found} == set(chosen)
+    records = lines(tmp_path)
+    assert {line["outcome"] for line in records} == {"passed"} and {line["seed"] for line in records} == {"3"}
+    assert {line["test"].partition("::")[0] for line in records} == set(chosen)
 
 
 def run(folder: Path, *options: object) -> list[str]:
-    """The tests that ran, in their order."""
+    """Return the tests that ran, in their order."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), seeds.VARIABLE: "7"}
-    before = len(lines(folder / "kept")) if (folder / "kept").exists() else 0
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", folder / "kept", *options]
+    before = len(lines(folder / "runs")) if (folder / "runs").exists() else 0
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", folder / "runs", *options]
     subprocess.run(command, cwd=folder, env=environment, capture_output=True)
-    kept = lines(folder / "kept") if (folder / "kept" / records_of_runs.FILE).exists() else []
-    return [line["test"].rpartition("::")[2] for line in kept[before:]]
+    runs = lines(folder / "runs") if (folder / "runs" / records_of_runs.FILE).exists() else []
+    return [line["test"].rpartition("::")[2] for line in runs[before:]]
 
 
 @pytest.mark.parametrize("processes", [[], ["-n", "1"]])
@@ -71,7 +71,7 @@ def test_a_run_begins_with_what_failed_and_never_ran(processes: list[str], tmp_p
     (tmp_path / "test_some.py").write_text(TESTS)
     assert run(tmp_path, "-k", "passes or fails", *processes) == ["test_passes", "test_fails"]
     assert run(tmp_path, *processes) == ["test_fails", "test_new", "test_slow", "test_passes"]
-    failure = next(line for line in lines(tmp_path / "kept") if line["outcome"] == "failed")
+    failure = next(line for line in lines(tmp_path / "runs") if line["outcome"] == "failed")
     assert "as it should" in failure["text"] and failure["seed"] == "7"
     assert run(tmp_path, "--minutes", "0", *processes) == []
 

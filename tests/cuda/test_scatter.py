@@ -1,4 +1,4 @@
-"""The cache update on GPUs: it writes the rows and nothing else, whatever their type, size and places."""
+"""Cache updates on GPUs: they write the rows and nothing else, for any type, size and indices."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UPDATES = {
     "rows of 3 bytes, no indices": CacheUpdate("bool", (None, None, 3), None, 1, indices=False),
     "rows of any size": CacheUpdate("float32", (None, 2, None, None), None, 2, circular=True),
     "the last axis": CacheUpdate("uint16", (None, 7, None), None, 2),
-    "heads behind rows": CacheUpdate("float16", (None, 3, None, 8), None, 2, rows_first=True),
+    "heads after rows": CacheUpdate("float16", (None, 3, None, 8), None, 2, rows_first=True),
     "complex128": CacheUpdate("uint64", (None, None, 3, 2), None, 1),
 }
-# Sizes of what is symbolic in an update: batch, slots and other axes; rows of the update; write indices.
+# Symbolic sizes of an update: batch, slots and other axes; rows of the update; write indices.
 CALLS = [((2, 7, 6), 3, (1, 6)), ((3, 33, 4), 5, (-2, 30, 0)), ((1, 4, 5), 0, (0,)), ((0, 4, 4), 2, ())]
 WRAPPED = [((2, 4, 4), 9, (3, -7)), ((1, 1, 3), 3, (1,))]  # more rows than slots: the last ones stay
 
@@ -68,7 +68,7 @@ def test_writes_the_rows_and_nothing_else(name: str) -> None:
             assert same_bits(read, rows)
 
 
-# Every axis of arrays of fixed sizes that are empty, or smaller than what a thread moves at once: dims, length, axis.
+# Every axis of arrays of static sizes that are empty, or smaller than a chunk of a thread: dims, length, axis.
 TINY = [
     ((5, 4), 0, 1), ((2, 1), 1, 1), ((2, 1), 0, 1), ((1, 3), 2, 1), ((0, 3), 1, 1), ((2, 0), 0, 1), ((2, 0), 1, 1),
     ((2, 1, 3), 1, 1), ((2, 3, 1), 1, 2), ((2, 1, 1), 1, 1), ((1, 2, 1), 2, 2), ((2, 3, 0), 1, 1), ((1, 0, 3), 1, 2),
@@ -78,7 +78,7 @@ TINY_TYPES = ("uint8", "int16", "float64", "float32", "float16")
 
 
 def tiny_updates() -> list[CacheUpdate]:
-    """Two types for each of the sizes above."""
+    """Return updates of two types for each of the sizes above."""
     updates = []
     for number, (dims, length, axis) in enumerate(TINY):
         for k in (0, 2):
@@ -99,7 +99,7 @@ def tiny_kernels() -> emulated.Module:
 
 @pytest.mark.parametrize("number", range(2 * len(TINY)))
 def test_tiny_and_empty_updates(number: int) -> None:
-    """Sizes that are known to be 0 or smaller than a chunk: TVM must not divide by them."""
+    """Static sizes of 0 or smaller than a chunk: TVM must not divide by them."""
     rng, update = np.random.default_rng(number), tiny_updates()[number]
     for indices in ((0, 0, 0, 0, 0), (1, -1, 2, 2, 2)):
         drawn = Case(update, update.dims, update.length, indices[: update.dims[0]])
@@ -133,19 +133,19 @@ SHAPES = {"a": (2, 0), "rows_a": (2, 0), "b": (5, 4), "rows_b": (5, 0), "c": (2,
 
 
 def run_model(text: str, folder: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Called in the emulation's process."""
+    """Run a model in the emulation's process."""
     lowering.compile(onnx.parser.parse_model(text), "cuda:sm_90a").save(folder)
     return lowering.load(folder).run(arrays)
 
 
 @pytest.mark.parametrize("text", [ALONE, TOGETHER])
 def test_whole_models_of_tiny_and_empty_updates(text: str, tmp_path: Path) -> None:
-    """The first one has no kernel at all."""
+    """The first one does not have a kernel at all."""
     rng = np.random.default_rng(0)
     inputs = [value.name for value in onnx.parser.parse_model(text).graph.input]
     arrays = {name: rng.standard_normal(SHAPES[name]).astype("float32") for name in inputs}
-    found = emulated.run(run_model, text, str(tmp_path / "m"), arrays, arch="sm_90a")
+    results = emulated.run(run_model, text, str(tmp_path / "m"), arrays, arch="sm_90a")
     want = {"p": "a", "q": "b", "r": "rows_c"}
-    assert len(found) == len(inputs) // 2
-    for name, array in found.items():
+    assert len(results) == len(inputs) // 2
+    for name, array in results.items():
         np.testing.assert_array_equal(array, arrays[want[name]])

@@ -1,4 +1,4 @@
-"""The audits of machine code hold for what another ptxas makes: that of $PTXAS, or the newest of the package index."""
+"""The audits of machine code pass with another ptxas: that of $PTXAS, or the newest of the package index."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given = os.environ.get("PTXAS")
-    path = Path(given) if given else second_ptxas.installed(tmp_path_factory.mktemp("ptxas"))
+    configured = os.environ.get("PTXAS")
+    path = Path(configured) if configured else second_ptxas.installed(tmp_path_factory.mktemp("ptxas"))
     if path is None:
         pytest.skip("the package index is not reached, and PTXAS is not set")
     if second_ptxas.version(path) == second_ptxas.version("ptxas"):

@@ -1,4 +1,4 @@
-"""Shared memory whose size the launch says is one variable of the file to C++, whatever kernel calls it by its name."""
+"""Dynamic shared memory is one variable of the file to C++, whatever kernel names it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ pytestmark = pytest.mark.no_gpu
 DECLARED = re.compile(r"extern __shared__ __align__\((\d+)\) (\w+) (\w+)\[\];")
 KINDS = {
     "sm_80": {("16", "uint"), ("128", "half")},  # chunks of a thread's own, and tiles for mma.sync
-    "sm_90a": {("16", "uint"), ("1024", "uint")},  # and tiles that TMA brings
+    "sm_90a": {("16", "uint"), ("1024", "uint")},  # and tiles that TMA loads
 }
 
 
 @pytest.mark.parametrize("arch", KINDS)
 def test_a_name_is_that_of_one_type(arch: str) -> None:
-    """By whatever else the kernels hold, which TVM numbers: an artifact's kernels are one file."""
+    """Names depend only on the type, not on other variables that TVM numbers: an artifact's kernels are one file."""
     matmul = first_variant(Case(n=4096, k=1024, b_transposed=True, tiles=None), arch).make()
     attention, _ = prefill(problem(64, True), arch)
-    declared = [found for func in (matmul, attention) for found in DECLARED.findall(emitted(func, arch))]
+    declared = [declaration for func in (matmul, attention) for declaration in DECLARED.findall(emitted(func, arch))]
     types = {name: (align, kind) for align, kind, name in declared}
     assert set(types.values()) == KINDS[arch] and len(declared) >= 3
     assert sorted(types.values()) == sorted(KINDS[arch]), "a name for each type"

@@ -1,4 +1,4 @@
-"""Tiles of keys that nobody sees are not multiplied: matmuls are counted, and compared with the mask."""
+"""Tiles of keys that no row sees are not multiplied: matmuls are counted, and compared with the mask."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MASKS = {
 
 
 def counted(name: str, rows: int, arch: str) -> int:
-    """How many matmuls a call takes. Called in the emulation's process."""
+    """Count the matmuls of a call, in the emulation's process."""
     masked, kind = MASKS[name], ("batch", HEADS, rows, DIM)
     specs = read_array_specs(masked.captures)
     settings = build_settings(None, masked.mask, specs, "float16", None, DIM, masked.blocks)
@@ -71,16 +71,16 @@ def counted(name: str, rows: int, arch: str) -> int:
     )
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, *sizes, DIM)).astype("f2") for sizes in ((HEADS, rows), (KV_HEADS, KEYS)))
-    given = {"q": q, "k": k, "v": k, **masked.captures}
+    feeds = {"q": q, "k": k, "v": k, **masked.captures}
     if masked.blocks is not None:
-        given[model.inputs[3].name] = SHOWN[:, :, : -(-rows // 128)].astype("i1")
+        feeds[model.inputs[3].name] = SHOWN[:, :, : -(-rows // 128)].astype("i1")
     device.take_matmuls()
-    model.run(given)
+    model.run(feeds)
     return device.take_matmuls()
 
 
 def seen_tiles(dense: np.ndarray, rows: int, keys: int) -> int:
-    """Of a mask [heads, S, T] the tiles in which anything is visible."""
+    """Count the tiles of a mask [heads, S, T] in which anything is visible."""
     heads, s, t = dense.shape
     whole = np.zeros((heads, -(-s // rows) * rows, -(-t // keys) * keys), bool)
     whole[:, :s, :t] = dense
@@ -109,16 +109,16 @@ def prefills() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "arch"), prefills())
 def test_prefill(name: str, arch: str) -> None:
-    """As many as the tiles need in which some row of a tile of rows sees some key: no other is multiplied."""
+    """A tile is multiplied only if some row of a tile of rows sees some key of it."""
     p, gpu = problem(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, mask=formula()), DEVICES[arch]
     tiles: Any = WgmmaTiles.default(p, gpu) if arch == "sm_90a" else MmaTiles.default(p, gpu)
     workers = tiles.consumers if arch == "sm_90a" else tiles.warps
-    found = emulated.run(counted, name, KEYS, arch, arch=arch, timeout=500)
-    # Bounds of positions in documents do not know that both are in one: of that mask the documents alone count.
+    count = emulated.run(counted, name, KEYS, arch, arch=arch, timeout=500)
+    # Bounds of positions in documents ignore that both are in one. Only the documents of that mask count.
     shown, rows = dense("documents without a mask" if name == "documents" else name, KEYS), tiles.q
     if arch == "sm_90a" and name not in BY_HEAD:  # heads that share keys are rows of one tile
         shown, rows = shown[:1], tiles.q // HEADS
-    assert found == seen_tiles(shown, rows, tiles.kv) * workers * matmuls(p, tiles)
+    assert count == seen_tiles(shown, rows, tiles.kv) * workers * matmuls(p, tiles)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,6 @@ def test_decoding(name: str) -> None:
     """Both query heads of the two rows are one tile of rows."""
     p, gpu = problem(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM), DEVICES["sm_80"]
     tiles = DecodeTiles.default(p, gpu)
-    each = tiles.keys // 8 * (DIM // 16) + tiles.keys // 16 * (DIM // 8)
-    found = emulated.run(counted, name, 2, "sm_80", arch="sm_80", timeout=500)
-    assert found == seen_tiles(dense(name, 2).reshape(1, -1, KEYS), HEADS * 2, tiles.keys) * each
+    matmuls_of_tile = tiles.keys // 8 * (DIM // 16) + tiles.keys // 16 * (DIM // 8)
+    count = emulated.run(counted, name, 2, "sm_80", arch="sm_80", timeout=500)
+    assert count == seen_tiles(dense(name, 2).reshape(1, -1, KEYS), HEADS * 2, tiles.keys) * matmuls_of_tile

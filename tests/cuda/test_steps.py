@@ -1,4 +1,4 @@
-"""Decode steps on a GPU: what each costs the host in calls of the driver, and that graphs compute the same."""
+"""Decode steps on a GPU: calls of the driver in each step, and that graphs compute the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(function: Callable, *arguments: Any) -> Any:
 @pytest.mark.no_gpu
 @MODELS
 def test_a_bound_step_launches_kernels_and_nothing_else(name: str) -> None:
-    """On the caller's stream. Memory comes from the runtime's pool, which has what it needs after two steps."""
+    """They go to the caller's stream. Memory comes from the runtime's pool, which suffices after two steps."""
     for calls, free in run(steps.calls_of_steps, name, False)[2:]:
         assert calls == {"cuLaunchKernelEx": LAUNCHES[name]}
         assert free["cudaGetDevice"] == LAUNCHES[name]
@@ -46,8 +46,8 @@ def test_copies_wait_for_the_callers_stream_and_it_for_them() -> None:
 @pytest.mark.no_gpu
 @MODELS
 def test_a_replayed_step_is_one_call(name: str) -> None:
-    first, *others = run(steps.calls_of_steps, name, True)
-    for calls, free in others:
+    first, *later_steps = run(steps.calls_of_steps, name, True)
+    for calls, free in later_steps:
         assert (calls, free) == ({"cudaGraphLaunch": 1}, {"cudaGetDevice": 1})
     assert first[0]["cuLaunchKernelEx"] == first[0]["cuLaunchKernelEx elsewhere"] == LAUNCHES[name]
     assert first[0]["cudaStreamSynchronize"] == 0
@@ -55,7 +55,7 @@ def test_a_replayed_step_is_one_call(name: str) -> None:
 
 @MODELS
 def test_replayed_steps_are_the_others(name: str) -> None:
-    """Whatever else runs, and wherever the runtime's pool gives memory back."""
+    """Also while others run, and where the runtime's pool frees memory."""
     assert run(steps.replayed, name) == (0, True)
 
 
@@ -72,8 +72,8 @@ def test_a_step_that_waits_is_noticed() -> None:
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("fault", ["memory is not kept", "no thread is kept"])
-def test_memory_that_is_not_kept_is_noticed(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["memory is not retained", "no thread is retained"])
+def test_memory_that_is_not_retained_is_noticed(fault: str) -> None:
     with pytest.raises(emulated.EmulationError, match="freed"):
         run(steps.replayed, "attention", fault)
 
@@ -89,16 +89,16 @@ def test_a_disturbed_capture_says_so_and_is_made_by_the_next_call() -> None:
 
 
 def test_tensor_maps_are_part_of_a_graph() -> None:
-    found = emulated.run(steps.matmul_by_tensor_maps, arch="sm_90a", timeout=500)
-    assert [difference for difference, _ in found] == [0, 0, 0]
-    assert not emulated.counts() or found[0][1] > 0
-    assert [maps for _, maps in found[1:]] == [0, 0]
+    steps_of_graph = emulated.run(steps.matmul_by_tensor_maps, arch="sm_90a", timeout=500)
+    assert [difference for difference, _ in steps_of_graph] == [0, 0, 0]
+    assert not emulated.counts() or steps_of_graph[0][1] > 0
+    assert [maps for _, maps in steps_of_graph[1:]] == [0, 0]
 
 
 @pytest.mark.no_gpu
 def test_a_dropped_graph_gives_everything_back() -> None:
-    taken, given = run(steps.memory_of_a_graph)
-    assert 0 < taken <= given  # what tests before have left may come back as well
+    allocated, freed = run(steps.memory_of_a_graph)
+    assert 0 < allocated <= freed  # allocations of earlier tests may be freed as well
 
 
 def test_what_cannot_be_a_graph() -> None:

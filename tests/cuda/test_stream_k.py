@@ -1,4 +1,4 @@
-"""Matmuls on Hopper whose steps along k are dealt out evenly, wherever tiles end: stream-K."""
+"""Stream-K matmuls on Hopper: the work list splits steps along k evenly, across tile boundaries."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from cuda_emulation.mutations import survivors
 from prefill_cases import TURNS
 from sampled import sampled
 from steps import on_host
-from test_matmul_on_gpus import Case, check, made
+from test_matmul_on_gpus import Case, check, make_module
 
 import lowering
 from lowering.runtime import tensors
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 
-# Of 64 x 64 on three SMs, which are given as the most blocks; two steps are what the ends of a share cost.
+# Tiles of 64 x 64 on three SMs, which are the largest number of blocks; the ends of a share cost two steps.
 THREE = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=1, blocks=3)
 PAIRS = dataclasses.replace(THREE, blocks=6, cluster=2)
 IN_TURN = dataclasses.replace(PAIRS, consumers=2, ping_pong=True)
 GATE = dataclasses.replace(THREE, consumers=2, n=128)
 CASES = {
-    # Of 4, 5 and 8 tiles; the last has one whole tile before each share.
+    # Shares of 4, 5 and 8 tiles; the last has one whole tile before each share.
     "clusters, by ping-pong": Case(n=64, k=400, tiles=IN_TURN, sizes=({"m": 300}, {"m": 600}, {"m": 1000})),
     "rows of B": Case(n=72, k=400, b_transposed=True, epilogue="residual", tiles=THREE, sizes=({"m": 65}, {"m": 200})),
     "clusters": Case(n=72, k=400, b_transposed=True, tiles=PAIRS, sizes=({"m": 200}, {"m": 500})),
@@ -40,28 +40,28 @@ CASES = {
 
 @pytest.mark.parametrize("name", sampled(CASES, 4))
 def test_equals_float64(name: str) -> None:
-    """Under every order of threads and of what is asynchronous."""
+    """Under every order of threads and of asynchronous work."""
     case = CASES[name]
-    check(case, made(case, "sm_90a"), TURNS)
+    check(case, make_module(case, "sm_90a"), TURNS)
 
 
 def matmuls(module: emulated.Module, arrays: list[Any]) -> int:
-    """How many matmuls of wgmma a call takes."""
+    """Count the matmuls of wgmma in a call."""
     emulated.run(device.take_matmuls, arch="sm_90a")
     module.call("main", arrays)
     return emulated.run(device.take_matmuls, arch="sm_90a")
 
 
-# By steps of each tile, and tiles: what each of three blocks multiplies, in steps.
+# By steps of each tile, and tiles: the steps that each of three blocks multiplies.
 DEALT = {
     7: {
         4: [9, 9, 10],
         8: [7 + 11, 7 + 12, 7 + 12],
         3: [7, 7, 7],  # whole
-        1: [2, 2, 3],  # in parts
+        1: [2, 2, 3],  # split
     },
     25: {2: [16, 17, 17]},
-    4: {5: [8, 8, 4]},  # whole, as parts would cost more
+    4: {5: [8, 8, 4]},  # whole, as a split would cost more
 }
 
 
@@ -70,18 +70,18 @@ DEALT = {
 def test_blocks_have_equal_shares(steps: int) -> None:
     """No step is multiplied twice, and none is left out."""
     case = Case(n=64, k=64 * steps, b_transposed=True, tiles=THREE)
-    module = made(case, "sm_90a")
+    module = make_module(case, "sm_90a")
     source = module.source()
     pattern = r'extern "C" __global__ void __launch_bounds__\(256\) (\w+)\([^)]*CUtensorMap[^)]*\) \{'
-    alone = [f"\\g<0>\n  if (blockIdx.x != {block}) return;\n" for block in range(3)]
-    modules = [module.with_source(re.sub(pattern, text, source)) for text in alone]
+    guards = [f"\\g<0>\n  if (blockIdx.x != {block}) return;\n" for block in range(3)]
+    modules = [module.with_source(re.sub(pattern, text, source)) for text in guards]
     for tiles, want in DEALT[steps].items():
         arrays, _ = case.arrays({"m": 64 * tiles})
-        found = [matmuls(each, arrays) for each in modules]
-        each = matmuls(module, arrays) // sum(want)
-        assert each and found == [n * each for n in want]
-        most = THREE.estimate_busiest(tiles, 3, steps)[1]  # as the tuner has it, with what parts cost
-        assert max(want) <= most <= max(want) + 2
+        counts = [matmuls(block, arrays) for block in modules]
+        per_step = matmuls(module, arrays) // sum(want)
+        assert per_step and counts == [n * per_step for n in want]
+        limit = THREE.estimate_busiest(tiles, 3, steps)[1]  # as the tuner estimates it, with the cost of splits
+        assert max(want) <= limit <= max(want) + 2
 
 
 SMALL = Case(m=256, n=64, k=400, tiles=THREE)
@@ -89,21 +89,21 @@ SMALL = Case(m=256, n=64, k=400, tiles=THREE)
 
 @pytest.mark.no_gpu
 def test_nothing_can_be_left_out() -> None:
-    """But what a warp waits for behind its last rows."""
+    """The only exception is the wait of a warp after its last rows."""
     arrays, want = SMALL.arrays({})
 
     def right(after: list[Any]) -> bool:
         return np.allclose(after[-1].astype("float64"), want, rtol=2e-3, atol=5e-2, equal_nan=True)
 
-    assert [step.name for step in survivors(made(SMALL, "sm_90a"), "main", arrays, right)] == ["cuda_warp_sync"]
+    assert [step.name for step in survivors(make_module(SMALL, "sm_90a"), "main", arrays, right)] == ["cuda_warp_sync"]
 
 
 def test_the_same_bits_in_any_order() -> None:
-    """Parts are added in the order of k, whoever is first."""
+    """Partial results are added in the order of k, whoever is first."""
     arrays, _ = SMALL.arrays({})
-    module = made(SMALL, "sm_90a")
-    first, *others = (module.call("main", arrays, order=order, arrivals=arrivals)[-1] for order, arrivals in TURNS)
-    assert all(np.array_equal(first, other) for other in others)
+    module = make_module(SMALL, "sm_90a")
+    first, *later = (module.call("main", arrays, order=order, arrivals=arrivals)[-1] for order, arrivals in TURNS)
+    assert all(np.array_equal(first, other) for other in later)
 
 
 WRONG = {
@@ -118,9 +118,9 @@ WRONG = {
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_share_is_found(name: str) -> None:
-    """Numbers are of their own: sums of the call before may still be in memory."""
+    """Inputs differ from those of other calls: accumulators of the call before may still be in memory."""
     (was, becomes), (arrays, want) = WRONG[name], SMALL.arrays({"seed": 1 + list(WRONG).index(name)})
-    module = made(SMALL, "sm_90a")
+    module = make_module(SMALL, "sm_90a")
     source, count = re.subn(was, becomes, module.source())
     assert count
     try:
@@ -131,7 +131,7 @@ def test_a_wrong_share_is_found(name: str) -> None:
 
 
 def replayed() -> list[tuple[float, bool, int]]:
-    """Of each call: the largest difference from float64, whether a replayed graph gives the same bits, and launches."""
+    """Return, for each call, the error against float64, whether a replayed graph gives the same bits, and launches."""
     rng, (rows, depth, columns) = np.random.default_rng(2), (48, 34 * 64, 67 * 128)  # 67 tiles for 132 SMs
     weight = rng.standard_normal((depth, columns)).astype("float16")
     text = f"""<ir_version: 10, opset_import: ["" : 23]>
@@ -144,22 +144,22 @@ def replayed() -> list[tuple[float, bool, int]]:
     compiled = lowering.compile(model, "cuda:sm_90a")
     x = compiled.gpu.copy(np.zeros((rows, depth), "float16"))
     plain, graph = compiled.bind({"x": x}), compiled.bind({"x": x}, graph=True)
-    found = []
+    results = []
     for _ in range(2):
-        given = rng.standard_normal((rows, depth)).astype("float16")
-        tensors.copy_to(tvm_ffi.from_dlpack(given), x)
+        feed = rng.standard_normal((rows, depth)).astype("float16")
+        tensors.copy_to(tvm_ffi.from_dlpack(feed), x)
         device.take_calls()
         got = on_host(plain()["y"])
         launches = sum(call.name == "cuLaunchKernelEx" for call in device.take_calls())
-        worst = float(np.abs(got - given.astype("float64") @ weight.astype("float64")).max())
-        found.append((worst, np.array_equal(got, on_host(graph()["y"])), launches))
-    return found
+        worst = float(np.abs(got - feed.astype("float64") @ weight.astype("float64")).max())
+        results.append((worst, np.array_equal(got, on_host(graph()["y"])), launches))
+    return results
 
 
 @pytest.mark.slow
 def test_a_model_and_its_graph() -> None:
-    """Default tiles, fresh numbers in the memory of parts: what adds them is a launch of its own."""
+    """Default tiles, new numbers in the workspace of partial results: their reduction is a launch of its own."""
     for worst, same, launches in emulated.run(replayed, arch="sm_90a", timeout=500):
         assert (
             worst < 0.25 and same and (launches == 2 or not emulated.counts())
-        )  # sums of 2176 matmuls are up to about 250: half a step of float16
+        )  # totals of 2176 terms are up to about 250: half a step of float16

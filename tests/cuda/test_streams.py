@@ -1,4 +1,4 @@
-"""The emulated driver's streams and graphs: what a capture records, and what it forbids."""
+"""Streams and graphs of the emulated driver: what a capture records and forbids."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Gpu:
                         ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]  # fmt: skip
 
         config = Config((ctypes.c_uint * 6)(1, 1, 1, 4, 1, 1), 0, stream, None, 0)
-        given = ctypes.c_float(number)
-        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.x), ctypes.addressof(given))
+        argument = ctypes.c_float(number)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.x), ctypes.addressof(argument))
         status = self.driver.cuLaunchKernelEx(ctypes.byref(config), self.kernel, pointers, None)
-        given.value = np.nan  # what it holds later does not matter
+        argument.value = np.nan  # its later value does not matter
         return status
 
     def end(self, stream: ctypes.c_void_p) -> tuple[int, ctypes.c_void_p]:
@@ -57,8 +57,8 @@ class Gpu:
 
 
 def record() -> list[Any]:
-    """What x holds after the capture, and after launches on another stream and on the default one; the copy of it that
-    is a part of them; what a launch says once the kernel was unloaded; the calls by name and stream."""
+    """Return x after the capture, and after launches on another stream and on the default one; a copy of it from the
+    graph; the status of a launch after the kernel was unloaded; and the calls by name and stream."""
     gpu = Gpu()
     stream, other, executable = gpu.stream(), gpu.stream(), ctypes.c_void_p()
     y = ctypes.c_void_p()
@@ -111,16 +111,17 @@ REFUSALS = {"wait for all": IMPLICIT, "kernel on the default stream": IMPLICIT}
 
 
 def in_a_thread(function: Callable[[], int]) -> int:
-    found: list[int] = []
-    thread = Thread(target=lambda: found.append(function()))
+    results: list[int] = []
+    thread = Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def forbid(what: str, mode: int, elsewhere: bool, flags: int) -> tuple[int, int, bool, int]:
-    """What a call in a capture, in another thread or not, gives; then the end of the capture, whether there is a graph,
-    and the same call after it."""
+    """Return the status of a call in a capture, in another thread or not.
+
+    Then the end of the capture, whether there is a graph, and the same call after it."""
     gpu = Gpu()
     stream = gpu.stream(flags)
     assert not gpu.runtime.cudaStreamBeginCapture(stream, mode)
@@ -151,9 +152,9 @@ def test_what_a_capture_forbids(what: str) -> None:
 def states() -> list[int]:
     gpu = Gpu()
     stream = gpu.stream()
-    found = [gpu.runtime.cudaStreamBeginCapture(None, GLOBAL), gpu.end(stream)[0]]
-    found += [gpu.runtime.cudaStreamBeginCapture(stream, GLOBAL), gpu.runtime.cudaStreamBeginCapture(stream, GLOBAL)]
-    return [*found, in_a_thread(lambda: gpu.end(stream)[0]), gpu.end(stream)[0]]
+    statuses = [gpu.runtime.cudaStreamBeginCapture(None, GLOBAL), gpu.end(stream)[0]]
+    statuses += [gpu.runtime.cudaStreamBeginCapture(stream, GLOBAL), gpu.runtime.cudaStreamBeginCapture(stream, GLOBAL)]
+    return [*statuses, in_a_thread(lambda: gpu.end(stream)[0]), gpu.end(stream)[0]]
 
 
 def test_a_capture_ends_where_it_began() -> None:

@@ -1,4 +1,4 @@
-"""Matmuls of float32 on tensor cores, emulated: as TF32, and in two parts as accurate as float32."""
+"""Matmuls of float32 on tensor cores, emulated: as TF32, and in two terms as accurate as float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from machine_code import machine_code
 from prefill_cases import TURNS
 from sampled import sampled
 from test_accesses_of_kernels import SIZE, is_good, measured
-from test_matmul_on_gpus import SMALL, Case, check, first_variant, made
+from test_matmul_on_gpus import SMALL, Case, check, first_variant, make_module
 from tvm.tirx import reinterpret
 
 import lowering
@@ -51,16 +51,16 @@ CASES = {
 
 @pytest.mark.parametrize("name", sampled(CASES, 4))
 def test_equals_float64(name: str) -> None:
-    """As TF32 up to an error of 2^-11 of each operand, and in two parts up to that of sums in float32."""
+    """TF32 has an error up to 2^-11 of each operand, and two terms have that of float32 accumulators."""
     arch, case = CASES[name]
-    check(case, made(case, arch), TURNS[:1])
+    check(case, make_module(case, arch), TURNS[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_of_threads_and_copies(name: str) -> None:
     arch, case = CASES[name]
-    check(case, made(case, arch), TURNS[1:])
+    check(case, make_module(case, arch), TURNS[1:])
 
 
 FEW = {
@@ -71,13 +71,13 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", sampled(FEW, 3))
-def test_few_rows(name: str) -> None:
+def test_small_m(name: str) -> None:
     case = FEW[name]
-    check(case, made(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:1])
+    check(case, make_module(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:1])
 
 
 def test_infinity_is_what_it_is_in_float32() -> None:
-    """Also where it meets what has no second part, another infinity, NaN and 0; of neither sign do others change."""
+    """Also where it meets another infinity, NaN and 0, without a second term. Rows without it stay the same."""
     rng = np.random.default_rng(7)
     a, b = (rng.integers(-4, 5, shape).astype("float32") for shape in ((16, 24), (24, 32)))
     a += (a == 0).astype("float32")
@@ -87,13 +87,13 @@ def test_infinity_is_what_it_is_in_float32() -> None:
         want = a @ b
     assert np.isposinf(want).any() and np.isneginf(want).any() and np.isnan(want).any()
     case = float32("3xtf32", m=16, n=32, k=24, epilogue="none", sizes=({},))
-    got = made(case).call("main", [a, b, np.full((16, 32), np.nan, "float32")])[-1]
+    got = make_module(case).call("main", [a, b, np.full((16, 32), np.nan, "float32")])[-1]
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.no_gpu
 def test_without_a_part_the_error_is_that_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the other tests would notice that one of the terms is missing."""
+    """Therefore, the other tests would notice that one of the terms is missing."""
     case = float32("3xtf32", m=16, n=32, k=24, epilogue="none", sizes=({},))
     for left_out in range(3):
         kind = tensor_types.TENSOR_TYPES["3xtf32"]
@@ -101,24 +101,24 @@ def test_without_a_part_the_error_is_that_of_tf32(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setitem(tensor_types.TENSOR_TYPES, "3xtf32", dataclasses.replace(kind, terms=terms))
             with pytest.raises(AssertionError):
-                check(case, made(case), TURNS[:1])
+                check(case, make_module(case), TURNS[:1])
 
 
 @pytest.mark.no_gpu
 def test_what_is_not_rounded_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator takes nothing but TF32, as PTX has it: all operands are rounded."""
+    """The emulator takes only TF32, as PTX specifies: all operands are rounded."""
     case = float32("tf32", m=16, n=32, k=24, epilogue="none", sizes=({},))
     monkeypatch.setattr(
         ptx, "round_to_tf32", lambda to, x: store_element(to.source, to.indices[0], reinterpret("uint32", x))
     )
     with pytest.raises(emulated.EmulationError, match="not rounded to TF32"):
-        check(case, made(case), TURNS[:1])
+        check(case, make_module(case), TURNS[:1])
 
 
 @pytest.mark.no_gpu
 @pytest.mark.slow
 def test_nothing_can_be_left_out() -> None:
-    """But what a warp waits for behind its last rows."""
+    """The only exception is the wait of a warp after its last rows."""
     case = float32("3xtf32", m=50, n=40, k=100)
     arrays, want = case.arrays({})
     tiles = MatmulTiles(32, 32, 16, 2, 1, 3, split_steps=100)
@@ -133,18 +133,18 @@ def test_nothing_can_be_left_out() -> None:
 ACCESSED = {
     "A across k, [K, N]": float32("tf32", **SIZE, a_transposed=True),
     "[N, K]": float32("3xtf32", **SIZE, b_transposed=True),
-    "few rows": float32("tf32", **SIZE | {"m": 8, "k": 512}, b_transposed=True),
+    "small M": float32("tf32", **SIZE | {"m": 8, "k": 512}, b_transposed=True),
 }
 
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", sampled(ACCESSED, 3))
 def test_no_bank_is_met_twice(name: str) -> None:
-    """Chunks as they come and go, and elements that are read one by one, at swizzled places."""
+    """Chunks in the order of copies, and elements that are read one by one, at swizzled addresses."""
     case = ACCESSED[name]
-    found = measured((emulated.module({"main": first_variant(case).make()}), case.arrays({})[0]))
-    is_good(found, few=2)  # eight elements of 4 bytes are two pieces
-    one_by_one = [access for access in found if access.bytes == 4 and "^" in access.source]
+    accesses = measured((emulated.module({"main": first_variant(case).make()}), case.arrays({})[0]))
+    is_good(accesses, few=2)  # eight elements of 4 bytes are two chunks
+    one_by_one = [access for access in accesses if access.bytes == 4 and "^" in access.source]
     assert bool(one_by_one) == case.a_transposed
     assert all(access.taken == access.least for access in one_by_one)
 
@@ -160,7 +160,7 @@ AUDITED = {
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("arch", sampled(AUDITED, 4))
 def test_machine_code(arch: str) -> None:
-    """Tensor cores, no register in memory, and nothing that ptxas complains of."""
+    """Tensor cores, no register in memory, and no complaint of ptxas."""
     case = AUDITED[arch]
     variant = first_variant(case, arch)
     code = machine_code(variant.make(), arch)
@@ -201,7 +201,7 @@ model (float[n, 6, 9, h] x, float[12, 6, 3, 3] w, float[12] b, float[8, 12, 1, 1
 
 
 def convolved(precision: str | None, target: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
-    """The outputs, those on the CPU, and what the manifest says."""
+    """Return the outputs, those on the CPU, and the notes of the manifest."""
     rng = np.random.default_rng(2)
     model = onnx.parser.parse_model(CONVOLUTIONS)
     for value in [i for i in model.graph.input if i.name != "x"]:
@@ -209,9 +209,9 @@ def convolved(precision: str | None, target: str) -> tuple[dict[str, np.ndarray]
         weight = rng.standard_normal(shape).astype("float32")
         model.graph.initializer.append(onnx.numpy_helper.from_array(weight, value.name))
         model.graph.input.remove(value)
-    given = {"x": rng.standard_normal((2, 6, 9, 11)).astype("float32")}
+    feeds = {"x": rng.standard_normal((2, 6, 9, 11)).astype("float32")}
     there = lowering.compile(model, target, precision=precision)
-    return there.run(given), lowering.compile(model).run(given), " ".join(there.manifest.notes)
+    return there.run(feeds), lowering.compile(model).run(feeds), " ".join(there.manifest.notes)
 
 
 @pytest.mark.parametrize("precision", sampled(["3xtf32", "tf32"], 2))
@@ -224,7 +224,7 @@ def test_convolutions(precision: str) -> None:
 
 @pytest.mark.no_gpu
 def test_records_of_one_way_are_none_of_another() -> None:
-    """What was tuned for TF32 is found for TF32 alone."""
+    """Records that were tuned for TF32 serve only TF32."""
     shapes, target = [(16, 72), (72, 96), (96,), (16, 96)], tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, "llvm")
     names = set()
     for matmuls in ("tf32", "3xtf32"):

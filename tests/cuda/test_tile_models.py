@@ -1,4 +1,4 @@
-"""Models of tiles order what an H200 was measured with, also at shapes that the fit has not seen."""
+"""Models of tiles reproduce the order of H200 timings, also at shapes that the fit has not seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schedules.cuda.small_m_tiles import SmallMTiles
 pytestmark = pytest.mark.no_gpu
 
 DECODE, SMALL_M = tile_models.decode_model(), tile_models.few_rows_model()
-# Of weights whose tiles differ by a tenth at most, or of which two waves and a bit are read, the order is less sure.
+# The order is less reliable for weights whose tiles differ by a tenth at most, or that take slightly over two waves.
 CLOSE = ("2048 x 2048", "128256 x 2048", "6144 x 4096")
 
 
@@ -24,18 +24,18 @@ def test_decode_attention_left_out_of_the_fit(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SMALL_M.timings)
-def test_few_rows_left_out_of_the_fit(shape: str) -> None:
+def test_small_m_left_out_of_the_fit(shape: str) -> None:
     correlation, chosen = SMALL_M.left_out(shape)
     assert chosen < 1.055
     assert correlation >= 0.6 or shape.endswith(CLOSE)
 
 
 def test_constants_are_those_of_the_fit() -> None:
-    """But for rounding: as good as what the timings give."""
+    """Equal up to rounding: as good as a fit of the timings."""
     for model, constants in ((DECODE, DecodeTiles.TIMING), (SMALL_M, SmallMTiles.TIMING)):
         shapes = list(model.timings)
-        ours, fitted = (square(model, each, shapes) for each in (constants, model.fitted(shapes)))
-        assert ours < 1.05 * fitted
+        committed, fitted = (square(model, values, shapes) for values in (constants, model.fitted(shapes)))
+        assert committed < 1.05 * fitted
 
 
 def square(model: Model, constants: object, shapes: list[str]) -> float:
@@ -47,7 +47,7 @@ def fastest(timings: list[Timing]) -> float:
 
 
 def taken(timings: list[Timing], tiles: object, names: tuple[str, ...]) -> float:
-    """The measured time of tiles that agree in these fields."""
+    """Return the measured time of tiles that agree in these fields."""
     (us,) = {t.us for t in timings if all(getattr(t.tiles, n) == getattr(tiles, n) for n in names)}
     return us
 
@@ -77,7 +77,7 @@ def test_the_faster_form_is_chosen() -> None:
         if len(by_form) == 2:
             shape = timings[0].problem
             default = WgmmaMatmulTiles.default(shape, GPU)
-            # Of a long k the form that is faster depends on the number of rows, too.
+            # For a long k, the faster form depends on the number of rows, too.
             assert by_form[default.ping_pong] <= min(by_form.values()) * (1.005 if shape.depth <= 4096 else 1.08)
             compared += 1
     assert compared >= 15

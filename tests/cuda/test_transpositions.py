@@ -1,4 +1,4 @@
-"""Transpositions on emulated GPUs, by tiles: any size, casts, padding and sums on the way."""
+"""Transpositions on emulated GPUs, by tiles: any size, with casts, padding and additions."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import schedules
 
 
 def function(kind: str, sizes: tuple[int | str, ...]) -> tuple[tirx.PrimFunc, str]:
-    """A function of x [sizes] in float32, and the rule that takes it."""
+    """Return a function of x [sizes] in float32, and the rule that takes it."""
     symbols: dict[str, tirx.Var] = {}
 
     def size(n: int | str) -> Any:
         return tirx.IntImm("int64", n) if isinstance(n, int) else symbols.setdefault(n, tirx.Var(n, "int64"))
 
     x = te.placeholder([size(n) for n in sizes], "float32", "x")
-    given = [x]
+    operands = [x]
     if kind == "padded":
-        turned = topi.nn.pad(topi.transpose(topi.cast(x, "float16"), [0, 2, 1]), [0, 1, 0], [0, 1, 0])
+        result = topi.nn.pad(topi.transpose(topi.cast(x, "float16"), [0, 2, 1]), [0, 1, 0], [0, 1, 0])
     elif kind == "heads":
-        turned = topi.transpose(x, [0, 2, 1])
+        result = topi.transpose(x, [0, 2, 1])
     elif kind == "sum":
-        given.append(te.placeholder([x.shape[2], x.shape[1]], "float32", "y"))
-        turned = topi.add(topi.transpose(x, [0, 2, 1]), given[-1])
+        operands.append(te.placeholder([x.shape[2], x.shape[1]], "float32", "y"))
+        result = topi.add(topi.transpose(x, [0, 2, 1]), operands[-1])
     else:
-        turned = topi.transpose(x, [2, 0, 1])
-    func = te.create_prim_func([*given, turned])
+        result = topi.transpose(x, [2, 0, 1])
+    func = te.create_prim_func([*operands, result])
     rule, variants = schedules.find_variants(
         func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     ) or (
@@ -60,9 +60,9 @@ def test_against_numpy(kind: str) -> None:
             x = rng.standard_normal(shape).astype("float32")
             y = rng.standard_normal((shape[2], shape[1])).astype("float32")
             want = expected(kind, x, y)
-            given = [x, y] if kind == "sum" else [x]
+            operands = [x, y] if kind == "sum" else [x]
             for order, arrivals in TURNS[:2]:
-                got = module.call("main", [*given, np.full_like(want, np.nan)], order=order, arrivals=arrivals)[-1]
+                got = module.call("main", [*operands, np.full_like(want, np.nan)], order=order, arrivals=arrivals)[-1]
                 np.testing.assert_array_equal(got, want, err_msg=f"{kind} {shape}")
 
 
@@ -73,5 +73,5 @@ def test_what_is_written_as_it_is_read_is_left() -> None:
     x = te.placeholder(n, "float16", "x")
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     for axes in ([0, 2, 1, 3], [0, 1, 3, 2]):
-        found = schedules.find_variants(te.create_prim_func([x, topi.transpose(x, axes)]), target)
-        assert found is not None and found[0] == "elementwise"
+        candidate = schedules.find_variants(te.create_prim_func([x, topi.transpose(x, axes)]), target)
+        assert candidate is not None and candidate[0] == "elementwise"

@@ -1,4 +1,4 @@
-"""CUDA kernels on the CPU, for tests: see README.md beside this file."""
+"""CUDA kernels on the CPU, for tests: see README.md in this folder."""
 
 from . import card
 from .accesses import Access, factor

@@ -1,6 +1,6 @@
-"""What g++ makes: the emulated libcuda.so.1 and libcudart.so.13, and the "cubins" that they load.
+"""Build with g++ the emulated libcuda.so.1 and libcudart.so.13, and the "cubins" that they load.
 
-Everything is kept in a cache folder under a digest of what it was made from.
+Everything is cached in a folder under a digest of its sources.
 """
 
 import fcntl
@@ -20,12 +20,12 @@ _RUNTIME, _INCLUDE = _HERE / "runtime", _HERE / "include"
 _COMMON = ["g++", "-std=c++17", "-march=native", "-fno-strict-aliasing", "-fPIC", "-w"]
 # -fsanitize=thread makes the compiler announce every load and store (runtime/instrumentation.cpp)
 _SANITIZER = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"]
-# vectors stay in one piece, and instructions know their lines
+# vectors stay whole, and instructions know their lines
 _KERNEL = [*_COMMON, "-O1", "-fno-tree-sra", "-g1", *_SANITIZER]
 
 
 def cache_folder() -> Path:
-    """Where built files are kept: $CUDA_EMULATION_CACHE, or a folder of the user's cache."""
+    """Return the folder of built files: $CUDA_EMULATION_CACHE, or a folder of the user's cache."""
     folder = os.environ.get("CUDA_EMULATION_CACHE") or Path.home() / ".cache" / "onnx-lowering" / "cuda_emulation"
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder)
@@ -42,62 +42,62 @@ def _digest_of_sources(*folders: Path) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Return the CPU features that -march=native depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "".join(line for line in lines[:40] if line.startswith(("model name", "flags")))
 
 
 def _run(*command: str | Path) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    done = subprocess.run([str(argument) for argument in command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{done.stderr[:4000]}")
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One process at a time builds what all need."""
+    """Lock the cache: one process at a time builds shared files."""
     with (cache_folder() / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def libraries() -> tuple[Path, Path]:
-    """libcuda.so.1 and libcudart.so.13 of the emulation, built on the first use."""
+    """Build libcuda.so.1 and libcudart.so.13 of the emulation on the first use, and return their paths."""
     folder = cache_folder() / f"libraries-{_digest_of_sources(_RUNTIME, _INCLUDE)}"
     driver, runtime = folder / "libcuda.so.1", folder / "libcudart.so.13"
     with _alone(), tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
         if not runtime.exists():
-            made = Path(scratch)
+            built = Path(scratch)
             flags = [*_COMMON, "-O2"]
             sources = [path for path in _RUNTIME.glob("*.cpp") if path.name != "runtime.cpp"]
             half = len(sources) // 2  # two compilers side by side
-            jobs = [subprocess.Popen([*flags, "-c", *part], cwd=scratch) for part in (sources[:half], sources[half:])]
-            codes = [job.wait() for job in jobs]
-            if any(codes):
+            jobs = [subprocess.Popen([*flags, "-c", *group], cwd=scratch) for group in (sources[:half], sources[half:])]
+            statuses = [job.wait() for job in jobs]
+            if any(statuses):
                 raise RuntimeError("the emulated driver does not compile")
-            _run(*_COMMON, "-shared", "-Wl,-soname,libcuda.so.1", "-o", made / driver.name, *made.glob("*.o"), "-ldl")
+            _run(*_COMMON, "-shared", "-Wl,-soname,libcuda.so.1", "-o", built / driver.name, *built.glob("*.o"), "-ldl")
             names = f"-Wl,-soname,libcudart.so.13,--version-script,{_RUNTIME / 'libcudart.map'}"
-            _run(*flags, "-shared", names, "-o", made / runtime.name, _RUNTIME / "runtime.cpp", made / driver.name)
+            _run(*flags, "-shared", names, "-o", built / runtime.name, _RUNTIME / "runtime.cpp", built / driver.name)
             folder.mkdir(exist_ok=True)
-            os.replace(made / driver.name, driver)
-            os.replace(made / runtime.name, runtime)
+            os.replace(built / driver.name, driver)
+            os.replace(built / runtime.name, runtime)
     return driver, runtime
 
 
 def _precompiled_header() -> Path:
-    """The folder of emulation.h.gch."""
+    """Build emulation.h.gch, and return its folder."""
     folder = cache_folder() / f"header-{_digest_of_sources(_INCLUDE)}"
     with _alone(), tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
         if not (folder / "emulation.h.gch").exists():
-            made = Path(scratch) / "emulation.h.gch"
-            _run(*_KERNEL, "-x", "c++-header", _INCLUDE / "emulation.h", "-o", made)
+            built = Path(scratch) / "emulation.h.gch"
+            _run(*_KERNEL, "-x", "c++-header", _INCLUDE / "emulation.h", "-o", built)
             folder.mkdir(exist_ok=True)
-            os.replace(made, folder / made.name)
+            os.replace(built, folder / built.name)
     return folder
 
 
 def compile_for_emulation(source: str) -> bytes:
-    """The "cubin" of a CUDA source, with all of its kernels: an ELF library that the emulated driver loads.
+    """Compile the "cubin" of a CUDA source, with all of its kernels: an ELF library for the emulated driver.
 
     Raises ptx.UnknownInstruction for PTX that the emulator does not know, RuntimeError with the message of g++.
     """
@@ -106,12 +106,12 @@ def compile_for_emulation(source: str) -> bytes:
     if not path.exists():
         code = translate(source)
         with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
-            kernel, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
+            kernel, built = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
             kernel.write_text(code)
             header = ["-I", _precompiled_header(), "-I", _INCLUDE, "-include", "emulation.h"]
             file = f'-DEMU_FILE="{path.with_suffix(".cpp")}"'
-            _run(*_KERNEL, *header, file, "-c", "-o", made.with_suffix(".o"), kernel)
-            _run("g++", "-shared", "-o", made, made.with_suffix(".o"))
+            _run(*_KERNEL, *header, file, "-c", "-o", built.with_suffix(".o"), kernel)
+            _run("g++", "-shared", "-o", built, built.with_suffix(".o"))
             os.replace(kernel, path.with_suffix(".cpp"))
-            os.replace(made, path)
+            os.replace(built, path)
     return path.read_bytes()

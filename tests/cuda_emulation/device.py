@@ -18,7 +18,7 @@ ARRIVALS: tuple[Arrivals, ...] = ("late", "at once", "last first")
 
 
 class Properties(NamedTuple):
-    """What is pretended of a GPU: number of SMs, KB of shared memory that a block may use."""
+    """Properties of an emulated GPU: number of SMs, KB of shared memory that a block may use."""
 
     sm_count: int
     shared_memory: int
@@ -37,7 +37,7 @@ _library: ctypes.CDLL | None = None
 
 
 def pretend() -> None:
-    """Loads the emulated driver and makes it what TVM compiles CUDA for and runs it on."""
+    """Load the emulated driver, and make TVM compile CUDA for it and run CUDA on it."""
     global _library
     if _library is not None:
         return
@@ -55,38 +55,39 @@ def pretend() -> None:
     if not tvm.cuda(0).exist:
         raise RuntimeError("TVM's CUDA runtime was loaded before the emulated driver")
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_for_emulation, override=True)
-    artifact_cache.key = lambda *_: None  # what is compiled here is nothing for a GPU, nor the other way round
+    artifact_cache.key = lambda *_: None  # a GPU cannot run what is compiled here, nor the emulation the reverse
 
 
 def set_arch(arch: str) -> None:
-    """Pretends a GPU of an architecture: "sm_80", "sm_90a", ..."""
+    """Set the architecture of the emulated GPU: "sm_80", "sm_90a", ..."""
     capability, SMs, shared_memory = properties_of(arch)
     assert _library is not None
     _library.emu_set_device(capability, SMs, ctypes.c_size_t(shared_memory))
 
 
 def properties_of(arch: str) -> tuple[int, int, int]:
-    """Compute capability, SMs, bytes of shared memory."""
+    """Return compute capability, SMs, and bytes of shared memory."""
     capability = int("".join(c for c in arch if c.isdigit()))
     SMs, shared_memory = PROPERTIES[capability]
     return capability, SMs, shared_memory << 10
 
 
 def set_order(order: Order = "ascending", arrivals: Arrivals = "late", races: bool = True) -> None:
-    """In which order threads and blocks run, when asynchronous work is done, whether races are reported."""
+    """Set the order of threads and blocks, when asynchronous work is done, and whether races are reported."""
     assert _library is not None
     _library.emu_set_order(ORDERS.index(order), ARRIVALS.index(arrivals), int(races))
 
 
 def leave_out(step: int) -> bool:
-    """Leaves a step out of kernels from now on (-1: none); whether a thread reached the one before it."""
+    """Omit a step of kernels from now on (-1: none), and return whether a thread reached the previous one."""
     assert _library is not None
     return bool(_library.emu_leave_out(step))
 
 
 def take_matmuls() -> int:
-    """How many matmuls there were since the last time: a warp's mma.sync counts one, as does a
-    warpgroup's wgmma. 0 on a real GPU."""
+    """Return the matmuls since the last call: a warp's mma.sync counts one, as does a warpgroup's wgmma.
+
+    On a real GPU, it is 0."""
     if card.is_used():
         return 0
     assert _library is not None
@@ -95,13 +96,13 @@ def take_matmuls() -> int:
 
 
 def set_counting(on: bool) -> None:
-    """Whether accesses to memory are counted."""
+    """Set whether accesses to memory are counted."""
     assert _library is not None
     _library.emu_set_counting(int(on))
 
 
 def take_accesses() -> str:
-    """The counts since the last time, for accesses.py."""
+    """Return the counts since the last call, for accesses.py."""
     assert _library is not None
     _library.emu_take_accesses.restype = ctypes.c_char_p
     return _library.emu_take_accesses().decode()
@@ -115,7 +116,7 @@ class Call(NamedTuple):
 
 
 def take_calls() -> list[Call]:
-    """The calls since the last time, in order; none on a real GPU."""
+    """Return the calls since the last time, in order; none on a real GPU."""
     if card.is_used():
         return []
     assert _library is not None
@@ -125,7 +126,7 @@ def take_calls() -> list[Call]:
 
 
 def take_failure() -> str:
-    """Why the last driver or runtime call failed, once; "" if none did."""
+    """Return why the last driver or runtime call failed, once; "" after success."""
     assert _library is not None
     _library.emu_take_failure.restype = ctypes.c_char_p
     return _library.emu_take_failure().decode()

@@ -13,7 +13,7 @@ from .worker import run
 def call(
     func: Any, arrays: Sequence[Any], *, arch: str = "sm_90a", order: Order = "ascending", arrivals: Arrivals = "late"
 ) -> list[Any]:
-    """Builds one PrimFunc, calls it with copies of the arrays, and returns the arrays as they are afterwards.
+    """Build one PrimFunc, call it with copies of the arrays, and return the arrays as they are afterwards.
 
     func: with device code and launches of its own ("tirx"), or scheduled for CUDA (`s_tir=True`).
     arrays: NumPy arrays of the shapes and types of its parameters, integers for scalar ones.
@@ -24,12 +24,12 @@ def call(
 
 
 def module(funcs: Mapping[str, Any], *, arch: str = "sm_90a") -> "Module":
-    """Several PrimFuncs by name, to be built together: one run of g++ for all their kernels."""
+    """Return a module of several PrimFuncs by name: one run of g++ for all their kernels."""
     return Module(funcs, arch)
 
 
 class Module:
-    """PrimFuncs of one build. The build happens at the first call and is kept."""
+    """PrimFuncs of one build. The build happens at the first call and is cached."""
 
     def __init__(self, funcs: Mapping[str, Any], arch: str) -> None:
         import tvm
@@ -41,24 +41,24 @@ class Module:
     def call(
         self, name: str, arrays: Sequence[Any], *, order: Order = "ascending", arrivals: Arrivals = "late"
     ) -> list[Any]:
-        """As `call` above, for one function of the module."""
+        """Call one function of the module, as `call` above."""
         return self._run(_call, name, list(arrays), order=order, arrivals=arrivals)
 
     def call_without(
         self, step: int, name: str, arrays: Sequence[Any], *, order: Order = "ascending", arrivals: Arrivals = "late"
     ) -> tuple[list[Any], bool]:
-        """As `call`, with a step left out (see mutations.py); and whether a thread reached it."""
+        """Call with a step left out (see mutations.py), and return whether a thread reached it, too."""
         return self._run(_call_without, step, name, list(arrays), order=order, arrivals=arrivals)
 
     def source(self) -> str:
-        """The CUDA C++ of all kernels."""
+        """Return the CUDA C++ of all kernels."""
         return self._run(_source)
 
     def _run(self, function: Callable, *arguments: Any, **turn: Any) -> Any:
         return run(function, self._json, self._code, *arguments, arch=self._code.arch, **turn)
 
     def with_source(self, source: str) -> "Module":
-        """The same host code with other kernels, such as these with a barrier removed."""
+        """Return the same host code with other kernels, such as these with a barrier removed."""
         changed = object.__new__(Module)
         changed._json, changed._code = self._json, _Code(self._code.arch, source)
         return changed
@@ -68,7 +68,7 @@ class Module:
 
 
 class _Code(NamedTuple):
-    """What kernels are built for, and their source where it is not what TVM writes."""
+    """The architecture of kernels, and their source where it differs from TVM's."""
 
     arch: str
     source: str | None = None
@@ -125,4 +125,4 @@ def _call_without(json: str, code: _Code, step: int, name: str, arrays: list[Any
 
 
 def _source(json: str, code: _Code) -> str:
-    return "\n".join(part.inspect_source() for part in _build(json, code).mod.imports)
+    return "\n".join(module.inspect_source() for module in _build(json, code).mod.imports)

@@ -14,12 +14,12 @@ from .worker import EmulationError, run
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel's CUtensorMap parameter over the array that stands at index `of` among the arguments.
+    """A kernel's CUtensorMap parameter over the array at this index among the arguments.
 
     box: extents, innermost first; swizzle: 0, 32, 64 or 128 bytes; strides: bytes, without the innermost, of a view.
     """
 
-    of: int
+    index: int
     box: tuple[int, ...]
     swizzle: int = 0
     strides: tuple[int, ...] | None = None
@@ -28,9 +28,9 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Pointer:
-    """A kernel's pointer into the array that stands at index `of` among the arguments, `offset` bytes behind it."""
+    """A kernel's pointer into the array at this index among the arguments, `offset` bytes after its start."""
 
-    of: int
+    index: int
     offset: int = 0
 
 
@@ -47,7 +47,7 @@ def launch(
     order: Order = "ascending",
     arrivals: Arrivals = "late",
 ) -> list[Any]:
-    """Compiles the source, launches one of its kernels, and returns the arguments as they are afterwards.
+    """Compile the source, launch one of its kernels, and return the arguments as they are afterwards.
 
     arguments: NumPy arrays and Pointers (pointers), NumPy scalars, and TensorMaps; cluster: blocks along x. Raises
     EmulationError.
@@ -107,7 +107,7 @@ class _Driver:
         self._copy(self.memory[number], array.ctypes.data, array.nbytes)
 
     def take(self, number: int, array: np.ndarray) -> np.ndarray:
-        """Return a copy of what an argument has become."""
+        """Return a copy of an argument after the launch."""
         copied = np.empty_like(array)
         self._copy(copied.ctypes.data, self.memory[number], array.nbytes)
         return copied
@@ -159,12 +159,12 @@ _TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float
 
 
 def _value(driver: ctypes.CDLL, argument: Any, arguments: list, memory: dict[int, ctypes.c_void_p]) -> Any:
-    """A scalar, a pointer, or a tensor map at an address that is aligned as the driver demands."""
+    """Return a scalar, a pointer, or a tensor map at an address that is aligned as the driver demands."""
     if isinstance(argument, Pointer):
-        return ctypes.c_void_p((memory[argument.of].value or 0) + argument.offset)
+        return ctypes.c_void_p((memory[argument.index].value or 0) + argument.offset)
     if not isinstance(argument, TensorMap):
         return ctypes.create_string_buffer(argument.tobytes())
-    array = arguments[argument.of]
+    array = arguments[argument.index]
     buffer = ctypes.create_string_buffer(128 + 64)
     value = (ctypes.c_char * 128).from_buffer(buffer, -ctypes.addressof(buffer) % 64)
     strides = argument.strides if argument.strides is not None else tuple(reversed(array.strides[:-1]))
@@ -175,7 +175,8 @@ def _value(driver: ctypes.CDLL, argument: Any, arguments: list, memory: dict[int
 
     _checked(
         driver.cuTensorMapEncodeTiled(
-            value, _TYPES[array.dtype.name], rank, ctypes.c_void_p((memory[argument.of].value or 0) + argument.offset),
+            value, _TYPES[array.dtype.name], rank,
+            ctypes.c_void_p((memory[argument.index].value or 0) + argument.offset),
             packed(ctypes.c_uint64, reversed(array.shape)), packed(ctypes.c_uint64, strides),
             packed(ctypes.c_uint32, argument.box), packed(ctypes.c_uint32, [1] * rank),
             0, {0: 0, 32: 1, 64: 2, 128: 3}[argument.swizzle], 0, 0,

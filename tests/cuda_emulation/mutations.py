@@ -1,4 +1,4 @@
-"""Does the emulation notice what is missing? Kernels in which each synchronizing step can be left out, one at a time.
+"""Check that the emulation notices missing steps. Kernels in which each synchronizing step can be left out, one by one.
 
 All steps stay in one build: a guard that the emulator evaluates when a thread reaches the step decides.
 """
@@ -17,7 +17,7 @@ _STEP = re.compile(
     r"|barrier|fence|wait|commit)\w*)\([^;\"]*\));",
     re.MULTILINE,
 )
-# copies and matmuls, which are work; launches follow each other in the emulation anyway
+# copies and matmuls are work; launches follow each other in the emulation anyway
 _NO_STEP = re.compile(r"async_bulk_tensor_|mma_async|griddepcontrol")
 # functions that only keep the compiler from moving registers
 _EMPTY = re.compile(r'__device__ void (\w+)\([^)]*\) \{(?:(?!^\}).)*?asm volatile\(\s*""', re.MULTILINE | re.DOTALL)
@@ -33,7 +33,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Of the instruction or function."""
+        """Return the name of the instruction or function."""
         return self.call.partition("(")[0].removeprefix("tvm_builtin_")
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Step:
 
 
 def steps_can_be_left_out(source: str) -> tuple[str, list[Step]]:
-    """The source with a guard before every step in the bodies of its kernels, and the steps."""
+    """Return the source with a guard before every step in the bodies of its kernels, and the steps."""
     steps: list[Step] = []
     empty = set(_EMPTY.findall(source))
 
@@ -54,19 +54,19 @@ def steps_can_be_left_out(source: str) -> tuple[str, list[Step]]:
 
         return with_guard
 
-    # what lies between the beginnings of two kernels is the body of the first
-    parts = re.split(r'(?m)(^extern "C" __global__ void[^{;]*?(\w+)\([^)]*\)\s*\{)', source)
-    text = parts[0]
-    for head, name, body in zip(parts[1::3], parts[2::3], parts[3::3]):
+    # the text between the beginnings of two kernels is the body of the first
+    sections = re.split(r'(?m)(^extern "C" __global__ void[^{;]*?(\w+)\([^)]*\)\s*\{)', source)
+    text = sections[0]
+    for head, name, body in zip(sections[1::3], sections[2::3], sections[3::3]):
         text += head + _STEP.sub(guard(name), body)
     return text, steps
 
 
 def survivors(module: Module, name: str, arrays: Sequence[Any], right: Callable[[list], bool]) -> list[Step]:
-    """Steps that can be left out of the kernels that a function launches without anybody noticing.
+    """Return the steps that can be left out of the kernels of a function unnoticed.
 
-    Nobody: neither the emulation nor `right`, which looks at the arrays after the call, under any order. Steps that no
-    thread reaches in this call count as noticed.
+    Neither the emulation nor `right`, which checks the arrays after the call, notices them under any order. Steps that
+    no thread reaches in this call count as noticed.
     """
     source, steps = steps_can_be_left_out(module.source())
     mutable = module.with_source(source)

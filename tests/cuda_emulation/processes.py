@@ -20,7 +20,7 @@ nvcc(sys.argv)
 
 
 def environment(arch: str) -> dict[str, str]:
-    """What such processes need in their environment, for a GPU of the architecture."""
+    """Return the environment that such processes need, for a GPU of the architecture."""
     folder = cache_folder() / f"bin-{os.getpid()}"
     folder.mkdir(exist_ok=True)
     script = folder / "nvcc"

@@ -46,7 +46,7 @@ def _instruction(pattern: str) -> Callable[[_Writer], _Writer]:
 
 
 def translate(text: str, operands: list[str]) -> str:
-    """C++ statements for the PTX of one asm statement.
+    """Return C++ statements for the PTX of one asm statement.
 
     text: as the assembler gets it, `%0` standing for operands[0]; operands: C++ expressions, outputs first.
     Raises UnknownInstruction.
@@ -76,18 +76,18 @@ def _statement(text: str, operands: list[str], labels: dict[str, str]) -> str:
         guard = f"if ({match[1]}{_scalar('%' + match[2] if text[1 + len(match[1])] == '%' else match[2], operands)}) "
         text = text[match.end() :]
     name, _, rest = text.partition(" ")
-    arguments = [_operand(part, operands) for part in _split(rest)]
+    arguments = [_operand(operand_text, operands) for operand_text in _split(rest)]
     if name in ("bra", "bra.uni"):
         return f"{guard}goto {labels[str(arguments[0])]};"
     for pattern, writer in INSTRUCTIONS:
-        if found := pattern.match(name):
-            return f"{guard}{{ {writer(found, arguments)} }}"
+        if matched := pattern.match(name):
+            return f"{guard}{{ {writer(matched, arguments)} }}"
     raise UnknownInstruction(f"the emulator does not know the PTX instruction {text!r}")
 
 
 def _operand(text: str, operands: list[str]) -> Operand:
     if text.startswith("{"):
-        return tuple(_scalar(part, operands) for part in _split(text[1:-1]))
+        return tuple(_scalar(operand_text, operands) for operand_text in _split(text[1:-1]))
     if text.startswith("["):
         base, *coordinates = _split(text[1:-1])
         base, _, offset = base.partition("+")
@@ -108,16 +108,16 @@ def _scalar(text: str, operands: list[str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas outside of brackets and braces."""
-    parts, depth, part = [], 0, ""
+    """Split at commas outside of brackets and braces."""
+    fields, depth, field = [], 0, ""
     for c in text:
         depth += (c in "[{(") - (c in "]})")
         if c == "," and not depth:
-            parts.append(part.strip())
-            part = ""
+            fields.append(field.strip())
+            field = ""
         else:
-            part += c
-    return [*parts, part.strip()] if part.strip() else parts
+            field += c
+    return [*fields, field.strip()] if field.strip() else fields
 
 
 def _closing(text: str, at: int) -> int:
@@ -482,7 +482,7 @@ _pointer = _shared
 
 
 def _generic(operand: Operand) -> str:
-    """The address as a pointer, whether the operand is a pointer or a 32-bit address of shared memory."""
+    """Return the address as a pointer. The operand is a pointer or a 32-bit address of shared memory."""
     assert isinstance(operand, Address), operand
     return f"((char*)emu_generic({operand.base}) + {operand.offset})"
 

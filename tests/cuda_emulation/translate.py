@@ -1,4 +1,4 @@
-"""CUDA C++ as TVM writes it becomes C++ for g++: asm statements, shared arrays and kernels change, nothing else.
+"""Translate CUDA C++ of TVM to C++ for g++: only asm statements, shared arrays and kernels change.
 
 The types and functions of CUDA come from include/emulation.h.
 """
@@ -20,30 +20,30 @@ _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 def translate(source: str) -> str:
-    """The C++ of a CUDA source with one or more kernels.
+    """Return the C++ of a CUDA source with one or more kernels.
 
     Raises ptx.UnknownInstruction.
     """
     source = _references(_replace_asm(source))
-    parts, end = [], 0
+    chunks, end = [], 0
     for kernel in _KERNEL.finditer(source):
         body_end = _closing(source, kernel.end() - 1, "{", "}")
-        parts += [source[end : kernel.start()], _kernel(kernel, source[kernel.start() : body_end + 1])]
+        chunks += [source[end : kernel.start()], _kernel(kernel, source[kernel.start() : body_end + 1])]
         end = body_end + 1
-    return "".join([*parts, source[end:]])
+    return "".join([*chunks, source[end:]])
 
 
 def kernel_names(source: str) -> list[str]:
-    """Names of the kernels that a source defines."""
+    """Return the names of the kernels that a source defines."""
     return [kernel["name"] for kernel in _KERNEL.finditer(source)]
 
 
 def _kernel(match: re.Match, text: str) -> str:
-    """The function of a kernel, and the record that the emulated driver looks for."""
+    """Return the function of a kernel, and the record that the emulated driver looks for."""
     arrays: list[str] = []
     alignments = [16]
 
-    def place(array: re.Match) -> str:
+    def declare(array: re.Match) -> str:
         kind, name, alignment = array["type"], array["name"], array["alignment"]
         if array["extern"]:
             alignments.append(int(alignment or 16))
@@ -53,7 +53,7 @@ def _kernel(match: re.Match, text: str) -> str:
             return f"{kind}& {name} = *({kind}*)emu_static_shared({len(arrays) - 1});"
         return f"{kind}* {name} = ({kind}*)emu_static_shared({len(arrays) - 1});"
 
-    body = _SHARED.sub(place, text)
+    body = _SHARED.sub(declare, text)
     name = match["name"]
     parameters = [p for p in match["parameters"].split(",") if p.strip()]
     restricted = [f'"{p.split()[-1]}"' if "__restrict__" in p else "nullptr" for p in parameters]
@@ -71,18 +71,18 @@ const emu_kernel emu_kernel_{name} = {{
 
 
 def _replace_asm(source: str) -> str:
-    parts, end = [], 0
+    chunks, end = [], 0
     for match in _ASM.finditer(source):
         if match.start() < end or source.startswith("#", source.rfind("\n", 0, match.start()) + 1):
             continue
         closing = _closing(source, match.end() - 1, "(", ")")
-        parts += [source[end : match.start()], _asm(source[match.end() : closing])]
+        chunks += [source[end : match.start()], _asm(source[match.end() : closing])]
         end = source.index(";", closing) + 1
-    return "".join([*parts, source[end:]])
+    return "".join([*chunks, source[end:]])
 
 
 def _asm(statement: str) -> str:
-    """C++ for what stands between the parentheses of one asm statement."""
+    """Return the C++ for the text between the parentheses of one asm statement."""
     sections = _sections(statement)
     text = "".join(_STRING.findall(sections[0])).encode().decode("unicode_escape").replace("%%", "%")
     if not text.strip():
@@ -92,36 +92,36 @@ def _asm(statement: str) -> str:
 
 
 def _sections(statement: str) -> list[str]:
-    """Text, outputs, inputs, clobbers: what colons outside of strings and parentheses separate."""
-    sections, part, depth, i = [], "", 0, 0
+    """Split text, outputs, inputs and clobbers at colons outside of strings and parentheses."""
+    sections, section, depth, i = [], "", 0, 0
     while i < len(statement):
         if string := _STRING.match(statement, i):
-            part += string[0]
+            section += string[0]
             i = string.end()
             continue
         c = statement[i]
         depth += (c in "([") - (c in ")]")
         if c == ":" and not depth:
-            sections.append(part)
-            part = ""
+            sections.append(section)
+            section = ""
         else:
-            part += c
+            section += c
         i += 1
-    return [*sections, part]
+    return [*sections, section]
 
 
 def _operands(section: str) -> list[str]:
-    """The expressions of `"=r"(x), "r"(y)`."""
-    found, i = [], 0
+    """Return the expressions of `"=r"(x), "r"(y)`."""
+    expressions, i = [], 0
     while string := _STRING.search(section, i):
         begin = section.index("(", string.end())
         i = _closing(section, begin, "(", ")") + 1
-        found.append(section[begin + 1 : i - 1].strip())
-    return found
+        expressions.append(section[begin + 1 : i - 1].strip())
+    return expressions
 
 
 def _references(source: str) -> str:
-    """The registers of A that a helper passes to wgmma: as the caller's variables, since wgmma reads them later."""
+    """Pass the registers of A to wgmma helpers by reference to the caller's variables, since wgmma reads them later."""
 
     def by_reference(match: re.Match) -> str:
         if "emu_register emu_a[]" not in match[0]:

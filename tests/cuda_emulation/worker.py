@@ -1,4 +1,4 @@
-"""The process in which emulated kernels run, so that neither a crash nor the pretended GPU reaches the tests' own."""
+"""The process of emulated kernels: neither a crash nor the pretended GPU reaches the process of the tests."""
 
 import atexit
 import os
@@ -21,20 +21,20 @@ from .device import Arrivals, Order
 
 
 class EmulationError(RuntimeError):
-    """A launch failed in the emulation, or its process died: what the kernel did wrong."""
+    """A launch failed in the emulation, or its process died: the error of the kernel."""
 
 
 class Worker:
     """A process that calls functions with the emulated device."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        own_end, worker_end = socket.socketpair()
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        code = f"from cuda_emulation.worker import serve; serve({theirs.fileno()})"
+        code = f"from cuda_emulation.worker import serve; serve({worker_end.fileno()})"
         environment = {**os.environ, "PYTHONPATH": path, "TVM_BACKTRACE": "0"}
-        self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[worker_end.fileno()])
+        worker_end.close()
+        self._connection = Connection(own_end.detach())
 
     def call(
         self,
@@ -45,22 +45,22 @@ class Worker:
         timeout: float,
         counted: list[Access] | None,
     ) -> Any:
-        """What the function returns or raises there. Function and arguments are pickled: it must be a module's."""
+        """Call a function there, and return or raise its result. The function is pickled: it must be a module's."""
         try:
             self._connection.send_bytes(pickle.dumps((function, arguments, arch, turn, counted is not None)))
             if not self._connection.poll(timeout):
                 self.stop()
                 raise EmulationError(f"the emulation did not answer within {timeout:.0f} seconds: an endless loop?")
-            good, result, found = pickle.loads(self._connection.recv_bytes())
+            good, result, accesses_of_call = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError):
             status = self._process.wait()
             raise EmulationError(f"the emulation's process died with exit status {status}") from None
         if counted is not None:
-            counted += found
+            counted += accesses_of_call
         if good:
             return result
         if card.is_used() and "CUDA" in str(result):
-            self.stop()  # whatever the GPU is asked after such an error in this process fails, too
+            self.stop()  # all calls of the GPU fail after such an error in this process
         raise result
 
     @property
@@ -78,7 +78,7 @@ _counted: list[Access] | None = None
 
 @contextmanager
 def counting() -> Iterator[list[Access]]:
-    """Counts how warps access memory in what is run meanwhile; the list is complete when it ends."""
+    """Count the accesses of warps in the block. The list is complete when it ends."""
     global _counted
     _counted = []
     try:
@@ -95,7 +95,7 @@ def run(
     arrivals: Arrivals = "late",
     timeout: float = 300,
 ) -> Any:
-    """Calls a function of a module in the process that has the emulated device; a new one after a crash.
+    """Call a function of a module in the process that has the emulated device; a new one after a crash.
 
     There `tvm.cuda(0)` is the emulation of a GPU of the architecture, and whatever compiles for CUDA compiles for it.
     Returns what the function returns. Raises what it raises, and EmulationError for launches that failed, crashes and
@@ -112,7 +112,7 @@ def run(
 
 
 def serve(descriptor: int) -> None:
-    """The loop of the process itself."""
+    """Serve calls in the process itself."""
     connection = Connection(descriptor)
     seeds.renew()
     card.prepare() if card.is_used() else device.pretend()
@@ -130,16 +130,16 @@ def serve(descriptor: int) -> None:
             answer = True, function(*arguments)
         except BaseException as error:
             answer = False, _portable(error)
-        found = [] if card.is_used() else accesses.read(device.take_accesses())
+        counted = [] if card.is_used() else accesses.read(device.take_accesses())
         try:
-            message = pickle.dumps((*answer, found))
+            message = pickle.dumps((*answer, counted))
         except Exception as error:
-            message = pickle.dumps((False, RuntimeError(f"the result cannot be sent: {error}"), found))
+            message = pickle.dumps((False, RuntimeError(f"the result cannot be sent: {error}"), counted))
         connection.send_bytes(message)
 
 
 def _portable(error: BaseException) -> Exception:
-    """The error as one that pickles; what the emulation reported is an EmulationError."""
+    """Return the error as one that pickles; a report of the emulation is an EmulationError."""
     failure = "" if card.is_used() else device.take_failure()
     if failure and "CUDA" in str(error):
         return EmulationError(failure)

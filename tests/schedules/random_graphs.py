@@ -58,7 +58,7 @@ def _layer_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarra
 
 
 class Graph:
-    """Grows by random steps from x (b, n, channels), y (b, 1, channels), z (1, n, channels); b and n are symbolic."""
+    """A graph that grows from x (b, n, channels), y (b, 1, channels), z (1, n, channels); b and n are symbolic."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy], Any], dtype: str, steps: int) -> None:
         self.draw, self.dtype = draw, dtype
@@ -80,7 +80,7 @@ class Graph:
             draw(st.sampled_from(kinds))()
 
     def pick(self, channels: bool = False) -> tuple[str, Full]:
-        """One of the latest values."""
+        """Return one of the latest values."""
         return self.draw(st.sampled_from([v for v in self.values.items() if v[1][2] or not channels][-4:]))
 
     def node(self, op: str, inputs: list[str], function: Function, **attributes: Any) -> str:
@@ -126,7 +126,7 @@ class Graph:
         self.values[name] = full
 
     def swap(self) -> None:
-        """Transposed, changed, transposed back."""
+        """Transpose, change, and transpose back."""
         x, full = self.pick()
         there = self.draw(st.permutations([0, 1, 2]))
         back = [there.index(k) for k in range(3)]
@@ -136,17 +136,17 @@ class Graph:
         self.values[self.node("Transpose", [x], lambda v: v.transpose(back), perm=back)] = full
 
     def rotate(self) -> None:
-        """The channels in two pieces, exchanged, one of them negated."""
+        """Slice the channels in two, exchange the slices, and negate one."""
         x, full = self.pick(channels=True)
-        cut = self.draw(st.integers(0, self.channels))
-        zero, middle, end, axis = (self.constant(np.array([k], np.int64)) for k in (0, cut, self.channels, 2))
-        a = self.node("Slice", [x, zero, middle, axis], lambda v, *_: v[..., :cut])
-        b = self.node("Slice", [x, middle, end, axis], lambda v, *_: v[..., cut:])
+        split = self.draw(st.integers(0, self.channels))
+        zero, middle, end, axis = (self.constant(np.array([k], np.int64)) for k in (0, split, self.channels, 2))
+        a = self.node("Slice", [x, zero, middle, axis], lambda v, *_: v[..., :split])
+        b = self.node("Slice", [x, middle, end, axis], lambda v, *_: v[..., split:])
         b = self.node("Neg", [b], np.negative)
         self.values[self.node("Concat", [b, a], lambda p, q: np.concatenate([p, q], -1), axis=-1)] = full
 
     def where(self) -> None:
-        """Chosen by the inputs, which rounding does not change."""
+        """Choose by the inputs, which rounding does not change."""
         (x, _), (y, _) = self.pick(), self.pick()
         condition = self.node("Greater", ["x", "y"], np.greater)
         self.values[self.node("Where", [condition, x, y], np.where)] = (True, True, True)
@@ -157,7 +157,7 @@ class Graph:
         self.values[self.node("MatMul", [x, self.constant(w.astype(self.dtype))], np.matmul)] = full
 
     def scores(self) -> None:
-        """Attention, written out."""
+        """Append attention in single operators."""
         (x, a), (y, b) = self.pick(channels=True), self.pick(channels=True)
         scale = self.constant(np.array(self.channels**-0.5, self.dtype))
         s = self.node("Transpose", [y], lambda v: v.transpose(0, 2, 1), perm=[0, 2, 1])
@@ -185,7 +185,7 @@ class Graph:
         return {name: self.rng.uniform(-2, 2, shape).astype(self.dtype) for name, shape in shapes.items()}
 
     def evaluate(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Every value in float64."""
+        """Return every value in float64."""
         values = {name: array.astype(float) for name, array in {**feeds, **self.constants}.items()}
         for node, function in zip(self.nodes, self.functions):
             values[node.output[0]] = np.asarray(function(*(values[name] for name in node.input)))

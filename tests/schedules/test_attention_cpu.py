@@ -24,7 +24,7 @@ from schedules.cpu.attention_tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.vector import read_cpu_features
 
 Arrays = dict[str, Any]
-Place = Callable[[np.ndarray], tvm.runtime.Tensor]
+Allocator = Callable[[np.ndarray], tvm.runtime.Tensor]
 
 
 def target(mcpu: str) -> tvm.target.Target:
@@ -32,7 +32,7 @@ def target(mcpu: str) -> tvm.target.Target:
 
 
 def problem(**changes: Any) -> AttentionProblem:
-    """Two query heads on each of two key/value heads, every size symbolic, float32."""
+    """Return a problem of two query heads on each of two key/value heads, every size symbolic, float32."""
     defaults: dict[str, Any] = {
         **{"batch": None, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2},
         **{"head_dim": 64, "v_head_dim": 64, "dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"},
@@ -48,7 +48,7 @@ def kernel(p: AttentionProblem, mcpu: str) -> Callable[..., None]:
 
 
 def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int, mask_len: int | None = None) -> Arrays:
-    """Random inputs by parameter name. A mask hides a third of the pairs and the whole of some rows and key tiles."""
+    """Draw inputs by parameter name. A mask hides a third of the pairs and the whole of some rows and key tiles."""
     rng = np.random.default_rng(q_len + kv_len)
 
     def rows(layout: str, heads: int, length: int, dim: int, dtype: str) -> np.ndarray:
@@ -76,18 +76,20 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int, mask_len: int
     return inputs
 
 
-def placed(array: np.ndarray) -> tvm.runtime.Tensor:
+def unaligned_tensor(array: np.ndarray) -> tvm.runtime.Tensor:
     return borrow(unaligned(array))
 
 
-def at_end(array: np.ndarray) -> tvm.runtime.Tensor:
+def tensor_at_end(array: np.ndarray) -> tvm.runtime.Tensor:
     return borrow(guarded(array, at_end=True))
 
 
-def call(run: Callable[..., None], p: AttentionProblem, inputs: Arrays, place: Place = placed) -> np.ndarray:
+def call(
+    run: Callable[..., None], p: AttentionProblem, inputs: Arrays, allocate: Allocator = unaligned_tensor
+) -> np.ndarray:
     y_shape = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.row_axes == "bhtd" else p.q_heads))
-    y = place(np.full(y_shape, np.nan, p.dtype))
-    arguments = {name: x if name == "past" else place(x) for name, x in inputs.items()} | {"y": y}
+    y = allocate(np.full(y_shape, np.nan, p.dtype))
+    arguments = {name: x if name == "past" else allocate(x) for name, x in inputs.items()} | {"y": y}
     run(*(arguments[name] for name in p.parameters()))
     result = y._create_view(y.shape, "uint16") if p.dtype == "bfloat16" else y
     return np.from_dlpack(result).view(p.dtype).astype(np.float64)
@@ -134,8 +136,8 @@ def test_equals_the_reference(p: AttentionProblem, mcpu: str) -> None:
     for batch, q_len, kv_len in SIZES:
         short = p.mask is not None and p.mask.dims[2] == 1 and kv_len > 9
         inputs = draw(p, batch, q_len, kv_len, mask_len=kv_len - 7 if short else None)
-        for place in (placed, at_end):
-            close(call(run, p, inputs, place), p, inputs)
+        for allocate in (unaligned_tensor, tensor_at_end):
+            close(call(run, p, inputs, allocate), p, inputs)
 
 
 def test_a_mask_that_hides_nothing_and_only_adds() -> None:
@@ -158,7 +160,7 @@ def test_narrow_vectors_and_static_sizes(sizes: tuple[int, int, int]) -> None:
     [("ragged causal cache", (120, 149)), ("mask per row", (70, 20)), ("window, one head of keys", (0, 149))],
 )
 def test_hidden_values_do_not_leak(name: str, keys: tuple[int, int]) -> None:
-    """Keys and values of NaN and infinity: the rows that do not see them are as right as ever."""
+    """Keys and values of NaN and infinity do not change rows that do not see them."""
     p = PROBLEMS[name]
     run = kernel(p, WIDEST)
     for sizes in [(3, 1, 150), (2, 80, 150)]:
@@ -187,10 +189,10 @@ def test_threads_do_not_change_the_result(q_len: int, workers: Callable[[int], N
     p = PROBLEMS["ragged causal cache"]
     run, inputs = kernel(p, "x86-64-v3"), draw(p, 2, q_len, 1000)
     workers(1)
-    one = call(run, p, inputs)
+    single = call(run, p, inputs)
     workers(2)
-    np.testing.assert_array_equal(call(run, p, inputs), one)
-    close(one, p, inputs)
+    np.testing.assert_array_equal(call(run, p, inputs), single)
+    close(single, p, inputs)
 
 
 def test_empty_sizes_are_no_work() -> None:
@@ -202,7 +204,7 @@ def test_empty_sizes_are_no_work() -> None:
         y = np.ones((batch, p.q_heads, q_len, p.v_head_dim), p.dtype)
         tensors = {name: tvm.runtime.tensor(x) for name, x in (shapes | {"y": y}).items()}
         run(*(tensors[name] for name in p.parameters()))
-        assert not tensors["y"].numpy().any()  # no key: 0
+        assert not tensors["y"].numpy().any()  # without keys: 0
 
 
 def test_a_kernel_keeps_name_parameters_and_attributes() -> None:
@@ -210,9 +212,9 @@ def test_a_kernel_keeps_name_parameters_and_attributes() -> None:
     before = build_plain_attention(p).with_attr("global_symbol", "layer_0")
     after = schedules.apply_schedules(tvm.IRModule({"layer_0": before}), target("x86-64-v4"))["layer_0"]
     assert len(after.params) == len(before.params)
-    kept = {key: str(value) for key, value in before.attrs.items() if key != "s_tir"}  # says that there are blocks
-    found = {key: str(value) for key, value in after.attrs.items() if key != schedules.CONSIDERED}
-    assert found == {**kept, "lowering.schedule": "attention"}
+    unchanged = {key: str(value) for key, value in before.attrs.items() if key != "s_tir"}  # says that there are blocks
+    actual = {key: str(value) for key, value in after.attrs.items() if key != schedules.CONSIDERED}
+    assert actual == {**unchanged, "lowering.schedule": "attention"}
     assert after.script() != before.script()
 
 

@@ -1,4 +1,4 @@
-"""Attention in matmuls of bfloat16 pairs: the instruction is used, and answers are as right as its weights can be."""
+"""Attention in matmuls of bfloat16 pairs: the instruction is used, and results are as exact as its weights allow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from sampled import sampled
-from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, at_end, call, draw, placed, problem
+from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, call, draw, problem, tensor_at_end, unaligned_tensor
 from this_machine import WIDEST
 
 import schedules
@@ -20,7 +20,7 @@ from lowering.target import host_features
 
 PROBLEMS = {
     "full": problem(**BF16),
-    "causal, 3-D, words no vector divides": problem(window=CAUSAL, head_dim=74, v_head_dim=41, **BF16, **THREE_D),
+    "causal, 3-D, pairs no vector divides": problem(window=CAUSAL, head_dim=74, v_head_dim=41, **BF16, **THREE_D),
     "mask per row": problem(mask=Mask("bool", (1, 1, None, None)), **BF16),
     "one word of a key, mask per head, soft cap, window": problem(
         head_dim=2,
@@ -35,7 +35,7 @@ PROBLEMS = {
     ),
     "odd sizes, not in pairs": problem(head_dim=17, v_head_dim=33, **BF16),
 }
-# Machines without the instruction widen to float32, and must be as right.
+# Machines without the instruction widen to float32, and must be as accurate.
 FEATURES = [[], ["+avx512bf16"]] if "avx512_bf16" in host_features() else [[]]
 
 
@@ -59,21 +59,21 @@ def test_pairs_become_the_instruction(q_len: int) -> None:
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("name", sampled(PROBLEMS, 2))
 def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None:
-    """Each weight may be half a unit in the last place off, and the output another one."""
+    """Each weight may have an error of half a unit in the last position, and the output another one."""
     p = PROBLEMS[name]
     run = compiled(p, features)["attention"]
     for batch, q_len, kv_len in (*SIZES, (1, 2, 1001)):
         inputs = draw(p, batch, q_len, kv_len)
         want = compute_reference(p, **inputs)["y"]
         bound = 2.0**-9 * np.abs(inputs["v"].astype(np.float64)).max()
-        for place in (placed, at_end):
-            np.testing.assert_allclose(call(run, p, inputs, place), want, rtol=2.0**-8, atol=1.01 * bound)
+        for allocate in (unaligned_tensor, tensor_at_end):
+            np.testing.assert_allclose(call(run, p, inputs, allocate), want, rtol=2.0**-8, atol=1.01 * bound)
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("name", ["mask per row", "causal, 3-D, words no vector divides"])
+@pytest.mark.parametrize("name", ["mask per row", "causal, 3-D, pairs no vector divides"])
 def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:
-    """NaN and infinity in one key of a word: rows that do not see it are right, whatever the other key is."""
+    """NaN and infinity in one key of a pair do not change rows that do not see it, whatever the other key is."""
     p = PROBLEMS[name]
     p = PROBLEMS[name]
     run = compiled(p, features)["attention"]

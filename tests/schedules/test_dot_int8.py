@@ -1,4 +1,4 @@
-"""Words of four bytes: every machine's way to multiply them gives the same sums."""
+"""Packed lanes of four bytes: every machine's way to multiply them gives the same accumulators."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def kernel(cpu: CpuFeatures, is_signed: bool = False) -> tirx.PrimFunc:
     return builder.get()
 
 
-def words(lanes: int, is_signed: bool = False) -> tuple[list[np.ndarray], np.ndarray]:
-    """Sums, bytes without and with a sign, or both with a sign and no -128 among the second, four in each lane, and
-    what must come out."""
+def draw_packed_lanes(lanes: int, is_signed: bool = False) -> tuple[list[np.ndarray], np.ndarray]:
+    """Draw accumulators and bytes, four in each lane, and return the expected result, too.
+
+    The first bytes are unsigned; or both are signed and the second has no -128."""
     rng = np.random.default_rng(0)
     a = rng.choice([0, 1, 127, 128, 254, 255], (lanes, 4)).astype(np.uint8)
     a = (a ^ np.uint8(128)).view(np.int8) if is_signed else a
@@ -56,18 +57,18 @@ def words(lanes: int, is_signed: bool = False) -> tuple[list[np.ndarray], np.nda
 
 
 @pytest.mark.parametrize("way", [way for way, (_, feature) in WAYS.items() if feature in ("", *host_features())])
-def test_sums_are_exact(way: str) -> None:
+def test_accumulators_are_exact(way: str) -> None:
     cpu, _ = WAYS[way]
     target = resolve("cpu")[0].tvm
     run = tvm.compile(tvm.IRModule({"dot": kernel(cpu)}), target=target)["dot"]
     for _ in range(20):
-        given, want = words(cpu.lanes("int32"))
-        arguments = [tvm.runtime.tensor(x) for x in (*given, given[0])]
+        operands, want = draw_packed_lanes(cpu.lanes("int32"))
+        arguments = [tvm.runtime.tensor(x) for x in (*operands, operands[0])]
         run(*arguments)
         np.testing.assert_array_equal(arguments[-1].numpy(), want)
 
 
-def test_sums_of_signed_bytes_are_exact() -> None:
+def test_accumulators_of_signed_bytes_are_exact() -> None:
     """On a machine with AVX2; -128 times 127 twice is the largest pair."""
     cpu, feature = WAYS["pairs in 256 bits"]
     assert multiplies_signed(cpu, holds_lowest=False) and not multiplies_signed(cpu, holds_lowest=True)
@@ -75,8 +76,8 @@ def test_sums_of_signed_bytes_are_exact() -> None:
         return
     target = resolve("cpu")[0].tvm
     run = tvm.compile(tvm.IRModule({"dot": kernel(cpu, is_signed=True)}), target=target)["dot"]
-    given, want = words(cpu.lanes("int32"), is_signed=True)
-    arguments = [tvm.runtime.tensor(x) for x in (*given, given[0])]
+    operands, want = draw_packed_lanes(cpu.lanes("int32"), is_signed=True)
+    arguments = [tvm.runtime.tensor(x) for x in (*operands, operands[0])]
     run(*arguments)
     np.testing.assert_array_equal(arguments[-1].numpy(), want)
 
@@ -92,7 +93,7 @@ def test_sums_of_signed_bytes_are_exact() -> None:
         ("aarch64", "", False),
     ],
 )
-def test_sums_are_exact_on_aarch64(target: str, instruction: str, is_signed: bool, tmp_path: Path) -> None:
+def test_accumulators_are_exact_on_aarch64(target: str, instruction: str, is_signed: bool, tmp_path: Path) -> None:
     (made_for,) = resolve(f"cpu:{target}")
     cpu = read_cpu_features(made_for.tvm)
     assert cpu.int8_dot == instruction
@@ -103,12 +104,12 @@ def test_sums_are_exact_on_aarch64(target: str, instruction: str, is_signed: boo
     )
     command = ["aarch64-linux-gnu-gcc", "-O1", "-rdynamic", "-I", tvm_ffi.libinfo.find_include_path(), HOST, "-o", host]
     subprocess.run([*command, "-ldl"], check=True)
-    given, want = words(cpu.lanes("int32"), is_signed)
+    operands, want = draw_packed_lanes(cpu.lanes("int32"), is_signed)
     emulated = ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"]
     shapes = ["i1", str(len(want))] * 4
     done = subprocess.run(
         [*emulated, host, library, "__tvm_ffi_dot", *shapes],
-        input=b"".join(x.tobytes() for x in given),
+        input=b"".join(x.tobytes() for x in operands),
         capture_output=True,
         check=True,
     )

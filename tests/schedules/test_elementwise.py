@@ -1,4 +1,4 @@
-"""Element-wise functions at every length about the ends of tasks."""
+"""Element-wise functions at lengths near the ends of tasks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def module() -> lowering.Model:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("length", [0, 1, 8191, 8192, 8193, 3 * 8192 + 5])
 def test_ends_of_tasks(module: lowering.Model, length: int, threads: int) -> None:
-    """Tasks are rows where those are short, and parts of rows where they are long."""
+    """Tasks are whole rows where rows are short, and slices of rows where they are long."""
     rng = np.random.default_rng(length)
     for batch in (0, 1, 3):
         x, z = (rng.standard_normal(shape, np.float32) for shape in ((batch, 1, length), (1, 2, length)))
-        found = module.run({"x": x, "z": z}, threads=threads)["y"]
-        np.testing.assert_allclose(found, np.tanh(x.astype(float) + z), rtol=1e-5, atol=1e-6)
+        result = module.run({"x": x, "z": z}, threads=threads)["y"]
+        np.testing.assert_allclose(result, np.tanh(x.astype(float) + z), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The polynomials of elementary functions against float64, over all magnitudes, and what becomes of them."""
+"""The polynomials of elementary functions against float64, over all magnitudes, and their machine code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "nearbyint": np.rint,
 }
-UNITS = 4  # in the last place
+UNITS = 4  # in the last position
 SMALLEST = 2.0**-125  # smaller results may be 0
 
 
@@ -43,7 +43,7 @@ def apply(module: tvm.runtime.Module, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_right_to_some_units_in_the_last_place(name: str, target: tvm.target.Target) -> None:
+def test_error_is_a_few_units_in_the_last_position(name: str, target: tvm.target.Target) -> None:
     rng = np.random.default_rng(0)
     everywhere = rng.integers(0, 1 << 32, 100_003, dtype=np.uint32).view(np.float32)  # all magnitudes, NaN
     near = rng.uniform(-110, 110, 100_000).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Kernels ask `Bound` what they need of a problem: none looks at its masks, windows, lengths or layouts itself."""
+"""Kernels ask `Bound` for facts of a problem: none reads its masks, windows, lengths or layouts itself."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ FORBIDDEN = {"mask", "window", "lengths", "row_axes", "layout"}
 
 
 def looks(source: str) -> list[str]:
-    """Expressions that read such a field of a problem."""
-    found = []
+    """Return the expressions that read such a field of a problem."""
+    reads = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in FORBIDDEN:
-            of = ast.unparse(node.value)
-            if of in ("p", "problem") or of.endswith(".problem"):
-                found.append(f"{of}.{node.attr}")
-    return found
+            owner = ast.unparse(node.value)
+            if owner in ("p", "problem") or owner.endswith(".problem"):
+                reads.append(f"{owner}.{node.attr}")
+    return reads
 
 
 def test_kernels_ask() -> None:
-    found = {str(path.relative_to(ROOT)): looks(path.read_text()) for path in ROOT.rglob("*.py")}
-    assert len(found) > 30
+    reads_by_file = {str(path.relative_to(ROOT)): looks(path.read_text()) for path in ROOT.rglob("*.py")}
+    assert len(reads_by_file) > 30
     # The chooser makes sizes of 0 symbolic.
-    assert {path: sorted(set(names)) for path, names in found.items() if names} == {
+    assert {path: sorted(set(names)) for path, names in reads_by_file.items() if names} == {
         "cuda/attention.py": ["problem.mask"]
     }
 

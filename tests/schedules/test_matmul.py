@@ -1,4 +1,4 @@
-"""matmuls against NumPy in float64: packed weights and two activations, odd sizes, epilogues, vector widths."""
+"""Matmuls against NumPy in float64: packed weights and two activations, odd sizes, epilogues, vector widths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compile_main(
     target: tvm.target.Target,
     weights: Mapping[str, np.ndarray | QuantizedMatrix] | None = None,
 ) -> Callable[..., np.ndarray]:
-    """A Relax function through packing, legalization, fusion and schedules, as a function of arrays.
+    """Compile a Relax function through packing, legalization, fusion and schedules to a function of arrays.
 
     Every matmul must have been replaced by a kernel.
     """
@@ -117,7 +117,7 @@ EPILOGUES: dict[str, tuple[Callable, Callable]] = {
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("target", "columns"), [(WIDE, 200), (V3, 33)], ids=["wide", "v3"])
 def test_epilogues_are_fused(epilogue: str, target: tvm.target.Target, columns: int) -> None:
-    """Rows in two symbolic dimensions; each matmul and what follows it is one kernel."""
+    """Rows in two symbolic dimensions; a matmul and its epilogue are one kernel."""
     symbolic, exact = EPILOGUES[epilogue]
     rng = np.random.default_rng(1)
     batch, length = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
@@ -139,7 +139,7 @@ def test_epilogues_are_fused(epilogue: str, target: tvm.target.Target, columns: 
 
 
 def test_a_bias_in_another_type_is_part_of_the_epilogue() -> None:
-    """As Gemm in half precision has it: the bias is widened, and the sum rounded once."""
+    """As Gemm in half precision has it: the bias is widened, and the total is rounded once."""
     rng = np.random.default_rng(2)
     w, bias = draw(rng, (40, 72), "float16"), draw(rng, (72,), "float16")
 
@@ -206,7 +206,7 @@ def test_few_columns(target: tvm.target.Target, columns: int) -> None:
     ids=["v3", "wide", "wide-f16", "wide-f64"],
 )
 def test_transposed_activations(target: tvm.target.Target, dtype: str) -> None:
-    """Heads that are not in front, and keys that are not turned, read where they are; a batch of one serves all."""
+    """Heads that are not leading, and keys that are not transposed, are read in place; a batch of one serves all."""
     rng = np.random.default_rng(4)
     batch, heads, m, n = (tirx.Var(name, "int64") for name in ("batch", "heads", "m", "n"))
     for depth in (70, 5):

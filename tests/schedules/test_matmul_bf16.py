@@ -1,4 +1,4 @@
-"""matmuls of bfloat16 pairs against NumPy in float64: any sizes, odd depths, both ways to store an operand."""
+"""Matmuls of bfloat16 pairs against NumPy in float64: any sizes, odd depths, both ways to store an operand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exact(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(("depth", "columns"), [(37, 71), (1, 16), (64, 5), (2051, 33)])
 def test_any_number_of_rows(target: tvm.target.Target, depth: int, columns: int) -> None:
-    """Matmuls are exact, and sums are those of float32: nothing but the order of additions differs."""
+    """Matmuls are exact, and accumulators are float32: only the order of additions differs."""
     rng = np.random.default_rng(0)
     w = draw(rng, (depth, columns), "bfloat16")
     run = compile_main({"x": ((tirx.Var("m", "int64"), depth), "bfloat16")}, emit_matmul, target, {"w": w})
@@ -45,7 +45,7 @@ def test_any_number_of_rows(target: tvm.target.Target, depth: int, columns: int)
 
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 def test_rows_and_columns_do_not_leak(target: tvm.target.Target) -> None:
-    """A row's last number of an odd depth is alone in its word, not with the next row's first."""
+    """A row's last number of an odd depth is alone in its pair, not with the next row's first."""
     rng = np.random.default_rng(0)
     w = draw(rng, (35, 70), "bfloat16")
     run = compile_main({"x": ((tirx.Var("m", "int64"), 35), "bfloat16")}, emit_matmul, target, {"w": w})
@@ -90,7 +90,7 @@ def test_two_activations(target: tvm.target.Target, transposed: str) -> None:
 
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 def test_a_weight_in_two_types(target: tvm.target.Target) -> None:
-    """What meets float32 is not stored in pairs, also where the same weight meets bfloat16 elsewhere."""
+    """A weight that meets float32 is not stored in pairs, also where it meets bfloat16 elsewhere."""
     rng = np.random.default_rng(0)
     w = draw(rng, (36, 40), "bfloat16")
 

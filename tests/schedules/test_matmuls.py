@@ -27,7 +27,7 @@ LIMITS = settings(
 
 
 class Graph:
-    """Grows from x [b, n, 32] by random steps; every value is [b, n, its channels]. Nodes stand in any legal order."""
+    """A graph that grows from x [b, n, 32] by random steps; values are [b, n, channels]. Node order is legal."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy], Any], steps: int) -> None:
         self.draw, self.form = draw, draw(st.sampled_from(sorted(FORMS)))
@@ -56,8 +56,8 @@ class Graph:
     def pick(self, channels: int | None = None) -> str:
         return self.draw(st.sampled_from([v for v, c in self.values.items() if channels in (None, c)][-5:]))
 
-    def matmul(self, wide: bool = False, of: str | None = None) -> str:
-        x = of or self.pick()
+    def matmul(self, wide: bool = False, source: str | None = None) -> str:
+        x = source or self.pick()
         depth, columns = self.values[x], 64 if wide else self.draw(st.sampled_from([32, 40, 64, 5]))
         w = (self.rng.standard_normal((depth, columns)) / depth**0.5).astype("float32")
         name = self.node("MatMul", [x, self.constant(w)], np.matmul)
@@ -80,10 +80,10 @@ class Graph:
         return name
 
     def gate(self) -> None:
-        """Two matmuls of one value, one of them activated, multiplied."""
+        """Append two matmuls of one value, one of them activated, multiplied."""
         x = self.pick()
-        gate = self.matmul(wide=True, of=x)
-        up = self.matmul(wide=True, of=x)
+        gate = self.matmul(wide=True, source=x)
+        up = self.matmul(wide=True, source=x)
         self.binary(self.unary(gate), up)
 
     def bias(self) -> None:
@@ -97,7 +97,7 @@ class Graph:
         self.values[self.node("Cast", [half], lambda v: v, to=1)] = self.values[x]
 
     def heads(self) -> None:
-        """Heads apart and in front, changed there, and back."""
+        """Split heads, move them to the front, change them, and move them back."""
         x = self.pick()
         width = self.values[x]
         if width % HEADS:
@@ -111,12 +111,12 @@ class Graph:
         self.values[self.node("Reshape", [y, back], lambda v, _: v.reshape(*v.shape[:2], width))] = width
 
     def split(self) -> None:
-        """Gate and up in one matmul, as some models have it."""
+        """Append gate and up in one matmul, as some models have it."""
         x = self.matmul(wide=True)
-        cut = self.constant(np.array([32, 32], np.int64))
+        lengths = self.constant(np.array([32, 32], np.int64))
         names = [f"v{len(self.nodes)}_{n}" for n in range(2)]
         self.nodes.append(
-            (helper.make_node("Split", [x, cut], names, axis=-1), lambda v, _: (v[..., :32], v[..., 32:]))
+            (helper.make_node("Split", [x, lengths], names, axis=-1), lambda v, _: (v[..., :32], v[..., 32:]))
         )
         self.values |= dict.fromkeys(names, 32)
         self.binary(self.unary(names[0]), names[1])
@@ -125,13 +125,13 @@ class Graph:
         def info(name: str) -> Any:
             return helper.make_tensor_value_info(name, 1, [*FORMS[self.form], self.values[name]])
 
-        left, made, order = [node for node, _ in self.nodes], {"x", *self.constants}, []
+        left, available, order = [node for node, _ in self.nodes], {"x", *self.constants}, []
         while left:
-            ready = [node for node in left if set(node.input) <= made]
+            ready = [node for node in left if set(node.input) <= available]
             node = ready[int(self.rng.integers(len(ready)))]
             left.remove(node)
             order.append(node)
-            made |= set(node.output)
+            available |= set(node.output)
         constants = [numpy_helper.from_array(a, name) for name, a in self.constants.items()]
         graph = helper.make_graph(order, "g", [info("x")], [*map(info, self.outputs)], constants)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
@@ -151,7 +151,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 def check(graph: Graph) -> lowering.Model:
-    """Every matmul by the kernel for matmuls, and right for every size."""
+    """Check that the matmul kernel serves every matmul, and results at every size."""
     model = lowering.compile(graph.model())
     kernels = [kernel for kernel in model.manifest.kernels if kernel.kind == "matmul"]
     assert kernels and {kernel.schedule for kernel in kernels} == {"matmul"}, kernels
@@ -178,7 +178,7 @@ def test_every_matmul_is_a_matmul(graph: Graph) -> None:
 @given(graphs())
 @settings(LIMITS, max_examples=int(os.environ.get("RANDOM_GRAPHS", "300")))
 def test_many_graphs(graph: Graph) -> None:
-    """Also in time: no more than five times what its parts are expected to take."""
+    """Also in time: at most five times the expected time of its kernels."""
     model = check(graph)
     sizes = {d: 200 for d in FORMS[graph.form] if isinstance(d, str)}
     profile = lowering.bench(model, sizes, seconds=0.05)
@@ -188,7 +188,7 @@ def test_many_graphs(graph: Graph) -> None:
 
 @pytest.mark.parametrize("widths", [[8] * 14, [24, 8, 40] * 5], ids=["alike", "unlike"])
 def test_many_matmuls_of_one_tensor_are_several_kernels(widths: list[int]) -> None:
-    """Six at most are one: code would grow with all."""
+    """One kernel has at most six: code grows with each."""
     rng = np.random.default_rng(len(widths))
     x = rng.standard_normal((3, 16)).astype(np.float32)
     weights = {f"w{k}": rng.standard_normal((16, n)).astype(np.float32) for k, n in enumerate(widths)}
@@ -197,8 +197,8 @@ def test_many_matmuls_of_one_tensor_are_several_kernels(widths: list[int]) -> No
     constants = [numpy_helper.from_array(w, name) for name, w in weights.items()]
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", 1, ["n", 16])], outputs, constants)
     module = lowering.compile(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
-    found = module(x=x)
+    results = module(x=x)
     for name, weight in weights.items():
-        np.testing.assert_allclose(np.asarray(found[f"y{name}"]), x @ weight, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(results[f"y{name}"]), x @ weight, atol=1e-5)
     calls = module.manifest.calls
     assert len(calls) == -(-len(widths) // 6), [call.kernel for call in calls]

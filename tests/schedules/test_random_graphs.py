@@ -1,4 +1,4 @@
-"""What the rules of the CPU make of random graphs: fused, transposed, cut and reduced in every combination."""
+"""Random graphs under the rules of the CPU: fused, transposed, sliced and reduced in every combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of codes goes through one kernel by blocks of rows, and is what its kernels compute apart, bit by bit."""
+"""Row blocks: quantized attention in one kernel equals its separate kernels bit by bit."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def attention(
     nodes: str | None = None,
     v_scale: str = "vs",
 ) -> onnx.ModelProto:
-    """Q, K and V of codes with scales; of Y codes, too. `more` are further outputs."""
+    """Return attention with quantized Q, K, V and Y. `more` are further outputs."""
     q, k, v, y = shapes
-    given, masked = MASKS[mask]
+    mask_input, masked = MASKS[mask]
     text = f"""<ir_version: 10, opset_import: ["" : 21]>
-    m ({code}[{q}] qc, {code}[{k}] kc, {code}[{v}] vc{given}) => ({code}[{y}] y{more}) {{
+    m ({code}[{q}] qc, {code}[{k}] kc, {code}[{v}] vc{mask_input}) => ({code}[{y}] y{more}) {{
       q = DequantizeLinear (qc, qs, zq) k = DequantizeLinear (kc, ks, zk)
       v = DequantizeLinear <axis = -1> (vc, {v_scale})
       {SCORES} {masked} {nodes or PROBABILITIES}
@@ -61,32 +61,32 @@ def attention(
 
 
 def inputs(model: onnx.ModelProto, rng: np.random.Generator, **sizes: int) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
+    feeds: dict[str, np.ndarray] = {}
     for value in model.graph.input:
         shape = [d.dim_value or sizes[d.dim_param] for d in value.type.tensor_type.shape.dim]
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
         if dtype.kind == "b":
-            found[value.name] = rng.random(shape) < 0.6
-            found[value.name][..., :1] = True
+            feeds[value.name] = rng.random(shape) < 0.6
+            feeds[value.name][..., :1] = True
         elif dtype == np.float32:
-            found[value.name] = rng.standard_normal(shape).astype(dtype)
+            feeds[value.name] = rng.standard_normal(shape).astype(dtype)
         else:
             info = np.iinfo(dtype)
-            found[value.name] = rng.integers(info.min, info.max + 1, shape).astype(dtype)
-    return found
+            feeds[value.name] = rng.integers(info.min, info.max + 1, shape).astype(dtype)
+    return feeds
 
 
-def joined(model: lowering.Model) -> bool:
+def has_row_blocks(model: lowering.Model) -> bool:
     return any(kernel.schedule == "row_blocks" for kernel in model.manifest.kernels)
 
 
-def apart(model: onnx.ModelProto, target: str, monkeypatch: pytest.MonkeyPatch) -> lowering.Model:
-    """The model by kernels that are not joined."""
+def compile_separately(model: onnx.ModelProto, target: str, monkeypatch: pytest.MonkeyPatch) -> lowering.Model:
+    """Compile the model to separate kernels."""
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "fuse_row_blocks", lambda mod, target, origins: (mod, origins))
-        made = lowering.compile(model, target)
-    assert not joined(made)
-    return made
+        separate = lowering.compile(model, target)
+    assert not has_row_blocks(separate)
+    return separate
 
 
 CASES = [
@@ -98,28 +98,28 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mask", "code", "v_scale", "target"), CASES)
-def test_codes_are_those_of_separate_kernels(
+def test_results_are_those_of_separate_kernels(
     mask: str, code: str, v_scale: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = attention(mask, code, v_scale=v_scale)
-    one, several = lowering.compile(model, target), apart(model, target, monkeypatch)
-    assert joined(one)
-    truth = ReferenceEvaluator(model)
+    fused, separate = lowering.compile(model, target), compile_separately(model, target, monkeypatch)
+    assert has_row_blocks(fused)
+    reference = ReferenceEvaluator(model)
     for sizes in ((1, 1, 1), (2, 7, 5), (1, 130, 67), (2, 1, 300), (1, 97, 1030), (3, 6, 64), (1, 9, 4500)):
-        given = inputs(model, RNG, **dict(zip("BST", sizes)))
-        want = several.run(given)["y"]
+        feeds = inputs(model, RNG, **dict(zip("BST", sizes)))
+        want = separate.run(feeds)["y"]
         for threads in (1, 2):
-            for place in (lambda x: guarded(x, True), lambda x: guarded(x, False), unaligned):
-                y = one.run({name: place(array) for name, array in given.items()}, threads=threads)["y"]
+            for allocate in (lambda x: guarded(x, True), lambda x: guarded(x, False), unaligned):
+                y = fused.run({name: allocate(array) for name, array in feeds.items()}, threads=threads)["y"]
                 np.testing.assert_array_equal(y, want)
-        # A probability next to the middle between two codes may be rounded the other way.
-        distance = np.abs(truth.run(None, given)[0].astype(int) - want)
+        # A probability next to the middle between two quantized values may be rounded the other way.
+        distance = np.abs(reference.run(None, feeds)[0].astype(int) - want)
         assert distance.max() <= 2 and (distance > 0).mean() < 0.02
 
 
 SHAPES = [
-    ("2, 3, S, 8", "2, 1, 8, T", "2, 1, T, 8", "2, 3, S, 8"),  # heads that share keys and values
-    ("1, 4, 50, 8", "1, 4, 8, 50", "1, 4, 50, 8", "1, 4, 50, 8"),  # a batch of one, by its number
+    ("2, 3, S, 8", "2, 1, 8, T", "2, 1, T, 8", "2, 3, S, 8"),  # heads share keys and values
+    ("1, 4, 50, 8", "1, 4, 8, 50", "1, 4, 50, 8", "1, 4, 50, 8"),  # a batch of one, as a number
     ("S, 8", "8, T", "T, 8", "S, 8"),
 ]
 
@@ -127,34 +127,34 @@ SHAPES = [
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_any_axes_of_rows(shapes: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = attention(shapes=shapes)
-    one, several = lowering.compile(model), apart(model, "cpu", monkeypatch)
-    assert joined(one)
+    fused, separate = lowering.compile(model), compile_separately(model, "cpu", monkeypatch)
+    assert has_row_blocks(fused)
     for sizes in ((1, 3, 4), (2, 111, 70)):
-        given = inputs(model, RNG, **dict(zip("BST", sizes)))
-        np.testing.assert_array_equal(one.run(given)["y"], several.run(given)["y"])
+        feeds = inputs(model, RNG, **dict(zip("BST", sizes)))
+        np.testing.assert_array_equal(fused.run(feeds)["y"], separate.run(feeds)["y"])
 
 
 def test_sizes_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = attention()
-    one, several = lowering.compile(model), apart(model, "cpu", monkeypatch)
+    fused, separate = lowering.compile(model), compile_separately(model, "cpu", monkeypatch)
     for sizes in ((0, 3, 4), (1, 0, 4), (2, 3, 0)):
-        given = inputs(model, RNG, **dict(zip("BST", sizes)))
-        np.testing.assert_array_equal(one.run(given)["y"], several.run(given)["y"])
+        feeds = inputs(model, RNG, **dict(zip("BST", sizes)))
+        np.testing.assert_array_equal(fused.run(feeds)["y"], separate.run(feeds)["y"])
 
 
-def test_hidden_keys_have_no_part() -> None:
+def test_hidden_keys_do_not_count() -> None:
     model = attention("chosen")
-    made = lowering.compile(model)
-    given = inputs(model, RNG, B=2, S=40, T=90)
-    other = inputs(model, RNG, B=2, S=40, T=90) | {name: given[name] for name in ("qc", "mask")}
-    hidden = ~given["mask"]
-    keys, values = np.where(hidden, other["kc"], given["kc"]), np.where(hidden.swapaxes(2, 3), other["vc"], given["vc"])
-    changed = made.run(given | {"kc": keys, "vc": values})["y"]
-    np.testing.assert_array_equal(changed, made.run(given)["y"])
+    compiled = lowering.compile(model)
+    feeds = inputs(model, RNG, B=2, S=40, T=90)
+    other = inputs(model, RNG, B=2, S=40, T=90) | {name: feeds[name] for name in ("qc", "mask")}
+    hidden = ~feeds["mask"]
+    keys, values = np.where(hidden, other["kc"], feeds["kc"]), np.where(hidden.swapaxes(2, 3), other["vc"], feeds["vc"])
+    changed = compiled.run(feeds | {"kc": keys, "vc": values})["y"]
+    np.testing.assert_array_equal(changed, compiled.run(feeds)["y"])
 
 
 def of_weights() -> onnx.ModelProto:
-    """Keys that are constants."""
+    """Return a model whose keys are constants."""
     model = attention(shapes=("B, 3, S, 20", "1, 3, 20, 64", "B, 3, 64, 33", "B, 3, S, 33"))
     keys = model.graph.input.pop(1)
     model.graph.initializer.append(
@@ -176,8 +176,8 @@ NOT_JOINED = {
 @pytest.mark.parametrize("case", NOT_JOINED)
 def test_others_stay_apart(case: str) -> None:
     model = NOT_JOINED[case]
-    made = lowering.compile(model)
-    assert not joined(made)
-    given = inputs(model, RNG, B=2, S=9, T=11)
-    want = ReferenceEvaluator(model).run(None, given)
-    assert np.abs(made.run(given)["y"].astype(int) - want[0].astype(int)).max() <= 2
+    compiled = lowering.compile(model)
+    assert not has_row_blocks(compiled)
+    feeds = inputs(model, RNG, B=2, S=9, T=11)
+    want = ReferenceEvaluator(model).run(None, feeds)
+    assert np.abs(compiled.run(feeds)["y"].astype(int) - want[0].astype(int)).max() <= 2

@@ -1,4 +1,4 @@
-"""The variants of every rule, and their tiles: what a tuner varies changes speed, never results."""
+"""The variants of every rule, and their tiles: a tuner changes speed, never results."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ def total() -> tirx.PrimFunc:
     return te.create_prim_func([a, topi.sum(topi.exp(a), axis=1)])
 
 
-def codes() -> tirx.PrimFunc:
-    """Two matmuls of bytes, and a reduction of the first one's rows between."""
+def quantized_rows() -> tirx.PrimFunc:
+    """Return two matmuls of bytes, and a reduction of the first one's rows between."""
     q, k, v = (placeholder(n, 2, *shape, dtype=t) for n, shape, t in (
         ("q", (130, 8), "uint8"), ("k", (8, 64), "int8"), ("v", (64, 32), "int8"),
     ))  # fmt: skip
 
-    def sums(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+    def multiply(a: te.Tensor, b: te.Tensor) -> te.Tensor:
         d = te.reduce_axis((tirx.const(0, "int64"), b.shape[1]), "d")
         shape = *a.shape[:2], b.shape[2]
         return te.compute(
             shape, lambda n, i, j: te.sum(a[n, i, d].astype("int32") * b[n, d, j].astype("int32"), axis=d)
         )
 
-    s = sums(q, k)
+    s = multiply(q, k)
     top = topi.max(s, axis=2)
     p = te.compute(s.shape, lambda n, i, j: tirx.max(255 - (top[n, i] - s[n, i, j]) // 64, 0).astype("uint8"))
-    return te.create_prim_func([q, k, v, sums(p, v)]).with_attr(SEGMENTS, [1, 2, 1])
+    return te.create_prim_func([q, k, v, multiply(p, v)]).with_attr(SEGMENTS, [1, 2, 1])
 
 
 FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "attention": (lambda: build_plain_attention(attention()), CPU),
     "matmul": (lambda: matmul(37, 50, 70), CPU),
-    "matmul, few rows": (lambda: matmul(7, 90, 70), CPU),
-    "matmul, few rows, transposed": (lambda: matmul(3, 90, 70, transposed=True), CPU),
+    "matmul, small M": (lambda: matmul(7, 90, 70), CPU),
+    "matmul, small M, transposed": (lambda: matmul(3, 90, 70, transposed=True), CPU),
     "element-wise": (sweep, CPU),
     "reduction": (total, CPU),
-    "rows of codes": (codes, CPU),
+    "quantized rows": (quantized_rows, CPU),
     "attention on a GPU": (lambda: build_plain_attention(attention("float16")), GPU),
     "attention in float32 on a GPU": (lambda: build_plain_attention(attention()), GPU),
     "cache update on a GPU": (lambda: make_copying_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),
@@ -87,7 +87,7 @@ def variants(name: str) -> list[Variant]:
     make, target = FUNCTIONS[name]
     function = make()
     rules = schedules.RULES[target.kind.name]
-    return list(next(found for rule in rules if (found := rule(function, target))))
+    return list(next(candidates for rule in rules if (candidates := rule(function, target))))
 
 
 def drawn(tiles: Tiles, variant: Variant) -> Tiles:
@@ -97,7 +97,7 @@ def drawn(tiles: Tiles, variant: Variant) -> Tiles:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_spaces_hold_every_field_and_legal_defaults(name: str) -> None:
+def test_spaces_have_every_field_and_legal_defaults(name: str) -> None:
     for variant in variants(name):
         assert variant.tiles
         for tiles in variant.tiles.values():
@@ -125,10 +125,10 @@ def test_tiles_change_no_result(name: str) -> None:
     want = _run(tvm.IRModule({"main": function}), arrays)
     for _ in range(NUMBERS):
 
-        def choose(func: tirx.PrimFunc, found: list[Variant]) -> Choice:
-            tiles = {kernel: drawn(own, found[0]) for kernel, own in found[0].tiles.items()}
+        def choose(func: tirx.PrimFunc, candidates: list[Variant]) -> Choice:
+            tiles = {kernel: drawn(own, candidates[0]) for kernel, own in candidates[0].tiles.items()}
             print(tiles)
-            return Choice(found[0].name, tiles)
+            return Choice(candidates[0].name, tiles)
 
         got = _run(schedules.apply_schedules(tvm.IRModule({"main": function}), CPU, choose), arrays)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -156,13 +156,13 @@ def test_choices_that_do_not_exist_are_refused() -> None:
         (Choice("panels", {"panels": dataclasses.replace(variant.tiles["panels"], mc=1)}), "mc = 1 must be a multiple"),
     ):
         with pytest.raises(ValueError, match=message):
-            schedules.apply_schedules(module, CPU, lambda func, found, choice=choice: choice)
+            schedules.apply_schedules(module, CPU, lambda func, candidates, choice=choice: choice)
     with pytest.raises(ValueError, match="is no choice of variant 'panels'"):
         variant.read('{"variant": "panels", "tiles": {"panels": {"width": 3}}}')
 
 
 def _arguments(function: tirx.PrimFunc) -> list[np.ndarray]:
-    """Random inputs, and an output at the end."""
+    """Return random inputs, and an output at the end."""
     if "attention" in str(function.attrs):
         return [RNG.standard_normal(shape).astype(np.float32) for shape in ((1, 4, 9, 32), *[(1, 2, 70, 32)] * 2)] + [
             np.empty((1, 4, 9, 32), np.float32)

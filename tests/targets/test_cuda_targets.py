@@ -1,4 +1,4 @@
-"""Artifacts for GPUs, built where there is none."""
+"""Artifacts for GPUs, built on machines without one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ELF, CUDA_MACHINE = b"\x7fELF", (190).to_bytes(2, "little")
 
 
 def machine_code(library: bytes) -> list[bytes]:
-    """The ELF images of machine code for GPUs inside a library."""
-    parts = library.split(ELF)[1:]
-    return [part for part in parts if part[14:16] == CUDA_MACHINE]
+    """Return the ELF images of machine code for GPUs inside a library."""
+    images = library.split(ELF)[1:]
+    return [image for image in images if image[14:16] == CUDA_MACHINE]
 
 
 def test_each_architecture_gets_machine_code_and_no_source(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_without_a_driver_loading_is_refused_in_one_sentence(tmp_path: Path) -> 
 
 
 def test_without_a_gpu_a_model_can_be_saved_and_says_why_it_cannot_run(tmp_path: Path) -> None:
-    """In one sentence, also in the process that has built it, where libraries that refuse everything stand in."""
+    """One sentence says so, also in the process that built it, where stub libraries refuse everything."""
     code = f"""
 import onnx, lowering
 from tests.targets.test_cuda_targets import MODEL
@@ -114,7 +114,7 @@ def test_the_best_code_is_chosen_and_foreign_gpus_are_refused() -> None:
         choose_architecture(["sm_80", "sm_86"], "sm_90")
 
 
-def test_unknown_architectures_name_the_known_ones() -> None:
+def test_unknown_architectures_name_the_supported_ones() -> None:
     with pytest.raises(lowering.TargetError, match="cuda:sm_80, cuda:sm_86, cuda:sm_89, cuda:sm_90a"):
         resolve("cuda:sm_70")
     with pytest.raises(lowering.TargetError):
@@ -142,7 +142,7 @@ def test_host_code_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
 def test_models_without_kernels_need_no_headers(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation may lack TVM's."""
+    """An installation may lack TVM's headers."""
 
     def missing() -> str:
         raise RuntimeError("Cannot find TVM include path.")

@@ -70,7 +70,7 @@ def test_vector_width_comes_from_the_features_asked_for(target: str, zmm: bool, 
 def test_what_this_machine_cannot_run(
     target: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is compiled, looked at and saved; calls say in a sentence why they cannot be."""
+    """The model is compiled, inspected and saved. Calls say in a sentence why they fail."""
     flags = checks.cpu_flags() | {"sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "abm", "movbe"}
     monkeypatch.setattr(checks, "cpu_flags", lambda: flags - {"avx2"})
     module = lowering.compile(MODEL, target)
@@ -88,7 +88,7 @@ def test_what_this_machine_cannot_run(
         assert lowering.load(tmp_path / "out").run(inputs())["y"].shape == (1, 4, 37, 20)
 
 
-def test_unknown_target_names_the_known_ones() -> None:
+def test_unknown_target_names_the_supported_ones() -> None:
     with pytest.raises(lowering.TargetError, match="cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64"):
         resolve("cpu:sparc")
 
@@ -102,7 +102,7 @@ def test_missing_cross_linker_is_one_sentence(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu")
 def test_aarch64_expands_weights_in_vectors(tmp_path: Path) -> None:
-    """A matmul with a matrix of 4 bits is code of that machine, which turns vectors of integers into floats."""
+    """A matmul with a matrix of 4 bits is code of that machine, which converts vectors of integers to floats."""
     model = onnx.parser.parse_model("""
     <ir_version: 10, opset_import: ["" : 21]>
     model (float[n, 64] x) => (float[n, 32] y) <float[64, 32] w = {0}> { y = MatMul (x, w) }
@@ -128,20 +128,20 @@ def test_aarch64_kernel_under_emulation(tmp_path: Path) -> None:
     include = tvm_ffi.libinfo.find_include_path()
     command = ["aarch64-linux-gnu-gcc", "-O1", "-rdynamic", "-I", include, HERE / "kernel_host.c", "-o", host, "-ldl"]
     subprocess.run(command, check=True)
-    given = inputs()
-    shapes = [str(n) for array in (*given.values(), given["q"]) for n in (array.ndim, *array.shape)]
+    feeds = inputs()
+    shapes = [str(n) for array in (*feeds.values(), feeds["q"]) for n in (array.ndim, *array.shape)]
     result = subprocess.run(
         ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", host, library, symbols.pop(), *shapes],
-        input=b"".join(a.tobytes() for a in given.values()),
+        input=b"".join(a.tobytes() for a in feeds.values()),
         capture_output=True,
         check=True,
     )
-    y = np.frombuffer(result.stdout, np.float32).reshape(given["q"].shape)
-    np.testing.assert_allclose(y, ReferenceEvaluator(MODEL).run(None, given)[0], rtol=1e-4, atol=1e-5)
+    y = np.frombuffer(result.stdout, np.float32).reshape(feeds["q"].shape)
+    np.testing.assert_allclose(y, ReferenceEvaluator(MODEL).run(None, feeds)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_numpy_integers_are_numbers(tmp_path: Path) -> None:
-    """In the manifest they are Python's."""
+    """In the manifest they are Python integers."""
     text = '<ir_version: 10, opset_import: ["" : 21]> m (float[n] x) => (float[n] y) { y = Neg (x) }'
     dims = {"n": (np.int64(1), np.uint8(4))}
     module = lowering.compile(onnx.parser.parse_model(text), threads=np.int64(2), dims=dims)  # type: ignore[arg-type]

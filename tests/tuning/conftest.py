@@ -1,5 +1,6 @@
-"""Processes that build and measure candidates live on from one tuning to the next: to start them takes most of the time
-of a short one. What they are asked is done in children of theirs, as always."""
+"""Keep processes that build and measure candidates alive from one tuning to the next.
+
+Their start takes most of the time of a short tuning. They work in child processes, as always."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from lowering.tuning import local
 
 @pytest.fixture(scope="session", autouse=True)
 def helpers_live_on() -> Iterator[None]:
-    kept: dict[tuple, Helper] = {}
+    helpers: dict[tuple, Helper] = {}
 
     def helper(imports: Sequence[str]) -> Helper:
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        return kept.setdefault((*imports, *sorted(environment.items())), Helper(imports))
+        return helpers.setdefault((*imports, *sorted(environment.items())), Helper(imports))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "Helper", helper)
@@ -27,5 +28,5 @@ def helpers_live_on() -> Iterator[None]:
         patch.setattr(local.LocalBench, "close", lambda self: None)
         patch.setattr(local.LibraryBuilder, "close", lambda self: None)
         yield
-    for one in kept.values():
-        one.close()
+    for running in helpers.values():
+        running.close()

@@ -1,4 +1,4 @@
-"""Small models to tune, and candidates that are no good."""
+"""Small models to tune, and faulty candidates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ K, N = 96, 160
 
 
 def matmul(rows: int | str = "n", seed: int = 0) -> onnx.ModelProto:
-    """relu(x W + b), then a softmax."""
+    """Return relu(x W + b), then a softmax."""
     rng = np.random.default_rng(seed)
     weights = {"W": rng.standard_normal((K, N)), "b": rng.standard_normal(N)}
     nodes = [
@@ -45,7 +45,7 @@ def expected(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
 
 SIZE = 64
 
-# Functions of x and y [64]: what they should compute is y = 2 x.
+# Functions of x and y [64]: they should compute y = 2 x.
 
 
 @T.prim_func

@@ -1,4 +1,4 @@
-"""Candidates that are built here and measured where no compiler is; here that is a process which cannot import one."""
+"""Candidates are built here and measured without a compiler: here in a process that cannot import one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowering.tuning.database import read_journal
 
 ROOT = Path(__file__).parents[2]
 
-# What runs on the other machine.
+# The program of the other machine.
 MEASURE = """
 import sys
 for name in ("tvm", "onnx", "onnx_ir", "schedules", "xgboost"):
@@ -40,7 +40,7 @@ def measured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four candidates of each kernel of `matmul`."""
+    """Export four candidates of each kernel of `matmul`."""
     folder = tmp_path_factory.mktemp("batch")
     tuning = lowering.tune(matmul(rows=64), folder / "database", trials=4, export=folder / "candidates")
     assert [o.trials for o in tuning.outcomes] == [4, 4, 4]  # the softmax has two: tiles and loops
@@ -79,13 +79,13 @@ def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_bad_candidates_are_results(exported: Path, tmp_path: Path) -> None:
-    """A crash, an endless loop that is stopped, and a wrong answer are filed by cause and never chosen."""
+    """A crash, a stopped endless loop, and a wrong answer are filed by cause and never chosen."""
     batch, database = copied(exported, tmp_path), tmp_path / "database"
     task = read_batch(batch).tasks[0]
     for number, bad in enumerate((models.crashes, models.wrong)):
         models.library(bad, batch / task.name, str(number))
-    found = measure_batch(batch)
-    causes = {r.candidate: r.cause for r in found if r.task == task.name and not r.last}
+    results = measure_batch(batch)
+    causes = {r.candidate: r.cause for r in results if r.task == task.name and not r.last}
     assert causes[0] in ("crash", "error") and causes[1] in ("crash", "error", "wrong") and causes[2] is None
     lowering.file_results(batch, database, "cpu")
     (folder,) = database.iterdir()
@@ -93,7 +93,7 @@ def test_bad_candidates_are_results(exported: Path, tmp_path: Path) -> None:
 
 
 def test_killed_in_the_middle(exported: Path, tmp_path: Path) -> None:
-    """What was measured stays; the next run measures the rest."""
+    """Measured results stay; the next run measures the rest."""
     batch = copied(exported, tmp_path)
     process = subprocess.Popen([sys.executable, "-c", MEASURE, str(batch)], cwd=ROOT, stdout=subprocess.DEVNULL)
     while not (batch / RESULTS).exists() or (batch / RESULTS).read_text().count("\n") < 2:

@@ -1,4 +1,4 @@
-"""Every line of a database that is not a record is refused by its number, and none ends the process."""
+"""A database refuses every line that is not a record by its number, and no line ends the process."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def lines(name: str) -> list[bytes]:
     return lzma.decompress((PRESETS[0] / f"{name}.xz").read_bytes()).splitlines()
 
 
-def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield place
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in parts:
-        yield from places(part, (*place, key))
+def list_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from list_paths(item, (*path, key))
 
 
-def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
-    if not place:
+def replace_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
         return new
     copy = value.copy()
-    copy[place[0]] = changed(value[place[0]], place[1:], new)
+    copy[path[0]] = replace_at(value[path[0]], path[1:], new)
     return copy
 
 
 def outcome(folder: Path, records: list[bytes], workloads: list[bytes]) -> str:
-    """What opening a database comes to, in a process of its own."""
+    """Open a database in a process of its own, and return the outcome."""
     for name, content in ((RECORDS, records), (WORKLOADS, workloads)):
         (folder / name).write_bytes(b"\n".join(content) + b"\n")
     child = os.fork()
@@ -64,15 +64,15 @@ def outcome(folder: Path, records: list[bytes], workloads: list[bytes]) -> str:
 def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None:
     rng, records, workloads = np.random.default_rng(seed), lines(RECORDS), lines(WORKLOADS)
     record = json.loads(records[int(rng.integers(len(records)))])
-    everywhere = list(places(record))
+    everywhere = list(list_paths(record))
     chosen = [everywhere[k] for k in rng.permutation(len(everywhere))[:6]]
-    shallow = [place for place in everywhere if len(place) < 3]
+    shallow = [path for path in everywhere if len(path) < 3]
     chosen.append(shallow[int(rng.integers(len(shallow)))])
-    for place in chosen:
+    for path in chosen:
         for value in VALUES:
-            found = outcome(tmp_path, [json.dumps(changed(record, place, value)).encode()], workloads)
-            assert found in ("opened", "refused"), (place, value)
-            assert found == "refused" or value is not None or place == (1, 1), place
+            result = outcome(tmp_path, [json.dumps(replace_at(record, path, value)).encode()], workloads)
+            assert result in ("opened", "refused"), (path, value)
+            assert result == "refused" or value is not None or path == (1, 1), path
 
 
 @pytest.mark.parametrize(

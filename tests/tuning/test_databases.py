@@ -1,4 +1,4 @@
-"""Databases are looked at, joined, pruned, exported and drawn: by the functions, and by the command."""
+"""Databases are shown, merged, pruned, exported and plotted: by the functions, and by the command."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lowering.tuning.ranks import compute_rank_correlation
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of two sessions: 8 and 24 rows, then 8 rows with another seed."""
-    found = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
-    lowering.tune(matmul(), found[0], budget=600, trials=16, sizes=[{"n": 8}, {"n": 24}])
-    lowering.tune(matmul(), found[1], budget=600, trials=8, sizes=[{"n": 8}], seed=5)
-    return found
+    """Tune in two sessions: 8 and 24 rows, then 8 rows with another seed."""
+    databases = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
+    lowering.tune(matmul(), databases[0], budget=600, trials=16, sizes=[{"n": 8}, {"n": 24}])
+    lowering.tune(matmul(), databases[1], budget=600, trials=8, sizes=[{"n": 8}], seed=5)
+    return databases
 
 
 def records(folder: Path, name: str) -> int:
-    return sum(len(open_writable(part / name)) for part in upkeep.list_architecture_folders(folder))
+    return sum(len(open_writable(arch / name)) for arch in upkeep.list_architecture_folders(folder))
 
 
 def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,19 +50,19 @@ def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_database_is_looked_at_while_it_grows(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the readings of two files a task and its record come; and a line is half written. Nothing is changed."""
+    """A task and its record arrive between the reads of two files, and a line is half written. Nothing changes."""
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
-    (part,) = upkeep.list_architecture_folders(folder)
-    others = open_database(part / "trials").get_all_tuning_records()
-    for path in (part / "trials").iterdir():
+    (arch,) = upkeep.list_architecture_folders(folder)
+    all_records = open_database(arch / "trials").get_all_tuning_records()
+    for path in (arch / "trials").iterdir():
         path.write_bytes(b"")
     read = database._contents
 
     def contents(path: Path) -> bytes:
         data = read(path)
-        if "trials" in str(path) and not len(trials := open_writable(part / "trials")):
-            record = others[0]
+        if "trials" in str(path) and not len(trials := open_writable(arch / "trials")):
+            record = all_records[0]
             workload = trials.commit_workload(record.workload.mod)
             trials.commit_tuning_record(
                 ms.database.TuningRecord(record.trace, workload, [1.0], record.target, record.args_info)
@@ -71,34 +71,34 @@ def test_a_database_is_looked_at_while_it_grows(
 
     monkeypatch.setattr(database, "_contents", contents)
     upkeep.summarize_database(folder)
-    with (part / "journal.jsonl").open("a") as file, (part / "best" / "database_workload.json").open("a") as other:
+    with (arch / "journal.jsonl").open("a") as file, (arch / "best" / "database_workload.json").open("a") as other:
         file.write('{"task": "ab')
         other.write('["-123')
-    files = [path for path in part.rglob("*") if path.is_file()]
+    files = [path for path in arch.rglob("*") if path.is_file()]
     before = [path.read_bytes() for path in files]
     assert len(upkeep.summarize_database(folder)) == 1
     assert before == [path.read_bytes() for path in files]
 
 
-def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tmp_path: Path) -> None:
+def test_a_merge_has_all_records_in_the_seconds_of_the_target(folders: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "merged"
     upkeep.merge_databases(folders, target)
     assert len(upkeep.summarize_database(target)) == 6
-    both = [records(folder, "trials") for folder in (*folders, target)]
-    assert max(both[:2]) < both[2] < both[0] + both[1]  # the defaults of 8 rows are in both
-    (one,), (merged,) = (upkeep.list_architecture_folders(folder) for folder in (folders[0], target))
+    counts = [records(folder, "trials") for folder in (*folders, target)]
+    assert max(counts[:2]) < counts[2] < counts[0] + counts[1]  # the defaults of 8 rows are in both
+    (source,), (merged,) = (upkeep.list_architecture_folders(folder) for folder in (folders[0], target))
     before = {(s.task, s.default) for s in upkeep.summarize_database(folders[0])}
     assert before == {(s.task, s.default) for s in upkeep.summarize_database(target)}
-    assert len(read_journal(merged)) > len(read_journal(one))
+    assert len(read_journal(merged)) > len(read_journal(source))
     upkeep.merge_databases(folders, target)  # again: nothing is there twice
-    assert records(target, "trials") == both[2] and len(read_best_records(merged)) == len(
+    assert records(target, "trials") == counts[2] and len(read_best_records(merged)) == len(
         upkeep.summarize_database(target)
     ) + sum(s.best is not None and s.best < s.default for s in upkeep.summarize_database(target))
     module = lowering.compile(matmul(), database=target)
     assert all(kernel.source for kernel in module.manifest.kernels)
 
 
-def test_prune_keeps_the_fastest_and_what_is_settled(folders: list[Path], tmp_path: Path) -> None:
+def test_prune_keeps_the_fastest_and_final_records(folders: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "pruned"
     shutil.copytree(folders[0], folder)
     before = upkeep.summarize_database(folder)
@@ -123,31 +123,31 @@ def test_an_export_is_all_that_compile_needs(
 
 
 def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path, capsys) -> None:
-    """Compressed; what won by less than asked for is not in it, nor what beat a default of other days."""
+    """The pack is compressed. It excludes winners below the threshold, and those against a default of other days."""
     folder = tmp_path / "database"
     shutil.copytree(folders[0], folder)
-    (part,) = upkeep.list_architecture_folders(folder)
-    settled, trials = open_writable(part / "best"), open_database(part / "trials")
+    (arch,) = upkeep.list_architecture_folders(folder)
+    best, trials = open_writable(arch / "best"), open_database(arch / "trials")
     tasks = [
         records for s in trials.get_all_tuning_records() if len(records := list_records(trials, s.workload.mod)) > 1
     ]
     first, second, *_ = {str(records[0].workload.mod): records for records in tasks}.values()
     for records, gain in ((first, 2), (second, 1.5)):
-        *_, default = list_records(settled, records[0].workload.mod)
+        *_, default = list_records(best, records[0].workload.mod)
         other = next(r for r in records if read_trace_choice(r.trace) != read_trace_choice(default.trace))
         won = [float(default.run_secs[0]) / gain]
-        own = settled.commit_workload(other.workload.mod)
-        settled.commit_tuning_record(ms.database.TuningRecord(other.trace, own, won, other.target, other.args_info))
+        own = best.commit_workload(other.workload.mod)
+        best.commit_tuning_record(ms.database.TuningRecord(other.trace, own, won, other.target, other.args_info))
     command = ["db", "pack", str(folder), "-o"]
     for least, packed in (("1.8", 1), ("1.4", 2)):
         assert main([*command, str(tmp_path / least), "--least", least]) == 0
         assert f"packed {packed} kernels" in capsys.readouterr().out
         (new,) = upkeep.list_architecture_folders(tmp_path / least)
-        found = {
+        packed_records = {
             (str(r.workload.mod), read_trace_choice(r.trace), float(r.run_secs[0])) for r in read_best_records(new)
         }
-        assert len(found) == 2 * packed and found < {
-            (str(r.workload.mod), read_trace_choice(r.trace), float(r.run_secs[0])) for r in read_best_records(part)
+        assert len(packed_records) == 2 * packed and packed_records < {
+            (str(r.workload.mod), read_trace_choice(r.trace), float(r.run_secs[0])) for r in read_best_records(arch)
         }
     assert sum(file.stat().st_size for file in new.rglob("*.*")) < 20_000
     assert main([*command, str(new.parent)]) == 1
@@ -164,9 +164,9 @@ def test_defaults_of_other_days_are_not_packed(
 def test_a_picture(folders: list[Path], tmp_path: Path) -> None:
     assert main(["db", "plot", str(folders[0]), "-o", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    (part,) = upkeep.list_architecture_folders(folders[0])
-    task = read_journal(part)[0].task
-    trials = [t for t in read_journal(part) if t.task == task]
+    (arch,) = upkeep.list_architecture_folders(folders[0])
+    task = read_journal(arch)[0].task
+    trials = [t for t in read_journal(arch) if t.task == task]
     course = compute_best_so_far(trials)
     assert course[0] == 1 and course == sorted(course, reverse=True) and len(course) == len(trials)
 

@@ -1,4 +1,4 @@
-"""What wins alone must win in whole runs of the model, or it is not kept; presets are candidates, too."""
+"""A winner by itself must win in whole runs of the model, or it is dropped; presets are candidates, too."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SIZES = {"n": 64}
 
 @pytest.fixture
 def easy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest candidate wins alone, whether or not it is faster than the default."""
+    """Let the fastest candidate win by itself, whether or not it is faster than the default."""
 
     def compare(self: FinalComparison, search: TaskSearch) -> None:
         search.won, search.won_seconds = search.space.default, search.reference
-        others = [choice for choice in search.timings if choice != search.space.default]
-        if others:
-            search.won, search.won_seconds = min(others, key=search.timings.__getitem__), search.reference / 1.5
+        faster = [choice for choice in search.timings if choice != search.space.default]
+        if faster:
+            search.won, search.won_seconds = min(faster, key=search.timings.__getitem__), search.reference / 1.5
 
     monkeypatch.setattr(FinalComparison, "_compare", compare)
 
@@ -39,13 +39,13 @@ def tune(folder: Path, **options: Any) -> lowering.Tuning:
 
 
 def defaults_alone(folder: Path) -> bool:
-    (part,) = upkeep.list_architecture_folders(folder)
-    records = read_best_records(part)
+    (architecture,) = upkeep.list_architecture_folders(folder)
+    records = read_best_records(architecture)
     return len(records) == len({str(record.workload.mod) for record in records})
 
 
 def answer(ratio: float, run: float = 0.9) -> Any:
-    """Whole runs in which every kernel takes so much of its time, and the run so much of its own."""
+    """Fake whole runs: every kernel takes such a share of its time, and the run such a share of its own."""
 
     def runs(self: LocalBench, was: Path, became: Path, sizes: Any, seconds: float) -> WholeRunTimes:
         true = compare_whole_runs(str(was), str(became), sizes, 1, 0.0)
@@ -58,7 +58,7 @@ def answer(ratio: float, run: float = 0.9) -> Any:
 
 
 @pytest.mark.usefixtures("easy")
-def test_what_wins_in_the_model_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_winner_in_the_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBench, "whole_runs", answer(0.8))
     tuning = tune(tmp_path)
     won = [o for o in tuning.outcomes if o.gain > 1]
@@ -83,16 +83,16 @@ def test_what_crashes_there_is_filed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LocalBench, "whole_runs", crash)
     tuning = tune(tmp_path)
     assert defaults_alone(tmp_path) and {cause for o in tuning.outcomes for cause in o.failures} == {"crash"}
-    (part,) = upkeep.list_architecture_folders(tmp_path)
-    assert {t.text for t in read_journal(part) if t.cause} == {"in whole runs: signal 11"}
+    (architecture,) = upkeep.list_architecture_folders(tmp_path)
+    assert {t.text for t in read_journal(architecture) if t.cause} == {"in whole runs: signal 11"}
 
 
 @pytest.mark.usefixtures("easy")
 def test_presets_are_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where presets serve, a database that knows only the default would be worse than none."""
+    """Next to presets, a database that knows only the default would be worse than none."""
     monkeypatch.setattr(LocalBench, "whole_runs", answer(0.8))
     choices = {(o.name, o.searched): o.choice for o in tune(tmp_path / "presets").outcomes if o.gain > 1}
     monkeypatch.setattr(lookup, "PRESETS", tmp_path / "presets")
     tuning = lowering.tune(matmul(), tmp_path / "database", trials=0, sizes=[SIZES])
-    found = {(o.name, o.searched): o.choice for o in tuning.outcomes if o.gain > 1}
-    assert choices and found == choices
+    chosen = {(o.name, o.searched): o.choice for o in tuning.outcomes if o.gain > 1}
+    assert choices and chosen == choices

@@ -1,4 +1,4 @@
-"""Tuning on devices of a tracker, all of them on this machine: two servers, one of which is killed on the way."""
+"""Tuning on devices of a tracker, all of them on this machine: two servers, one of which is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lowering.tuning.session import TuningState
 
 ROOT = Path(__file__).parents[2]
 
-# What runs on a device, where there is TVM's runtime but no compiler.
+# The program of a device, which has TVM's runtime but no compiler.
 DEVICE = """
 import sys
 sys.modules["onnx"] = sys.modules["onnx_ir"] = sys.modules["schedules"] = None
@@ -50,12 +50,12 @@ def tracker() -> Iterator[tuple[str, int]]:
 
 
 class Device:
-    """A server that is registered when it is made; others are what it has in its environment beside ours."""
+    """A server that is registered at once. `variables` are added to the environment."""
 
-    def __init__(self, tracker: tuple[str, int], key: str, others: Mapping[str, str] | None = None) -> None:
+    def __init__(self, tracker: tuple[str, int], key: str, variables: Mapping[str, str] | None = None) -> None:
         before = self._count(tracker, key)
         command = [sys.executable, "-c", DEVICE, f"{tracker[0]}:{tracker[1]}", key]
-        here = {**os.environ, **(others or {}), "TVM_USE_RUNTIME_LIB": "1"}
+        here = {**os.environ, **(variables or {}), "TVM_USE_RUNTIME_LIB": "1"}
         self.process = subprocess.Popen(command, cwd=ROOT, env=here, stdout=subprocess.DEVNULL, start_new_session=True)
         end = time.monotonic() + 60
         while self._count(tracker, key) <= before:
@@ -67,14 +67,14 @@ class Device:
         return sum(info["key"] == f"server:{key}" for info in connect_tracker(*tracker).summary()["server_info"])
 
     def kill(self) -> None:
-        """With all of its processes, as a machine goes that loses its power."""
+        """Kill it with all of its processes, like a machine that loses its power."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def lose_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens what is waited for an answer that does not come. A device that starts takes longer on a busy machine."""
+    """Shorten the wait for an answer that does not come. A device starts more slowly on a busy machine."""
     monkeypatch.setattr(fleet, "RUN_SECONDS", 3.0)
     monkeypatch.setattr(fleet, "_PATIENCE", 6.0)
 
@@ -108,9 +108,9 @@ def test_two_devices_one_of_which_dies(
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error says so, all that was measured is kept, and tuning goes on elsewhere."""
-    mine = started()
-    address = ("127.0.0.1", mine.port)
+    """An error says so, all measured results stay, and tuning continues elsewhere."""
+    own_tracker = started()
+    address = ("127.0.0.1", own_tracker.port)
     devices = [Device(address, "here") for _ in range(count)]
     seen: list[int] = []
 
@@ -118,7 +118,7 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
         seen.append(sum(search.trials for search in state.searches))
         if seen[-1] >= 4:
             lose_patience(monkeypatch)
-            mine.proc.kill()
+            own_tracker.proc.kill()
             for device in devices:
                 device.kill()
 
@@ -126,7 +126,7 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
         with pytest.raises(InputError, match="No device with the key 'here' is left"):
             lowering.tune(matmul(rows=64), tmp_path, tracker=address, keys=["here"], progress=kill_all)
     finally:
-        mine.proc.kill()
+        own_tracker.proc.kill()
         for device in devices:
             device.kill()
     (folder,) = tmp_path.iterdir()
@@ -139,7 +139,7 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> None:
-    """Both are this machine, so that what the second measures is the first one's architecture, too."""
+    """Both are this machine, so that results of the second belong to the first one's architecture, too."""
     devices = [Device(tracker, key) for key in ("one", "other")]
     try:
         tuning = lowering.tune(matmul(rows=64), tmp_path, trials=4, tracker=tracker, keys=["one", "other"])
@@ -152,7 +152,7 @@ def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_rack_of_gpus(tracker: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cards of one kind, both emulated, and a device that has none."""
+    """Two cards of one kind, both emulated, and a device without a card."""
     gpu = environment("sm_80")
     monkeypatch.setenv("PATH", gpu["PATH"])
     cards, plain = [Device(tracker, "card", gpu) for _ in range(2)], Device(tracker, "plain")

@@ -25,7 +25,7 @@ from lowering.tuning.database import read_journal
 
 ROOT = Path(__file__).parents[2]
 
-# What runs beside the GPU.
+# The program next to the GPU.
 MEASURE = """
 import sys
 for name in ("tvm", "onnx", "onnx_ir", "schedules", "xgboost"):
@@ -36,7 +36,7 @@ sys.exit(main(["measure", sys.argv[1]]))
 
 
 def attention(rows: int | str = 70) -> onnx.ModelProto:
-    """Tensor cores take it: half precision, 64 elements."""
+    """Return attention for tensor cores: half precision, 64 elements."""
     ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT16, [1, 2, rows, 64]) for n in "qkvy"]
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attention", is_causal=1)
     graph = helper.make_graph([node], "attention", ports[:3], ports[3:])
@@ -60,28 +60,28 @@ def test_round_trip_of_tiles(arch: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert done.returncode == 0 and " 0 of candidates that failed" in done.stdout, done.stdout + done.stderr
     filed = lowering.file_results(batch, database, target)
     assert (filed.tasks, filed.trials) == (1, 4)
-    (part,) = (p for p in database.iterdir() if read_journal(p))
-    assert part.name.startswith(f"{arch}-CPU_emulation_of_{arch.rstrip('a')}")
+    (architecture,) = (p for p in database.iterdir() if read_journal(p))
+    assert architecture.name.startswith(f"{arch}-CPU_emulation_of_{arch.rstrip('a')}")
     module = lowering.compile(attention(), target, database=database)
     assert module.manifest.kernels[0].source.startswith("tuned")
-    # What was measured last says which candidates come next.
+    # The last results decide which candidates come next.
     lowering.tune(attention(), database, target, trials=2, export=tmp_path / "next")
-    before = {trial.candidate for trial in read_journal(part)}
+    before = {trial.candidate for trial in read_journal(architecture)}
     choices = next((tmp_path / "next").glob("*/choices.jsonl")).read_text().splitlines()
     assert len(before) == 5 and len(choices) == 2 and not before & set(choices)
 
 
 @pytest.mark.slow
 def test_loops_on_the_gpu_that_is_here(tmp_path: Path) -> None:
-    """Live: what is not ours is scheduled by MetaSchedule's rules for GPUs."""
+    """Tuning on the GPU itself: MetaSchedule's rules for GPUs schedule the other functions."""
     command = [sys.executable, "-m", "lowering", "tune", str(tmp_path / "model.onnx"), "--target", "cuda:sm_80"]
     onnx.save(matmul(rows=8), tmp_path / "model.onnx")
     here = {**os.environ, **environment("sm_80")}
     options = ["--database", str(tmp_path / "database"), "--trials", "4", "--effort", "quick"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, cwd=ROOT, env=here)
     assert done.returncode == 0, done.stderr
-    (part,) = (tmp_path / "database").iterdir()
-    trials = read_journal(part)
+    (architecture,) = (tmp_path / "database").iterdir()
+    trials = read_journal(architecture)
     assert len(trials) >= 6 and all(trial.seconds for trial in trials)  # with two defaults
     assert sum(trial.candidate == DEFAULT for trial in trials) == 2
     module = lowering.compile(matmul(rows=8), "cuda:sm_80", database=tmp_path / "database")
@@ -103,5 +103,5 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(batch / wrong.name / "default.so", batch / wrong.name / "0.so")
     (batch / wrong.name / "expected.bin").write_bytes(b"\x3c" * (batch / wrong.name / "expected.bin").stat().st_size)
     assert measured(batch, "sm_80").returncode == 0
-    found = read_results(batch)
-    assert found is not None and [r.cause for r in found[1]] == ["wrong"]
+    results = read_results(batch)
+    assert results is not None and [r.cause for r in results[1]] == ["wrong"]

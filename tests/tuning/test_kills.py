@@ -1,4 +1,4 @@
-"""`tune` is killed at random moments, twenty times: its database stays whole, and the next run goes on from there."""
+"""`tune` is killed at random moments, twenty times: its database stays whole, and the next run continues from there."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ KILLS = 20
 
 
 def files(database: Path) -> dict[Path, list[bytes]]:
-    """The whole lines of what only grows."""
+    """Return the whole lines of files that only grow."""
     names = (f"*/{TRIALS}/{RECORDS}", f"*/{TRIALS}/{WORKLOADS}", f"*/{BEST}/{RECORDS}", f"*/{BEST}/{WORKLOADS}")
     paths = [path for name in (*names, "*/journal.jsonl") for path in database.glob(name)]
     return {path: path.read_bytes().split(b"\n")[:-1] for path in paths}
 
 
 def check_whole(database: Path) -> int:
-    """The records that a database holds, all of which can be read."""
+    """Check that all records of a database can be read, and count them."""
     count = 0
-    for part in sorted(database.glob("*/architecture.json")):
+    for path in sorted(database.glob("*/architecture.json")):
         count += sum(
-            record.run_secs is not None for record in open_database(part.parent / TRIALS).get_all_tuning_records()
+            record.run_secs is not None for record in open_database(path.parent / TRIALS).get_all_tuning_records()
         )
-        assert len(read_journal(part.parent)) >= count
+        assert len(read_journal(path.parent)) >= count
     return count
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_twenty_kills(tmp_path: Path) -> None:
-    """Of the process alone, or with its helpers, which end with it."""
+    """Kill the process by itself, or with its helpers, which end with it."""
     rng = np.random.default_rng(0)
     onnx.save(matmul(rows=32), tmp_path / "model.onnx")
     database = tmp_path / "database"
@@ -80,7 +80,7 @@ def test_twenty_kills(tmp_path: Path) -> None:
 
 
 def wait_for_lines(database: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    """Until so many lines have been added to the journal."""
+    """Wait until so many lines have been added to the journal."""
     before, end = journal_lines(database), time.monotonic() + 240
     while journal_lines(database) < before + count:
         assert process.poll() is None and time.monotonic() < end
@@ -92,7 +92,7 @@ def journal_lines(database: Path) -> int:
 
 
 def wait_for_helpers(session: int) -> None:
-    """Until no process of a session is left."""
+    """Wait until no process of a session is left."""
     end = time.monotonic() + 60
     while left := [p.name for p in Path("/proc").iterdir() if p.name.isdigit() and is_of(p, session)]:
         assert time.monotonic() < end, f"processes {left} outlive the tuner"

@@ -1,4 +1,4 @@
-"""Functions that none of our kernels takes well: MetaSchedule's own schedules of them are searched, kept and used."""
+"""Functions without a good kernel of onnx-lowering: MetaSchedule's own schedules are searched, stored and used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ K, N = 96, 160
 
 
 def matmul(rows: int | str, dtype: str = "int32") -> onnx.ModelProto:
-    """x W. None of our kernels takes one of integers."""
+    """Return x W. No kernel of onnx-lowering takes integers."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul")],
@@ -46,7 +46,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuni
 
 @pytest.mark.parametrize("rows", [64, "n"])
 def test_loops_win_and_are_used(tuned: tuple[Path, lowering.Tuning], rows: int | str) -> None:
-    """Fixed sizes run what was found; of symbolic ones only those do that it was found for."""
+    """Static sizes run the tuned schedules; a symbolic size does so only at the tuned size."""
     folder, tuning = tuned
     (loops,) = (o for o in tuning.outcomes if o.searched == "loops")
     assert loops.gain > 1.4 and not loops.failures
@@ -66,7 +66,7 @@ def test_loops_win_and_are_used(tuned: tuple[Path, lowering.Tuning], rows: int |
 def test_other_versions_of_the_default_are_other_tasks(
     tuned: tuple[Path, lowering.Tuning], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was compared with a default says nothing of a better one."""
+    """A comparison with one default says nothing about a better one."""
     from schedules.cpu.reduction import ReductionTiles
 
     monkeypatch.setattr(ReductionTiles, "version", ReductionTiles.version + 1)

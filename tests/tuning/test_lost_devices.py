@@ -1,4 +1,4 @@
-"""Where the last device goes, whoever waits is told so, and what was measured until then is kept."""
+"""When the last device goes, all waiting calls are told so, and earlier results are stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowering.tuning import local, scheduler
 
 
 class LateQueue(queue.SimpleQueue[Any]):
-    """The last worker ends while something is put into it."""
+    """A queue whose last worker ends during a put."""
 
     def put(self, item: Any, *_: Any) -> None:
         worker = threading.Thread(target=self.fleet._work, daemon=True)  # type: ignore[attr-defined]
@@ -33,13 +33,13 @@ def test_what_is_submitted_as_the_last_device_goes(monkeypatch: pytest.MonkeyPat
     fleet = devices.Fleet.__new__(devices.Fleet)
     fleet.key, fleet._left, fleet._lock, fleet._queue = "here", 1, threading.Lock(), LateQueue()
     fleet._queue.fleet = fleet  # type: ignore[attr-defined]
-    for _ in range(2):  # while it goes, and behind it
+    for _ in range(2):  # while it goes, and after it
         done = fleet.submit(Path("a.so"), Path("b.so"), 1, trial=True)
         assert isinstance(done.exception(10), InputError)
 
 
 def measuring(seconds: float | None, path: Path) -> local.TrialFuture:
-    """What MetaSchedule is given for a measurement that ends in seconds, or without a device."""
+    """Return the future of a measurement that ends in seconds, or without a device."""
     done: Future[Measurement] = Future()
     if seconds is None:
         done.set_exception(InputError("fleet.no_device_left", "No device is left."))
@@ -51,12 +51,12 @@ def measuring(seconds: float | None, path: Path) -> local.TrialFuture:
 @pytest.mark.parametrize(
     "ends", [(None, 2.0), (2.0, None), (None, 2.0, None, 3.0), (1.0, None, None), (None, None), (None,)]
 )
-def test_what_was_measured_beside_it_is_kept(
+def test_other_measurements_are_stored(
     ends: Sequence[float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "predicted", lambda *_: 0.0)
-    kept: list[float] = []
-    database = SimpleNamespace(commit=lambda module, trace, seconds, *_: kept.append(seconds))
+    stored: list[float] = []
+    database = SimpleNamespace(commit=lambda module, trace, seconds, *_: stored.append(seconds))
     search = SimpleNamespace(site=SimpleNamespace(database=database), timings={}, model=None, context=None, module=None)
     batch = scheduler._CandidateBatch.__new__(scheduler._CandidateBatch)
     batch.search, batch._results, batch._new_indices = search, [], []
@@ -64,4 +64,4 @@ def test_what_was_measured_beside_it_is_kept(
     batch._pending = [(candidate, str(k), measuring(seconds, tmp_path / str(k))) for k, seconds in enumerate(ends)]
     with pytest.raises(InputError, match="No device is left"):
         batch.finish(None, lambda search: None)
-    assert kept == [seconds for seconds in ends if seconds] and not batch._pending
+    assert stored == [seconds for seconds in ends if seconds] and not batch._pending

@@ -1,4 +1,4 @@
-"""Candidates are checked and timed in processes of their own, and what is wrong with them is told by cause."""
+"""Candidates are checked and timed in processes of their own, and their errors are reported by cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def helper() -> Iterator[Helper]:
 
 @pytest.fixture
 def folder(tmp_path: Path, helper: Helper) -> Path:
-    """With the arguments of the functions in models.py, and what is expected of them."""
+    """Write the arguments of the functions in models.py, and the expected results."""
     x = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
     tensors = [("float32", (SIZE,), a.view(np.uint8), False, k == 1) for k, a in enumerate((x, 0 * x))]
     arguments.write_arguments(tmp_path, tensors)
@@ -40,18 +40,18 @@ def job(folder: Path, path: Path) -> Job:
 
 
 def test_a_kernel_that_is_right_and_slower(folder: Path, helper: Helper) -> None:
-    found = helper.call(measure_job, job(folder, library(slow, folder, "slow")), seconds=60, memory=1 << 30)
-    assert found.error == 0 and found.ratio > 2 and found.baseline > 0
-    assert len(found.ratios) < 8  # it was clear before all pairs were taken
+    result = helper.call(measure_job, job(folder, library(slow, folder, "slow")), seconds=60, memory=1 << 30)
+    assert result.error == 0 and result.ratio > 2 and result.baseline > 0
+    assert len(result.ratios) < 8  # it was clear before all pairs were taken
 
 
-def test_a_kernel_beside_itself(folder: Path, helper: Helper) -> None:
-    found = helper.call(measure_job, job(folder, folder / "right.so"), seconds=60, memory=1 << 30)
-    assert found.ratio == pytest.approx(1, abs=0.3)
+def test_a_kernel_against_itself(folder: Path, helper: Helper) -> None:
+    result = helper.call(measure_job, job(folder, folder / "right.so"), seconds=60, memory=1 << 30)
+    assert result.ratio == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.parametrize(
-    "func, cause, words",
+    "func, cause, message",
     [
         (wrong, "wrong", "argument 1 is"),
         (spoils_what_it_reads, "wrong", "argument 0 was written, which is only read"),
@@ -60,12 +60,12 @@ def test_a_kernel_beside_itself(folder: Path, helper: Helper) -> None:
         (wants_memory, "memory", "bad_alloc"),
     ],
 )
-def test_what_is_no_good_is_told_by_cause(func, cause: str, words: str, folder: Path, helper: Helper) -> None:
+def test_faulty_candidates_are_told_by_cause(func, cause: str, message: str, folder: Path, helper: Helper) -> None:
     path = library(func, folder, "bad")
     begin = time.monotonic()
     with pytest.raises(CandidateFailure) as failed:
         helper.call(measure_job, job(folder, path), seconds=2, memory=1 << 30)
-    assert failed.value.cause == cause and words in failed.value.text
+    assert failed.value.cause == cause and message in failed.value.text
     assert time.monotonic() - begin < 10
     assert helper.call(measure_job, job(folder, folder / "right.so"), seconds=60, memory=1 << 30).error == 0
 

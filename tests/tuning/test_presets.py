@@ -1,4 +1,4 @@
-"""Records that come with the package: for machines like those that were tuned, and behind the user's own."""
+"""Records of the package: for machines like those that were tuned, and with less priority than the user's own."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ def presets(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def test_those_of_the_package_fit_its_kernels() -> None:
-    """Records of other versions than the kernels' would be dead weight: tune again, or take them out."""
-    parts = sorted(lookup.PRESETS.iterdir())
-    assert {part.name.split("-")[1] for part in parts} == {"avx512f", "avx2"}
-    for record in (record for part in parts for record in read_best_records(part)):
+    """Records of other kernel versions are dead weight: tune again, or remove them."""
+    folders = sorted(lookup.PRESETS.iterdir())
+    assert {folder.name.split("-")[1] for folder in folders} == {"avx512f", "avx2"}
+    for record in (record for folder in folders for record in read_best_records(folder)):
         assert is_current(record.workload.mod, record.target)
         if has_kernel(record.workload.mod):
             TileSpace(record.workload.mod, record.target).read(read_trace_choice(record.trace) or "")
 
 
 def win(folder: Path) -> None:
-    """Makes other tiles than the defaults win."""
-    (part,) = upkeep.list_architecture_folders(folder)
-    trials, settled = open_writable(part / TRIALS), open_writable(part / BEST)
+    """Make other tiles than the defaults win."""
+    (architecture,) = upkeep.list_architecture_folders(folder)
+    trials, best = open_writable(architecture / TRIALS), open_writable(architecture / BEST)
     for record in trials.get_all_tuning_records():
         task = record.workload.mod
         if has_kernel(task) and read_trace_choice(record.trace) != TileSpace(task, record.target).default:
-            workload = settled.commit_workload(task)
+            workload = best.commit_workload(task)
             won = ms.database.TuningRecord(record.trace, workload, [1e-9], record.target, record.args_info)
-            settled.commit_tuning_record(won)
+            best.commit_tuning_record(won)
 
 
 def sources(rows: int | str = 8, **options: Any) -> set[str]:
-    """Where the tiles of the kernels are from, without how good they were."""
+    """Return where the tiles of the kernels are from, without their gains."""
     kernels = lowering.compile(matmul(rows=rows), **options).manifest.kernels
     return {kernel.source.partition(" ")[0] for kernel in kernels}
 
 
-def test_a_preset_is_used_where_nothing_else_is_known(presets: Path, tuned: Path) -> None:
+def test_a_preset_is_used_where_nothing_was_tuned(presets: Path, tuned: Path) -> None:
     assert sources() == {"preset"}
     assert sources(database=tuned) == {"tuned"}
     assert sources(rows="n") == {""}  # one size says nothing of all others
     assert sources(rows=30) == {""}  # other functions
-    assert sources(target="cpu:x86-64-v3") == {""}  # whose machine is not known
+    assert sources(target="cpu:x86-64-v3") == {""}  # whose machine is unknown
 
 
 def test_what_nobody_tuned_takes_the_tiles_of_the_nearest_sizes(tuned: Path, tmp_path: Path) -> None:
-    """Where those are better than the defaults, and no farther than a factor of two."""
+    """If those are better than the defaults, and at most a factor of two away."""
     shutil.copytree(tuned, tmp_path / "database")
     win(tmp_path / "database")
     x = np.random.default_rng(0).standard_normal((12, K)).astype(np.float32)
@@ -99,7 +99,7 @@ def test_what_nobody_tuned_takes_the_tiles_of_the_nearest_sizes(tuned: Path, tmp
 def test_a_preset_is_for_machines_like_its_own(
     presets: Path, change: Callable[[dict[str, Any]], dict[str, Any]], used: bool
 ) -> None:
-    (part,) = presets.iterdir()
-    path = part / ARCHITECTURE
+    (architecture,) = presets.iterdir()
+    path = architecture / ARCHITECTURE
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     assert sources() == ({"preset"} if used else {""})

@@ -1,4 +1,4 @@
-"""How much a search finds that is not told where to look: against a sweep of the tiles."""
+"""The quality of a search without hints: compared with a sweep of the tiles."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KERNEL, SECONDS = "prefill", 300
 
 
 def sweep(space: TileSpace) -> list[Choice]:
-    """All blocks of rows and keys with the other tiles that serve untuned, and each value of those with its blocks."""
+    """Return all blocks of rows and keys with the other default tiles, and each value of those with its blocks."""
     (variant,) = space.variants
     usual = variant.tiles[KERNEL]
     values = {field: v for kernel, field, v in space.list_fields(variant.name) if kernel == KERNEL}
     changes = [{"q": q, "kv": kv} for q in values["q"] for kv in values["kv"]]
-    changes += [{field: v} for field, each in values.items() if field not in ("q", "kv") for v in each]
+    changes += [{field: v} for field, options in values.items() if field not in ("q", "kv") for v in options]
     tiles = {dataclasses.replace(usual, **change) for change in changes}
     legal = sorted((t for t in tiles if t.is_legal(variant.problem, variant.machine)), key=str)
     return [Choice(variant.name, {**variant.tiles, KERNEL: t}) for t in legal]
@@ -39,8 +39,9 @@ def sweep(space: TileSpace) -> list[Choice]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_random_tiles_become_as_good_as_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1 full, without the estimate, and the default is no candidate: the best of five minutes is at least 0.97 as fast
-    as the best of the sweep, side by side."""
+    """Tune P1 in full, without the estimate, where the default is not a candidate.
+
+    The best of five minutes is at least 0.97 as fast as the best of the sweep, side by side."""
     monkeypatch.setattr(TileSpace, "estimate", lambda self, choice: 0.0)
     (target,) = resolve("cpu")
     bench, workshop = LocalBench(1, gpu=False), LibraryBuilder("cpu", None, 0, 1)
@@ -65,12 +66,12 @@ def test_random_tiles_become_as_good_as_a_sweep(tmp_path: Path, monkeypatch: pyt
         for text, trace in traces.items():
             library = workshop.build_trace(search.module, trace)
             seconds[text] = bench.submit(library, search.folder / DEFAULT, 12, trial=True).result().ratio
-        mine, best = min(random, key=random.__getitem__), min(seconds, key=seconds.__getitem__)
-        found = workshop.build_trace(search.module, database.traces(search.module)[mine])
+        fastest, best = min(random, key=random.__getitem__), min(seconds, key=seconds.__getitem__)
+        tuned = workshop.build_trace(search.module, database.traces(search.module)[fastest])
         swept = workshop.build_trace(search.module, traces[best])
-        ratio = bench.submit(found, swept, LAST_PAIRS, trial=False).result().ratio
+        ratio = bench.submit(tuned, swept, LAST_PAIRS, trial=False).result().ratio
         print(f"{len(random)} random tiles, {len(seconds)} swept; of the sweep's best {1 / ratio:.3f}")
-        print(f"found {mine}\nswept {best}, {1 / seconds[best]:.3f} of the default")
+        print(f"found {fastest}\nswept {best}, {1 / seconds[best]:.3f} of the default")
         assert ratio <= 1 / 0.97
     finally:
         bench.close()

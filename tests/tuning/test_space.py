@@ -83,7 +83,7 @@ def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
 
 
 def search(seed: int) -> list[str]:
-    """The choices of a first batch, and of one after results that depend on the choice alone."""
+    """Return the choices of a first batch, and of one after results that depend only on the choice."""
     task = matmul_task(16)
     space = TileSpace(task, V4.tvm)
     model = TileCostModel(space, seed)
@@ -92,7 +92,7 @@ def search(seed: int) -> list[str]:
     workload = database.commit_workload(task)
     info = ms.arg_info.ArgInfo.from_prim_func(task["main"])
     context.pre_tuning(64, 8, database=database, cost_model=model)
-    found: list[str] = []
+    choices: list[str] = []
     for _ in range(2):
         candidates = context.generate_measure_candidates()
         texts = [read_choice(c.sch.mod) or "" for c in candidates]
@@ -102,8 +102,8 @@ def search(seed: int) -> list[str]:
             database.commit_tuning_record(record)
         model.update(context, candidates, results)
         context.notify_runner_results(candidates, results)
-        found += texts
-    return found
+        choices += texts
+    return choices
 
 
 def test_the_same_seed_gives_the_same_candidates() -> None:
@@ -132,7 +132,7 @@ def test_sizes_that_arguments_do_not_tell() -> None:
 
 
 def test_a_size_that_is_a_parameter_itself_stays_one() -> None:
-    """Callers go on passing it."""
+    """Callers still pass it."""
     size = tvm.tirx.Var("n", "int64")
     x, y = (tvm.tirx.decl_buffer((size,), "float32", name) for name in "xy")
     body = tvm.tirx.BufferStore(y, tvm.tirx.BufferLoad(x, [0]) + tvm.tirx.Cast("float32", size), [0])

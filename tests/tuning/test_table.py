@@ -1,4 +1,4 @@
-"""What `tune` says when it is over: the result first, short, in the width of the terminal."""
+"""The report of `tune` at its end: the result first, short, in the width of the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tuning(*outcomes: TuningOutcome, seconds: float = 119.5, ended: End = "time"
 @pytest.mark.parametrize("width", [70, 80, 100, 120, 150, 200])
 @pytest.mark.parametrize("count", [1, 9, 40, 300])
 def test_a_model_of_many_nodes_fits_a_terminal(width: int, count: int) -> None:
-    """Whatever its width: a line for a kernel, none longer than the terminal, the result first."""
+    """At any width: a line for a kernel, none longer than the terminal, the result first."""
     outcomes = [dataclasses.replace(SLOW, name=f"{SLOW.name}_{k}") for k in range(count)]
     lines = format_report(tuning(FAST, *outcomes, LEFT), width)
     assert lines[0] == format_summary(tuning(FAST, *outcomes, LEFT)) and lines[0].startswith(

@@ -1,4 +1,4 @@
-"""Tuning a model: what is measured is kept, what fails is told, and what was found is used."""
+"""Tuning a model: measured results are stored, failures are reported, and the winners are used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuning]:
-    """A database for `matmul` with 2 and with 64 rows."""
+    """Tune `matmul` with 2 and with 64 rows, and return the database."""
     folder = tmp_path_factory.mktemp("database")
     states: list[float] = []
     tuning = lowering.tune(
@@ -48,8 +48,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuni
 
 
 def trials(folder: Path) -> int:
-    (part,) = (f for f in folder.iterdir() if f.is_dir())
-    return len(open_writable(part / "trials").get_all_tuning_records())
+    (architecture,) = (f for f in folder.iterdir() if f.is_dir())
+    return len(open_writable(architecture / "trials").get_all_tuning_records())
 
 
 def test_every_trial_is_in_the_database(tuned: tuple[Path, lowering.Tuning]) -> None:
@@ -119,7 +119,7 @@ def test_a_choice_that_became_illegal_is_ignored(tuned: tuple[Path, lowering.Tun
 
 
 def poison(func: tirx.PrimFunc, kind: str) -> tirx.PrimFunc:
-    """A function of the same arguments: it leaves its result as it was, or never ends."""
+    """Return a function of the same arguments that leaves its result as it was, or never ends."""
     result = func.params[-1]
     first = [0] * len(result.shape)
     again = tirx.BufferStore(result, tirx.BufferLoad(result, first) + tirx.const(1, result.dtype), first)
@@ -130,7 +130,7 @@ def poison(func: tirx.PrimFunc, kind: str) -> tirx.PrimFunc:
 def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four candidates one cannot be built, one answers wrongly and one never ends."""
+    """One of four candidates cannot be built, one answers wrongly and one never ends."""
     build, count = local.LibraryBuilder.build, iter(range(10**6))
 
     def poisoned(self: local.LibraryBuilder, module: tvm.IRModule, name: str = "", plain: bool = False) -> Path:
@@ -147,16 +147,16 @@ def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
     tuning = lowering.tune(matmul(rows=16), tmp_path / "database", trials=8)
     causes = {cause for o in tuning.outcomes for cause in o.failures}
     assert causes == {"build", "wrong", "hang"}
-    kept = [trial.candidate for trial in read_journal(tuning.database) if trial.cause is not None]
-    assert len(kept) == sum(sum(o.failures.values()) for o in tuning.outcomes)
-    assert not {read_trace_choice(r.trace) for r in read_best_records(tuning.database)} & set(kept)
+    failed = [trial.candidate for trial in read_journal(tuning.database) if trial.cause is not None]
+    assert len(failed) == sum(sum(o.failures.values()) for o in tuning.outcomes)
+    assert not {read_trace_choice(r.trace) for r in read_best_records(tuning.database)} & set(failed)
     module = lowering.compile(matmul(rows=16), database=tmp_path / "database")
     x = np.ones((16, 96), np.float32)
     np.testing.assert_allclose(module.run({"x": x})["y"], expected(matmul(), x), rtol=1e-4, atol=1e-7)
 
 
 def test_killed_in_the_middle(tmp_path: Path) -> None:
-    """A second process goes on from the records of one that was killed, though its last line is torn."""
+    """A second process continues from the records of one that was killed, though its last line is torn."""
     onnx.save(matmul(rows=32), tmp_path / "model.onnx")
     command = [sys.executable, "-m", "lowering", "tune", "model.onnx", "--database", "database"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -231,7 +231,7 @@ def test_the_nearest_size_counts() -> None:
 
 
 def test_a_target_that_names_no_machine_finds_what_was_tuned_for_it(tmp_path: Path) -> None:
-    """Whichever machine measured: here this one, which `cpu` is not asked about where it has more than its level."""
+    """Any machine may measure: here this one, and `cpu` does not ask for features above its level."""
     lowering.tune(matmul(rows=8), tmp_path, f"cpu:{WIDEST}", trials=2)
     here, level = (set(resolve(target)[0].cpu_features) for target in ("cpu", f"cpu:{WIDEST}"))
     for target, tuned in ((f"cpu:{WIDEST}", True), ("cpu", here == level)):

@@ -25,18 +25,18 @@ Records = list[ms.database.TuningRecord]
 
 @pytest.fixture(scope="module")
 def records() -> Records:
-    """One of each of six tasks."""
+    """Return one record of each of six tasks."""
     (packed, *_) = (path for path in PRESETS if len(database.read_best_records(path.parent)) > 10)
     by_task = {hash_task(record.workload.mod): record for record in database.read_best_records(packed.parent)}
     return list(by_task.values())[:6]
 
 
-def part(folder: Path) -> Path:
-    (found,) = upkeep.list_architecture_folders(folder)
-    return found
+def find_arch(folder: Path) -> Path:
+    (architecture,) = upkeep.list_architecture_folders(folder)
+    return architecture
 
 
-def held_of(folder: Path, name: str = database.TRIALS) -> list[tuple[str, float]]:
+def list_trials(folder: Path, name: str = database.TRIALS) -> list[tuple[str, float]]:
     return sorted(
         (hash_task(r.workload.mod), float(r.run_secs[0])) for r in open_database(folder / name).get_all_tuning_records()
     )
@@ -46,7 +46,7 @@ def commit(to: TuningDatabase, record: ms.database.TuningRecord, seconds: float)
     to.commit(record.workload.mod, record.trace, seconds, record.target)
 
 
-# Who commits which of the tasks, in order.
+# Pairs of writer and task, in order.
 @pytest.mark.parametrize(
     "turns",
     [
@@ -65,15 +65,15 @@ def test_commits_in_turn(turns: list[tuple[int, int]], records: Records, tmp_pat
             records[task].workload.mod, records[task].trace, float(seconds), records[task].target
         )
     expected = sorted((hash_task(records[t].workload.mod), float(s)) for s, (_, t) in enumerate(turns, 1))
-    assert held_of(part(tmp_path)) == held_of(part(tmp_path), database.BEST) == expected
-    assert sorted((trial.task, trial.seconds) for trial in read_journal(part(tmp_path))) == expected
+    assert list_trials(find_arch(tmp_path)) == list_trials(find_arch(tmp_path), database.BEST) == expected
+    assert sorted((trial.task, trial.seconds) for trial in read_journal(find_arch(tmp_path))) == expected
     for writer, its in enumerate(writers):  # each knows its own
-        mine = {hash_task(records[t].workload.mod) for w, t in turns if w == writer}
-        assert {hash_task(r.workload.mod) for r in its.trials.get_all_tuning_records()} == mine
+        own_tasks = {hash_task(records[t].workload.mod) for w, t in turns if w == writer}
+        assert {hash_task(r.workload.mod) for r in its.trials.get_all_tuning_records()} == own_tasks
 
 
 def tear(folder: Path) -> None:
-    """As a writer that is killed leaves its lines."""
+    """Leave lines like a writer that is killed."""
     for path in (*folder.glob("*/database_*.json"), folder / "journal.jsonl"):
         with path.open("a") as file:
             file.write('["123')
@@ -94,23 +94,23 @@ def test_what_others_do_meanwhile(
 ) -> None:
     writer = TuningDatabase(tmp_path, TARGET)
     commit(writer, records[0], 1.0)
-    meanwhile(part(tmp_path))
+    meanwhile(find_arch(tmp_path))
     commit(writer, records[1], 2.0)
     expected = [(hash_task(record.workload.mod), seconds) for record, seconds in zip(records, (1.0, 2.0))]
-    assert held_of(part(tmp_path)) == sorted(expected[2 - left :])
-    assert [trial.seconds for trial in read_journal(part(tmp_path))] == [1.0, 2.0]
+    assert list_trials(find_arch(tmp_path)) == sorted(expected[2 - left :])
+    assert [trial.seconds for trial in read_journal(find_arch(tmp_path))] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("step", range(18))
 def test_a_prune_that_is_cut_short(
     step: int, records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any file that it moves or removes: all records are there, or those that it leaves."""
+    """At any file that prune moves or removes, all records remain, or those that it retains."""
     writer, steps = TuningDatabase(tmp_path, TARGET), [0]
     for seconds in (3.0, 1.0, 2.0):
         for record in records[:2]:
             commit(writer, record, seconds)
-    before, after = ([(t, s) for t, s in held_of(part(tmp_path)) if s <= most] for most in (3.0, 1.0))
+    before, after = ([(t, s) for t, s in list_trials(find_arch(tmp_path)) if s <= limit] for limit in (3.0, 1.0))
 
     def cut_short(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -127,13 +127,13 @@ def test_a_prune_that_is_cut_short(
     with suppress(KeyboardInterrupt):
         upkeep.prune_database(tmp_path, keep=1)
     monkeypatch.undo()
-    assert held_of(part(tmp_path)) in (before, after)
+    assert list_trials(find_arch(tmp_path)) in (before, after)
     commit(TuningDatabase(tmp_path, TARGET), records[2], 4.0)
-    assert (hash_task(records[2].workload.mod), 4.0) in held_of(part(tmp_path))
+    assert (hash_task(records[2].workload.mod), 4.0) in list_trials(find_arch(tmp_path))
 
 
 def test_processes_at_once(records: Records, tmp_path: Path) -> None:
-    """Four of them, of 24 records each; lines of workloads are longer than what is written at once."""
+    """Four processes write 24 records each; lines of workloads are longer than a single write."""
     children = []
     for child in range(4):
         process = os.fork()
@@ -149,13 +149,13 @@ def test_processes_at_once(records: Records, tmp_path: Path) -> None:
         children.append(process)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
     expected = [(hash_task(records[(c + k) % 6].workload.mod), 100.0 * c + k) for c in range(4) for k in range(24)]
-    assert held_of(part(tmp_path)) == sorted(expected)
-    assert len(read_journal(part(tmp_path))) == 96
+    assert list_trials(find_arch(tmp_path)) == sorted(expected)
+    assert len(read_journal(find_arch(tmp_path))) == 96
 
 
 @pytest.mark.slow
 def test_two_tunings_at_once(tmp_path: Path) -> None:
-    """Of models of which each has tasks that the other does not have, beside one that both have."""
+    """Each model has tasks that the other does not have, and one that both have."""
     children = []
     for rows in (8, 24):
         process = os.fork()
@@ -168,9 +168,9 @@ def test_two_tunings_at_once(tmp_path: Path) -> None:
                 os._exit(code)
         children.append(process)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-    trials = held_of(part(tmp_path))
+    trials = list_trials(find_arch(tmp_path))
     assert len(trials) >= 32 + 9  # with the defaults
-    assert sorted((t.task, t.seconds) for t in read_journal(part(tmp_path)) if t.seconds is not None) == trials
+    assert sorted((t.task, t.seconds) for t in read_journal(find_arch(tmp_path)) if t.seconds is not None) == trials
     for rows in (8, 24, 64):
         module = lowering.compile(matmul(rows=rows), database=tmp_path)
         assert all(kernel.source for kernel in module.manifest.kernels)

@@ -1,5 +1,5 @@
 // CUTLASS's matmul by mma.sync: 128 x 128 x 32, 64 x 64 of a warp, 4 stages. float16, A [M, K] and B [N, K]
-// in rows of k, sums in float32.
+// in rows of k, accumulators in float32.
 #include "cutlass/gemm/device/gemm.h"
 
 using Gemm = cutlass::gemm::device::Gemm<

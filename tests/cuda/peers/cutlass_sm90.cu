@@ -1,5 +1,5 @@
 // CUTLASS's matmul for Hopper. nvcc is told TILE_M, TILE_N, CLUSTER (blocks that share their tiles of B) and
-// SCHEDULE (Cooperative or Pingpong). float16, A [M, K] and B [N, K] in rows of k, sums in float32.
+// SCHEDULE (Cooperative or Pingpong). float16, A [M, K] and B [N, K] in rows of k, accumulators in float32.
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"

@@ -49,8 +49,8 @@ __attribute__((const)) void* emu_dynamic_shared();
 __attribute__((const)) void* emu_static_shared(int number);
 uint32_t emu_shared_address(const void* generic);
 void* emu_shared_pointer(uint32_t address);
-uint32_t emu_map_shared(uint32_t address, uint32_t rank);    // the same place in another block of the cluster
-// Checks an access that the compiler's instrumentation does not see in one piece; it must be aligned to its size.
+uint32_t emu_map_shared(uint32_t address, uint32_t rank);    // the same offset in another block of the cluster
+// Checks an access that the compiler's instrumentation does not see as a whole; it must be aligned to its size.
 enum emu_access_kind { EMU_READ, EMU_WRITE, EMU_ATOMIC };
 void emu_access(const void* generic, size_t bytes, emu_access_kind kind);
 [[noreturn]] void emu_trap(const char* message);
@@ -59,7 +59,7 @@ bool emu_keeps(int step);
 
 // ---- meeting points
 void emu_barrier(int id, int count, int arrive_only);   // count 0: all threads of the block
-int emu_barrier_count(int predicate);                    // of all threads of the block: how many predicates hold
+int emu_barrier_count(int predicate);                    // of all threads of the block: how many predicates are true
 void emu_cluster_arrive(int relaxed);
 void emu_cluster_wait();
 void emu_syncwarp(uint32_t mask);

@@ -4,7 +4,7 @@
 namespace emu {
 
 template <class To, class From>
-inline To as(From from) {                // registers of the same size hold any type
+inline To as(From from) {                // registers of the same size store any type
   if constexpr (std::is_arithmetic_v<From> && std::is_arithmetic_v<To> && sizeof(To) != sizeof(From)) return (To)from;
   else return bits<To>(from);
 }
@@ -27,11 +27,11 @@ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
-// Four of the eight bytes of two registers, low first; the selectors' bits of signs are not known here.
-inline uint32_t permute(uint32_t low, uint32_t high, uint32_t places) {
+// Four of the eight bytes of two registers, low first; the selectors' bits of signs are not supported here.
+inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selectors) {
   uint64_t bytes = (uint64_t)high << 32 | low;
   uint32_t d = 0;
-  for (int n = 0; n < 4; n++) d |= (uint32_t)(uint8_t)(bytes >> 8 * (places >> 4 * n & 7)) << 8 * n;
+  for (int n = 0; n < 4; n++) d |= (uint32_t)(uint8_t)(bytes >> 8 * (selectors >> 4 * n & 7)) << 8 * n;
   return d;
 }
 
@@ -55,7 +55,7 @@ __attribute__((no_sanitize("thread"))) void store(void* address, T value, int of
 
 }  // namespace emu
 
-// The pointer behind an address operand of PTX.
+// The pointer of an address operand of PTX.
 inline void* emu_generic(uint32_t address) { return emu_shared_pointer(address); }
 inline void* emu_generic(const void* pointer) { return (void*)pointer; }
 inline void* emu_generic(uint64_t pointer) { return (void*)pointer; }

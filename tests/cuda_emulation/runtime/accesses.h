@@ -1,5 +1,5 @@
 // What the accesses of warps to memory take of a GPU, where settings.counting asks for it: wavefronts of shared memory, of
-// 32 banks of 4 bytes, and sectors of 32 bytes of device memory, each beside the fewest that would do.
+// 32 banks of 4 bytes, and sectors of 32 bytes of device memory, each with the fewest that would do.
 //
 // Threads run one by one, so the n-th execution of an instruction by each lane of a warp in a block counts as one access of
 // the warp. That is what hardware does where lanes that skip an instruction skip its last executions, or all.

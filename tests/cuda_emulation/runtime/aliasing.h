@@ -4,7 +4,7 @@
 //
 // Parameters that point into one allocation may keep the promise, so addresses are what counts: such a parameter gets a
 // window of its own, an address at which device memory lies too, and an access tells by its window which one it came
-// through. Tensor maps are no such parameters.
+// through. Tensor maps are not such parameters.
 #pragma once
 #include <vector>
 

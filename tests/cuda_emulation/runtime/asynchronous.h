@@ -1,4 +1,4 @@
-// Work that the hardware does beside the threads: when it is done is chosen by settings.arrivals.
+// Work that the hardware does concurrently with the threads: when it is done is chosen by settings.arrivals.
 #pragma once
 #include <functional>
 #include <string>
@@ -9,7 +9,7 @@ namespace emulation {
 
 // Does the work at once, or keeps it until no thread can go on.
 void do_later(std::function<void()> work);
-// Does one piece of the work that was kept; false if there is none.
+// Does one item of the queued work; false if there is none.
 bool run_asynchronous();
 
 void reset_asynchronous();

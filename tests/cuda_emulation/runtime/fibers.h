@@ -52,13 +52,13 @@ extern Thread* current;               // null outside of kernels
 extern unsigned long progress;        // grows with everything that may let another thread go on
 
 constexpr size_t STACK = 256 << 10;
-// The stacks of all threads lie in one piece of memory.
+// The stacks of all threads lie in one allocation.
 bool on_a_stack(uint64_t address);
 
 // Lets the other threads run.
 void yield();
 
-// Waits until ready() holds; `waits`, `what` and `operation` are for the report of a deadlock.
+// Waits until ready() is true; `waits`, `what` and `operation` are for the report of a deadlock.
 template <class F>
 void wait_until(Waits waits, uint32_t what, const char* operation, F ready) {
   if (ready()) return;

@@ -118,7 +118,7 @@ bool accessible(uint64_t address, size_t bytes) {
 
 namespace {
 
-// The nearest piece of memory below the address, and how far behind its end the address lies.
+// The nearest allocation below the address, and how far after its end the address lies.
 [[noreturn]] void report(uint64_t address, size_t bytes, const char* what) {
   if (!in_arena(address)) fail("%s of %zu bytes at %p, which is not device memory", what, bytes, (void*)address);
   size_t at = offset_of(address);

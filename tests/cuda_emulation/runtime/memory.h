@@ -22,7 +22,7 @@ extern size_t arena_bytes;                // of all windows
 
 // Maps windows 1 to `last`.
 void open_windows(int last);
-// Device memory, poisoned; null if there is no room.
+// Device memory, poisoned; null if memory is exhausted.
 void* allocate(size_t bytes);
 // False if the pointer is not the beginning of an allocation.
 bool release(void* pointer);
@@ -30,7 +30,7 @@ bool release(void* pointer);
 std::pair<size_t, size_t> allocation_around(size_t offset);
 size_t bytes_free();
 
-// Whether all bytes lie in one piece of allocated memory.
+// Whether all bytes lie in one allocation.
 bool accessible(uint64_t address, size_t bytes);
 // Fails unless all bytes are accessible; `what` names the access.
 void check(uint64_t address, size_t bytes, const char* what);

@@ -1,4 +1,4 @@
-// What a CUtensorMap holds here: the tensor that a bulk tensor copy moves boxes of.
+// The contents of a CUtensorMap here: the tensor that a bulk tensor copy moves boxes of.
 #pragma once
 #include <cstddef>
 #include <cstdint>

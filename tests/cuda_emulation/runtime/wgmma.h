@@ -5,7 +5,7 @@
 
 namespace emulation {
 
-// Fails if the running thread touches a register that a wgmma in flight holds. Registers are its stack here.
+// Fails if the running thread touches a register of a wgmma in flight. Registers are its stack here.
 void check_registers(uint64_t address, size_t bytes, bool write);
 
 }  // namespace emulation
