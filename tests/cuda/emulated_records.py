@@ -5,14 +5,14 @@ from __future__ import annotations
 import cuda_emulation as emulated
 import ml_dtypes
 import numpy as np
-from attention_cases import arrays, check, made, outputs
+from attention_cases import arrays, check, draw_cases, outputs
 from record_cases import CALLS
 
 
 def equals_the_reference(module: emulated.Module, seed: int, tensor_cores: bool) -> None:
     """Calls the module's function attention_{seed}, a kernel of the problem that follows from the seed. Tensor cores
     take probabilities rounded to the type of V."""
-    for case in made(seed, CALLS, tensor_cores):
+    for case in draw_cases(seed, CALLS, tensor_cores):
         inputs = arrays(case)
         results = outputs(case, inputs)
         names = case.problem.parameters()
