@@ -202,7 +202,7 @@ def test_equals_the_mask_it_replaces(name: str) -> None:
         }
         extra: dict[str, Any] = {n: INPUTS[n](b, t, rng) for n in case.inputs if n in INPUTS}
         extra |= {n: rng.standard_normal((8, HEADS), "f") for n in case.inputs if n == "table"}
-        extra |= {n: rng.integers(0, 2, (b, 1, s, t)).astype(bool) for n in case.inputs if n == "given"}
+        extra |= {n: rng.integers(0, 2, (b, 1, s, t)).astype(bool) for n in case.inputs if n == "visible"}
         i, j = np.arange(t - s, t)[:, None], np.arange(t)[None]
         expected = attend(**feeds, mask=case.expected(i, j, **extra))
         actual = model.run({**feeds, **extra})["y"]

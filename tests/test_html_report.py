@@ -130,7 +130,7 @@ def test_sections_and_contents(page: Element) -> None:
     ]
 
 
-@pytest.mark.parametrize("which", ["made", "hostile"])
+@pytest.mark.parametrize("which", ["artifacts", "hostile"])
 def test_one_file_without_scripts(which: str, request: pytest.FixtureRequest) -> None:
     text = (request.getfixturevalue(which) / "report.html").read_text(encoding="utf-8")
     page = Reader(text).root
@@ -315,7 +315,7 @@ FRAME = """<script>onmessage = event => { document.body.dataset.found = JSON.str
 
 
 @needs_browser
-@pytest.mark.parametrize("which", ["made", "hostile"])
+@pytest.mark.parametrize("which", ["artifacts", "hostile"])
 def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """No message, nothing loaded, and nothing wider than the window with everything unfolded. A script measures that,
     in a copy whose policy lets it."""
