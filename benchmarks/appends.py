@@ -1,4 +1,4 @@
-"""What putting new tokens into a cache costs, in bytes a second, beside NumPy's copy of the same rows."""
+"""The cost of writing new tokens into a cache, in bytes a second, compared with NumPy's copy of the same rows."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ BATCHES = (1, 8, 64)
 
 
 def run(threads: int, turns: int, seconds: float) -> None:
-    """The second table of the command `stores`."""
+    """Print the second table of the command `stores`."""
     title = f"KV write of one token to {HEADS} heads, {threads} thread(s)"
     table = Table("requests", "contender", "us", "spread", "GB/s", title=title)
     for batch in BATCHES:
-        made = {"NumPy's copy of the rows": _copy(batch)}
-        made |= {name: _append(_record(layout), batch) for name, layout in STORES.items()}
-        timings = interleaved({name: partial(timed, call) for name, (call, _) in made.items()}, turns, seconds)
+        contenders = {"NumPy's copy of the rows": _copy(batch)}
+        contenders |= {name: _append(_record(layout), batch) for name, layout in STORES.items()}
+        timings = interleaved({name: partial(timed, call) for name, (call, _) in contenders.items()}, turns, seconds)
         for name, t in timings.items():
             spread = f"{t.low * 1e6:.2f} to {t.high * 1e6:.2f}"
-            table.add_row(str(batch), name, f"{t.median * 1e6:.2f}", spread, f"{made[name][1] / t.median * 1e-9:.1f}")
+            table.add_row(
+                str(batch), name, f"{t.median * 1e6:.2f}", spread, f"{contenders[name][1] / t.median * 1e-9:.1f}"
+            )
     Console().print(table)
 
 
 def _copy(batch: int) -> tuple[Callable[[], None], int]:
-    """New rows to where nobody has been for long, and how many bytes are read and written."""
+    """Return a copy of new rows to memory that is not in a cache, and how many bytes it reads and writes."""
     rows = np.ones((batch, HEADS, 2, DIM), np.float32)
     pools = np.ones((LAYERS, CAPACITY, *rows.shape), np.float32)
-    places = itertools.cycle(pools.reshape(-1, *rows.shape))
-    return lambda: np.copyto(next(places), rows), 2 * rows.nbytes
+    targets = itertools.cycle(pools.reshape(-1, *rows.shape))
+    return lambda: np.copyto(next(targets), rows), 2 * rows.nbytes
 
 
 def _record(layout: CacheLayout) -> KvWrite:
@@ -69,15 +71,15 @@ def _append(record: KvWrite, batch: int) -> tuple[Callable[[], None], int]:
 
 
 def _arguments(record: KvWrite, batch: int) -> dict[str, np.ndarray]:
-    """By name, in order. Pages lie in no order, and requests are of different lengths."""
+    """Return arguments by name, in order. Pages are shuffled, and requests have different lengths."""
     rng, layout = np.random.default_rng(0), record.layout
-    each = CAPACITY // PAGE
+    pages_each = CAPACITY // PAGE
     sizes = {"b": batch, "h": HEADS, "t": CAPACITY, "d": DIM}
     if isinstance(layout.slots, Pages):
-        sizes |= {"p": batch * each, "t": PAGE}
+        sizes |= {"p": batch * pages_each, "t": PAGE}
     shape = [sizes[axis] for axis in layout.axes]
-    found = {
-        "pages": rng.permutation(batch * each).reshape(batch, each),
+    arrays = {
+        "pages": rng.permutation(batch * pages_each).reshape(batch, pages_each),
         "factor": np.full(2, 30, np.float32),
         "row_starts": np.arange(batch),
         "row_counts": np.ones(batch, np.int64),
@@ -85,7 +87,7 @@ def _arguments(record: KvWrite, batch: int) -> dict[str, np.ndarray]:
     }
     group = DIM if layout.quantization is None else layout.quantization.group or DIM
     for name in "kv":
-        found[name] = np.ones(shape, "float32" if layout.quantization is None else layout.quantization.dtype)
-        found[f"{name}_scale"] = np.ones([*shape[:-1], DIM // group], np.float32)
-        found[f"new_{name}"] = rng.standard_normal((batch, HEADS, DIM), np.float32)
-    return {name: found[name] for name in record.inputs()}
+        arrays[name] = np.ones(shape, "float32" if layout.quantization is None else layout.quantization.dtype)
+        arrays[f"{name}_scale"] = np.ones([*shape[:-1], DIM // group], np.float32)
+        arrays[f"new_{name}"] = rng.standard_normal((batch, HEADS, DIM), np.float32)
+    return {name: arrays[name] for name in record.inputs()}

@@ -13,9 +13,9 @@ from .report import rows
 def draw(results: Results, path: Path) -> None:
     """One bar for each case, in the order of the report; published widths have tables of their own (widths.py), and no
     picture."""
-    found = [row for row in rows(results) if row.seconds is not None and row.record.group != GROUP]
-    if not found:
+    timed_rows = [row for row in rows(results) if row.seconds is not None and row.record.group != GROUP]
+    if not timed_rows:
         return
     title = f"onnx-lowering, {results.threads} thread(s), {results.machine}"
-    names, ratios = [row.record.case for row in found], [row.ratio or 0.0 for row in found]
-    draw_bars(title, names, ratios, [row.share or 0.0 for row in found], path)
+    names, ratios = [row.record.case for row in timed_rows], [row.ratio or 0.0 for row in timed_rows]
+    draw_bars(title, names, ratios, [row.share or 0.0 for row in timed_rows], path)

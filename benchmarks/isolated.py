@@ -27,15 +27,15 @@ class Failed(Exception):
 
 
 class Isolated:
-    """`make(*arguments)`, made and kept in a new process; all of them must be picklable. Close it when done."""
+    """`make(*arguments)`, created and stored in a new process; all of them must be picklable. Close it when done."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED])  # heeded by the first call
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, make, arguments), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
         self._running = True
 
     @property
@@ -44,7 +44,7 @@ class Isolated:
         return self._process.pid
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What the object's method returns. Its process runs for that long, and has stopped when this returns.
+        """Return the result of the object's method. Its process runs for that long, and has stopped when this returns.
 
         Raises Failed, also for what `make` raised.
         """
@@ -85,22 +85,22 @@ class Isolated:
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    # A stopped process would outlive a benchmark that is killed. The fork server, its parent, ends when nobody holds
-    # the other end of a pipe any more; this process was given one, to start others, which it does not.
+    # A stopped process would outlive a benchmark that is killed. The fork server, its parent, ends when the other end
+    # of a pipe is closed everywhere; this process got one, to start others, which it does not.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    made, problem = None, ""
+    instance, problem = None, ""
     try:
-        made = make(*arguments)
+        instance = make(*arguments)
     except Exception as error:
         problem = said(error)
     while True:
         try:
-            method, given = connection.recv()
+            method, method_arguments = connection.recv()
         except EOFError:
             return
         try:
-            answer = (False, problem) if problem else (True, getattr(made, method)(*given))
+            answer = (False, problem) if problem else (True, getattr(instance, method)(*method_arguments))
         except Exception as error:
             answer = False, said(error)
         connection.send(answer)

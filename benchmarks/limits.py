@@ -1,6 +1,6 @@
-"""What the machine could do: matmuls of the best library, and reading memory once.
+"""The limits of the machine: matmuls of the best library, and reading memory once.
 
-Each limit is measured by several contenders, which take their turns beside those of a case; the fastest one counts.
+Each limit is measured by several contenders, which take turns with those of a case; the fastest one counts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VECTOR = 64  # bytes
 
 
 def limits(work: Work, threads: int) -> tuple[dict[str, Form], float]:
-    """Contenders by name, and how much of the work's unit one call of each does.
+    """Return contenders by name, and how much of the work's unit one call of each does.
 
     FLOPs: float32 matmuls of 2048^3 by PyTorch (MKL) and NumPy (OpenBLAS). Bytes: a streaming read of as many
-    bytes as the work has. A work of nothing has no limit. Where there are several threads, those that can also run on
+    bytes as the work has. Work of zero is unlimited. Where there are several threads, those that can also run on
     one do, which shows how the limit itself scales.
     """
     if not work.amount:
@@ -50,26 +50,26 @@ def _matmuls(threads: int) -> dict[str, Form]:
     a, b = (rng.standard_normal((_SIZE, _SIZE), np.float32) for _ in range(2))
     out = np.empty((_SIZE, _SIZE), np.float32)
     # NumPy's library takes its number of threads from the environment, which `python -m benchmarks` sets.
-    found = {"numpy matmul": _form(lambda: np.matmul(a, b, out), threads)}
+    forms = {"numpy matmul": _form(lambda: np.matmul(a, b, out), threads)}
     try:
         import torch
     except ImportError:
-        return found
+        return forms
     x, y, z = (torch.from_numpy(array) for array in (a, b, out))
 
     def matmul(count: int) -> None:
         torch.set_num_threads(count)
         torch.mm(x, y, out=z)
 
-    found["torch.mm"] = _form(partial(matmul, threads), threads)
+    forms["torch.mm"] = _form(partial(matmul, threads), threads)
     if threads > 1:
-        found[f"torch.mm{ONE_THREAD}"] = _form(partial(matmul, 1), 1)
-    return found
+        forms[f"torch.mm{ONE_THREAD}"] = _form(partial(matmul, 1), 1)
+    return forms
 
 
 def _reads(count: int, threads: int) -> dict[str, Form]:
-    """`count` vectors, divided among the threads."""
-    part = count // threads
+    """Read `count` vectors, divided among the threads."""
+    share = count // threads
     memory = np.full((count + 1) * VECTOR // 4, 1.0, np.float32)
     start = -(-memory.ctypes.data // VECTOR) * VECTOR
     pool = ThreadPoolExecutor(threads)
@@ -77,8 +77,8 @@ def _reads(count: int, threads: int) -> dict[str, Form]:
     def reader(read: Callable[[int, int], float]) -> Callable[[], object]:
         if threads == 1:
             return lambda: (memory, read(start, count))
-        starts = [start + k * part * VECTOR for k in range(threads)]
-        return lambda: (memory, list(pool.map(lambda at: read(at, part), starts)))
+        starts = [start + k * share * VECTOR for k in range(threads)]
+        return lambda: (memory, list(pool.map(lambda at: read(at, share), starts)))
 
     return {f"read, {n} streams": _form(reader(getattr(library(), f"read_{n}")), threads) for n in _STREAMS}
 

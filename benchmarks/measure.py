@@ -52,7 +52,7 @@ class Here:
             answers = contender.answers(contender.call())
         except Exception as failure:  # libraries refuse in every way there is, and must not end the table
             return None, said(failure)
-        return max(error(answers[name], wanted) for name, wanted in self._expected.items()), ""
+        return max(error(answers[name], expected) for name, expected in self._expected.items()), ""
 
     def turn(self, form: str, calls: int) -> Seconds:
         return timed(self._made[form].call, calls)
@@ -138,7 +138,7 @@ class Prepared:
 
 
 def prepare(case: Case, peers: Mapping[str, Peer], openers: Mapping[str, Opener], threads: int) -> Prepared:
-    """peers holds everybody by name, ourselves among them; openers, which are picklable, open them elsewhere."""
+    """Prepare a case. peers contains all by name, ours too; openers, which are picklable, open them elsewhere."""
     prepared, expected = Prepared(case, threads, apart=threads > 1), case.expected()
     try:
         for name, peer in peers.items():
@@ -154,11 +154,11 @@ def _key(outcome: Outcome) -> str:
 
 
 def _together(forms: Mapping[str, Form]) -> list[list[str]]:
-    """The names of forms that share a process: each with its own form on one thread, which what spins leaves a core."""
-    found: dict[str, list[str]] = {}
+    """Return the names of forms that share a process: each with its own form on one thread."""
+    groups: dict[str, list[str]] = {}
     for name in forms:
-        found.setdefault(name.removesuffix(ONE_THREAD), []).append(name)
-    return list(found.values())
+        groups.setdefault(name.removesuffix(ONE_THREAD), []).append(name)
+    return list(groups.values())
 
 
 def _forms(opener: Opener, case: Case, expected: Arrays) -> Here:

@@ -1,4 +1,4 @@
-"""What the machine gives to whoever reads a cache in pages: blocks of so many bytes, which lie in no order."""
+"""The bandwidth that the machine gives to reads of a cache in pages: blocks of so many bytes, in random order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .stores import DIM, PAGE
 from .timing import interleaved, timed
 
 TOTAL = 256 << 20
-"""Bytes that are read, more than any cache holds."""
+"""Bytes that are read, more than any cache can store."""
 ROW = 4 * DIM
 BLOCKS = {
     "one after the other": TOTAL,

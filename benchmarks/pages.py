@@ -1,4 +1,4 @@
-"""What docs/results.md and the README quote of the files in benchmarks/results."""
+"""Text that docs/results.md and the README quote from the files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ The batch is 1 where none is said. Decode has 32 query heads on 8 key heads of 1
 ![bar chart of all cases]({chart})
 """
 
-# The first words of cases that are named by a code.
+# The first tokens of cases that are named by a short form.
 _CODES = {
     "P1": "8 heads of 64, 1024 tokens",
     "P2": "8 heads of 128, 2048 tokens",
     "P3": "32 heads of 128 on 8, 2048 tokens",
 }
 
-# What the README shows, by case.
+# The table of the README, by case.
 _SHORT = {
     "P2 full": "attention, 8 heads of 128, 2048 tokens",
     "P2 causal": "the same, causal",
@@ -81,28 +81,28 @@ _APART = "Contenders take turns, each in a process of its own\nthat stands still
 
 
 def section(folder: Path) -> str:
-    """For every results file there, one thread first: the cases with a bar, and a summary of all."""
-    parts = [_part(read(path), path) for path in sorted(folder.glob("*.json"))]
-    return "\n".join(parts)
+    """Return the text of every results file there, one thread first: cases with a bar, and a summary of all."""
+    sections = [_section(read(path), path) for path in sorted(folder.glob("*.json"))]
+    return "\n".join(sections)
 
 
 def short(folder: Path) -> str:
-    """A few cases in plain words."""
-    found = {row.record.case: row for row in rows(read(folder / _SHORT_FROM))}
+    """Return a few cases with plain names."""
+    rows_by_case = {row.record.case: row for row in rows(read(folder / _SHORT_FROM))}
     headings = ["milliseconds, one thread", OURS, *(_NAMES[peer] for peer in PEERS), "best of them by ours"]
     body = []
     for case, name in _SHORT.items():
-        row = found[case]
+        row = rows_by_case[case]
         times = [peer_cell(row.record, peer) for peer in PEERS]
         body.append([name, f"**{ours_cell(row)}**", *times, number(row.ratio)])
     return markdown(headings, body)
 
 
-def _part(results: Results, path: Path) -> str:
-    found = rows(results)
-    dates = sorted({row.record.date for row in found})
+def _section(results: Results, path: Path) -> str:
+    table_rows = rows(results)
+    dates = sorted({row.record.date for row in table_rows})
     about = _ABOUT.format(
-        title=_title(results, found),
+        title=_title(results, table_rows),
         threads=_threads(results),
         machine=results.machine,
         tuned=_TUNED if is_tuned(results) else "nothing tuned",
@@ -113,18 +113,18 @@ def _part(results: Results, path: Path) -> str:
     scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
     tuned = ["tuned", "gain"] if is_tuned(results) else []
     headings = ["case", OURS, *tuned, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
-    shown = found if tuned else [row for row in found if _is_shown(row, results.threads)]
+    shown = table_rows if tuned else [row for row in table_rows if _is_shown(row, results.threads)]
     body = [_cells(row, bool(tuned), bool(scaling)) for row in shown]
     groups = [
         [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
-        for group, ratios in by_group(list(filter(_is_fair, found))).items()
+        for group, ratios in by_group(list(filter(_is_fair, table_rows))).items()
     ]
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
     summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
     if tuned:
         columns = ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"]
-        summary += f"\n{markdown(columns, gains(found))}"
-    widths = "".join(f"{part}\n" for part in [tables(found)] if part)
+        summary += f"\n{markdown(columns, gains(table_rows))}"
+    widths = "".join(f"{text}\n" for text in [tables(table_rows)] if text)
     shapes = _SHAPES.format(chart=Path("..") / path.with_suffix(".png").relative_to(_ROOT))
     cases = f"{shapes}\n{markdown(headings, body)}" if body else ""
     ends = f"\nLimits, median and range over the cases: {limits}.\n" if limits else ""
@@ -135,13 +135,13 @@ def _threads(results: Results) -> str:
     return "One thread" if results.threads == 1 else f"{results.threads} threads"
 
 
-def _title(results: Results, found: list[Row]) -> str:
-    published = all(row.record.group == GROUP for row in found)
+def _title(results: Results, table_rows: list[Row]) -> str:
+    published = all(row.record.group == GROUP for row in table_rows)
     return _threads(results) + ", models at published widths" * published + ", tuned" * is_tuned(results)
 
 
 def _is_shown(row: Row, threads: int) -> bool:
-    """Cases with something to reach; of the many exported models those that are behind; published widths elsewhere."""
+    """Select cases with a bar; of the many exported models those that are slower; published widths elsewhere."""
     if row.record.group == GROUP:
         return False
     if row.record.group == "models":
@@ -150,13 +150,13 @@ def _is_shown(row: Row, threads: int) -> bool:
 
 
 def _is_fair(row: Row) -> bool:
-    """Whether peers compute the same model: with compressed weights it is ours alone, and theirs has float32."""
+    """Return whether peers compute the same model: with compressed weights it is ours alone, and theirs has float32."""
     return row.record.group != "weights"
 
 
 def _cells(row: Row, tuned: bool, scaling: bool) -> list[str]:
-    first, _, others = row.record.case.partition(" ")
-    name = f"{_CODES[first]}, {others}" if first in _CODES else row.record.case
+    first, _, rest = row.record.case.partition(" ")
+    name = f"{_CODES[first]}, {rest}" if first in _CODES else row.record.case
     cells = [name, f"**{ours_cell(row)}**", *(tuned_cells(row) if tuned else [])]
     cells += [speed(row), number(row.share)]
     cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio if _is_fair(row) else None)]

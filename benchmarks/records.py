@@ -1,4 +1,4 @@
-"""What was measured, and the file that keeps it: one record for each case, written as soon as it is there."""
+"""Measurements, and the file that stores them: one record for each case, written as soon as it exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "numpy")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one form of one contender on so many threads.
+    """The result of one form of one contender on so many threads.
 
     timing is None where it was not timed: refused says why it could not run; else error, the largest difference from
     float64 relative to the range of an output, is beyond what is right.
@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Record:
-    """One case: how much work it is ("FLOP" or "byte"), what became of every form, and of the limits, of which one call
+    """One case: its amount of work ("FLOP" or "byte"), the result of every form, and of the limits, of which one call
     does limit_amount of that unit."""
 
     case: str
@@ -48,23 +48,23 @@ class Record:
     limit_amount: float
 
     def best(self, contender: str) -> Outcome | None:
-        """The fastest form that is right."""
+        """Return the fastest right form."""
         return _fastest([o for o in self.outcomes if o.contender == contender], self.threads)
 
-    def ours(self, threads: int | None = None) -> Timing | None:
-        found = _fastest([o for o in self.outcomes if o.contender == OURS], threads or self.threads)
-        return None if found is None else found.timing
+    def own_timing(self, threads: int | None = None) -> Timing | None:
+        fastest = _fastest([o for o in self.outcomes if o.contender == OURS], threads or self.threads)
+        return None if fastest is None else fastest.timing
 
     def limit(self, threads: int | None = None) -> float | None:
-        """The work's unit per second, by the fastest."""
-        found = _fastest(self.limits, threads or self.threads)
-        return None if found is None or found.timing is None else self.limit_amount / found.timing.median
+        """Return the work's unit per second, by the fastest."""
+        fastest = _fastest(self.limits, threads or self.threads)
+        return None if fastest is None or fastest.timing is None else self.limit_amount / fastest.timing.median
 
     def limit_scaling(self) -> float | None:
-        """How much faster all threads are than one, over the limits that were measured on both."""
+        """Return how much faster all threads are than one, over the limits that were measured on both."""
         single = {o.form: o.timing for o in self.limits if o.threads == 1 and o.timing is not None}
-        both = [o for o in self.limits if o.threads > 1 and f"{o.form}{ONE_THREAD}" in single]
-        fastest = _fastest(both, self.threads)
+        on_both = [o for o in self.limits if o.threads > 1 and f"{o.form}{ONE_THREAD}" in single]
+        fastest = _fastest(on_both, self.threads)
         if fastest is None or fastest.timing is None:
             return None
         return min(timing.median for timing in single.values()) / fastest.timing.median
@@ -118,7 +118,7 @@ def here(threads: int) -> Results:
     fields = dict(re.findall(r"^(.+?)\s*: (.*)$", path.read_text() if path.exists() else "", re.MULTILINE))
     features = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if f in fields.get("flags", "").split()]
     machine = f"{fields.get('model name', platform.processor())} ({', '.join(features)})"
-    packages = {name: found for name in _PACKAGES if (found := _version(name))}
+    packages = {name: version for name in _PACKAGES if (version := _version(name))}
     return Results(machine, threads, packages, apart=threads > 1)
 
 

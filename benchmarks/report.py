@@ -22,7 +22,7 @@ class Row:
     """The figures of one case; None where there is none.
 
     seconds, low, high and cpu are ours; rate is work per second in 1e9, share that of the limit, ratio the best peer's
-    time by ours, scaling our time on one thread by that on all. bars pairs what is asked in words with whether it is
+    time by ours, scaling our time on one thread by that on all. bars pairs the text of each bar with whether it is
     met.
     """
 
@@ -38,22 +38,22 @@ class Row:
 
 
 def rows(results: Results) -> list[Row]:
-    """In the order of the cases; those that are no longer among them are left out."""
+    """Return rows in the order of the cases; removed cases are left out."""
     cases = all_cases()
     return [_row(results.records[name], case.bar, results) for name, case in cases.items() if name in results.records]
 
 
 def _row(record: Record, bar: Bar, results: Results) -> Row:
-    mine, limit = record.ours(), record.limit()
-    seconds = None if mine is None else mine.median
+    own, limit = record.own_timing(), record.limit()
+    seconds = None if own is None else own.median
     rate = record.amount / seconds / 1e9 if seconds and record.amount else None
-    found = [o for peer in PEERS if (o := record.best(peer)) is not None and o.timing is not None]
-    best = min(found, key=lambda o: o.timing.median if o.timing else math.inf, default=None)
-    single = record.ours(1)
+    outcomes = [o for peer in PEERS if (o := record.best(peer)) is not None and o.timing is not None]
+    best = min(outcomes, key=lambda o: o.timing.median if o.timing else math.inf, default=None)
+    single = record.own_timing(1)
     row = Row(
         record=record,
         seconds=seconds,
-        cpu=None if mine is None else mine.cpu,
+        cpu=None if own is None else own.cpu,
         rate=rate,
         share=rate * 1e9 / limit if rate and limit else None,
         best=best,
@@ -66,7 +66,7 @@ def _row(record: Record, bar: Bar, results: Results) -> Row:
 
 
 def _bars(row: Row, bar: Bar, results: Results) -> Iterable[tuple[str, bool]]:
-    """What is asked on this number of threads; a figure that is missing meets nothing."""
+    """Yield the bars on this number of threads; a missing figure meets nothing."""
     if row.record.threads > 1:
         if bar.scaling is not None:
             yield f"{bar.scaling:g}x one thread", (row.scaling or 0.0) >= bar.scaling
@@ -77,9 +77,9 @@ def _bars(row: Row, bar: Bar, results: Results) -> Iterable[tuple[str, bool]]:
         yield f"{bar.ratio:g}x", (row.ratio or 0.0) >= bar.ratio
     if bar.seconds is not None:
         yield f"{bar.seconds * 1e6:g} us", (row.seconds or math.inf) <= bar.seconds
-    if bar.beside is not None:
-        name, factor = bar.beside
-        base = results.records[name].ours() if name in results.records else None
+    if bar.compared_to is not None:
+        name, factor = bar.compared_to
+        base = results.records[name].own_timing() if name in results.records else None
         met = base is not None and row.seconds is not None and base.median / row.seconds >= factor
         reached = f" ({base.median / row.seconds:.2f})" if base is not None and row.seconds else ""
         yield f"{factor:.3g}x '{name}'{reached}", met
@@ -89,14 +89,14 @@ def _bars(row: Row, bar: Bar, results: Results) -> Iterable[tuple[str, bool]]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits; microseconds below a tenth of a millisecond."""
+    """Return three digits; microseconds below a tenth of a millisecond."""
     if seconds < 1e-4:
         return f"{seconds * 1e6:.3g} us"
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
 def scalings(row: Row) -> list[str]:
-    """Ours, and what the limit itself gains from several threads."""
+    """Return our scaling, and what the limit itself gains from several threads."""
     return [number(row.scaling), number(row.record.limit_scaling())]
 
 
@@ -127,15 +127,17 @@ def is_tuned(results: Results) -> bool:
 
 
 def tuned_cells(row: Row) -> list[str]:
-    """Our time with that database, and how many times faster it is."""
+    """Return our time with that database, and how many times faster it is."""
     return [peer_cell(row.record, TUNED), number(_gain(row))]
 
 
-def gains(found: list[Row]) -> list[list[str]]:
-    """By group: the gain of tuning, and the best peer's time by ours when tuned; geometric mean and least of each."""
+def gains(table_rows: list[Row]) -> list[list[str]]:
+    """Return by group: the gain of tuning, and the best peer's time by ours when tuned; geometric means and minima."""
     cells = []
-    for group in dict.fromkeys(row.record.group for row in found):
-        pairs = [(gain, row.ratio) for row in found if row.record.group == group and (gain := _gain(row)) is not None]
+    for group in dict.fromkeys(row.record.group for row in table_rows):
+        pairs = [
+            (gain, row.ratio) for row in table_rows if row.record.group == group and (gain := _gain(row)) is not None
+        ]
         ratios = [gain * ratio for gain, ratio in pairs if ratio is not None]
         figures = [mean([g for g, _ in pairs]), min(g for g, _ in pairs)] if pairs else [None, None]
         figures += [mean(ratios), min(ratios)] if ratios else [None, None]
@@ -149,11 +151,11 @@ def _gain(row: Row) -> float | None:
 
 
 def _spread(row: Row) -> str:
-    mine = row.record.ours()
-    if mine is None:
+    own = row.record.own_timing()
+    if own is None:
         return ""
-    alone = row.record.threads > 1 or mine.cpu >= _ALONE * mine.median
-    return f"{milliseconds(mine.low)}..{milliseconds(mine.high)}{'' if alone else ' noisy'}"
+    is_quiet = row.record.threads > 1 or own.cpu >= _ALONE * own.median
+    return f"{milliseconds(own.low)}..{milliseconds(own.high)}{'' if is_quiet else ' noisy'}"
 
 
 def _bar_cell(row: Row) -> str:
@@ -185,17 +187,17 @@ def table(results: Results, only: Iterable[str] | None = None) -> Table:
 
 
 def summary(results: Results) -> list[str]:
-    """Geometric means of the ratio by group, cases behind, how many bars are met, what the limits reached."""
-    found = rows(results)
+    """Return geometric means of the ratio by group, slower cases, the number of bars met, and the limits' speeds."""
+    table_rows = rows(results)
     lines = [
         f"{group}: {len(ratios)} cases with a peer, geometric mean {mean(ratios):.2f}x the best peer, "
         f"{sum(ratio < 1 for ratio in ratios)} behind"
-        for group, ratios in by_group(found).items()
+        for group, ratios in by_group(table_rows).items()
     ]
-    bars = [met for row in found for _, met in row.bars]
+    bars = [met for row in table_rows for _, met in row.bars]
     if bars:
         lines.append(f"bars met: {sum(bars)} of {len(bars)}")
-    gains = [gain for row in found if (gain := _gain(row)) is not None]
+    gains = [gain for row in table_rows if (gain := _gain(row)) is not None]
     if gains:
         lines.append(
             f"tuned: {len(gains)} cases, geometric mean {mean(gains):.2f}x the default, least {min(gains):.2f}x"
@@ -203,28 +205,28 @@ def summary(results: Results) -> list[str]:
     return lines + [f"{name}: {speed}" for name, speed in limit_speeds(results).items()]
 
 
-def by_group(found: list[Row]) -> dict[str, list[float]]:
-    """The ratios of the cases that a peer can run."""
+def by_group(table_rows: list[Row]) -> dict[str, list[float]]:
+    """Return the ratios of the cases that a peer can run."""
     ratios: dict[str, list[float]] = {}
-    for row in found:
+    for row in table_rows:
         if row.ratio:
             ratios.setdefault(row.record.group, []).append(row.ratio)
     return ratios
 
 
 def limit_speeds(results: Results) -> dict[str, str]:
-    """The median over the cases of what each limit reached, in GF/s or GB/s."""
+    """Return the median over the cases of the speed of each limit, in GF/s or GB/s."""
     speeds: dict[str, list[float]] = {}
     for record in results.records.values():
         unit = "GF/s" if record.unit == "FLOP" else "GB/s"
         for o in record.limits:
             if o.timing is not None:
                 speeds.setdefault(f"{o.form}|{unit}", []).append(record.limit_amount / o.timing.median / 1e9)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, values in speeds.items():
         name, unit = key.split("|")
-        found[name] = f"{sorted(values)[len(values) // 2]:.3g} {unit} ({min(values):.3g} to {max(values):.3g})"
-    return found
+        texts[name] = f"{sorted(values)[len(values) // 2]:.3g} {unit} ({min(values):.3g} to {max(values):.3g})"
+    return texts
 
 
 def markdown(headings: list[str], body: list[list[str]]) -> str:

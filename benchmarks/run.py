@@ -1,4 +1,4 @@
-"""A run: the chosen cases one after the other, each kept as soon as it is measured, the table last."""
+"""A run: the chosen cases one after the other, each stored as soon as it is measured, the table last."""
 
 from __future__ import annotations
 
@@ -61,33 +61,33 @@ def _found(cases: list[Case]) -> list[Case]:
 
 
 def _results(arguments: argparse.Namespace) -> Results:
-    """What --out holds already, which new records replace one by one, or nothing yet."""
+    """Return the results in --out, whose records are replaced one by one, or empty ones."""
     fresh = here(arguments.threads)
     if arguments.out is None or not arguments.out.exists():
         return fresh
-    kept = read(arguments.out)
-    if (kept.machine, kept.threads) != (fresh.machine, fresh.threads):
+    stored = read(arguments.out)
+    if (stored.machine, stored.threads) != (fresh.machine, fresh.threads):
         sys.exit(
-            f"'{arguments.out}' holds results of {kept.machine} with {kept.threads} thread(s), and this is "
+            f"'{arguments.out}' holds results of {stored.machine} with {stored.threads} thread(s), and this is "
             f"{fresh.machine} with {fresh.threads}. Name another file."
         )
-    kept.packages.update(fresh.packages)
-    if kept.apart != fresh.apart:
+    stored.packages.update(fresh.packages)
+    if stored.apart != fresh.apart:
         sys.exit(
             f"'{arguments.out}' holds figures of contenders that shared a process, where what spins after its turn "
             f"slows others down: take them again, into another file."
         )
-    return kept
+    return stored
 
 
 def _opened(openers: dict[str, Opener]) -> dict[str, Peer]:
-    """Those that are installed."""
-    found: dict[str, Peer] = {}
+    """Open the installed peers."""
+    peers: dict[str, Peer] = {}
     for name, opener in openers.items():
         if name not in (OURS, TUNED, *PEERS):
             sys.exit(f"there is no peer '{name}'. The peers are {', '.join(PEERS)}.")
         try:
-            found[name] = opener()
+            peers[name] = opener()
         except ImportError as error:
             print(f"without {name}: {error}. Install it with pip install '.[peers]'.", file=sys.stderr)
-    return found
+    return peers

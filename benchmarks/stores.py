@@ -1,6 +1,6 @@
-"""What the cache of keys and values costs the kernels: pages, offsets and quantization compared with a dense cache.
+"""The cost of the KV cache for the kernels: pages, offsets and quantization compared with a dense cache.
 
-No model is compiled: kernels are those that the CPU rule gives for a record, called with arrays of their own. Every
+No model is compiled: kernels are those of the CPU rule for a record, called with arrays of their own. Every
 answer is compared with float64 before it is timed.
 """
 
@@ -56,7 +56,7 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    found = []
+    all_comparisons = []
     for kv_heads, keys in ((32, 1024), (32, 4096), (8, 1024), (8, 4096), (8, 16384)):
         stores = {
             "dense": CacheLayout(),
@@ -74,16 +74,16 @@ def comparisons() -> list[Comparison]:
         if keys == 4096:
             bars |= {name: 2.5 for name, layout in stores.items() if layout.quantization is not None}
             bars["float8, a scale"] = 1.5
-        found.append(Comparison(f"decode, {HEADS} heads on {kv_heads}, {keys} keys", calls, bars))
+        all_comparisons.append(Comparison(f"decode, {HEADS} heads on {kv_heads}, {keys} keys", calls, bars))
     rows = (300, 1, 77, 512, 1, 1, 130, 1)
     keys = tuple(n + past for n, past in zip(rows, (0, 900, 0, 0, 333, 2047, 64, 15)))
     packed = dataclasses.replace(problem(8, CacheLayout()), row_axes="te", window=CAUSAL)
-    alone = dataclasses.replace(packed, row_axes="bte")
+    unpacked = dataclasses.replace(packed, row_axes="bte")
     contenders = {
-        "one by one": tuple(Call(alone, (n,), (m,)) for n, m in zip(rows, keys)),
+        "one by one": tuple(Call(unpacked, (n,), (m,)) for n, m in zip(rows, keys)),
         "packed": (Call(packed, rows, keys),),
     }
-    return [*found, Comparison("a ragged batch of 8", contenders, {"packed": 0.95})]
+    return [*all_comparisons, Comparison("a ragged batch of 8", contenders, {"packed": 0.95})]
 
 
 def problem(kv_heads: int, layout: CacheLayout) -> AttentionProblem:
@@ -148,34 +148,34 @@ def _kernel(p: AttentionProblem) -> Any:
 
 
 def _inputs(call: Call) -> dict[str, Any]:
-    """Random arrays and numbers by parameter name, and an array for Y. Pages lie in no order."""
+    """Draw arrays and numbers by parameter name, and an array for Y. Pages are shuffled."""
     p, rng = call.problem, np.random.default_rng(0)
-    batch, most = len(call.rows), max(call.keys)
-    found: dict[str, Any] = {"lengths": np.array(call.keys), "most_keys": most, "most_rows": max(call.rows)}
-    sizes = {"b": batch, "h": p.kv_heads, "t": most, "d": DIM}
+    batch, max_keys = len(call.rows), max(call.keys)
+    arrays: dict[str, Any] = {"lengths": np.array(call.keys), "most_keys": max_keys, "most_rows": max(call.rows)}
+    sizes = {"b": batch, "h": p.kv_heads, "t": max_keys, "d": DIM}
     if isinstance(p.layout.slots, Pages):
-        each = -(-most // p.layout.slots.size)
-        sizes |= {"p": batch * each, "t": p.layout.slots.size}
-        found["pages"] = rng.permutation(batch * each).reshape(batch, each)
+        pages_each = -(-max_keys // p.layout.slots.size)
+        sizes |= {"p": batch * pages_each, "t": p.layout.slots.size}
+        arrays["pages"] = rng.permutation(batch * pages_each).reshape(batch, pages_each)
     elif isinstance(p.layout.slots, Offset):
-        sizes["t"], found["slot_starts"] = batch * most, np.arange(batch) * most
+        sizes["t"], arrays["slot_starts"] = batch * max_keys, np.arange(batch) * max_keys
     shape = [sizes[axis] for axis in p.layout.axes]
     for name in "kv":
-        found[name] = _codes(rng, shape, p.layout.quantization)
+        arrays[name] = _quantize(rng, shape, p.layout.quantization)
         if p.layout.quantization is not None:
             group = p.layout.quantization.group
-            found[f"{name}_scale"] = np.full([*shape[:-1], DIM // group] if group else [1], 0.02, np.float32)
+            arrays[f"{name}_scale"] = np.full([*shape[:-1], DIM // group] if group else [1], 0.02, np.float32)
     rows = sum(call.rows) if p.is_ragged else max(call.rows)
-    found["row_starts"] = np.concatenate([[0], np.cumsum(call.rows)])
+    arrays["row_starts"] = np.concatenate([[0], np.cumsum(call.rows)])
     width = {"te": (rows, HEADS * DIM), "bte": (batch, rows, HEADS * DIM), "bhtd": (batch, HEADS, rows, DIM)}
-    found["q"] = rng.standard_normal(width[p.row_axes], np.float32)
-    found["y"] = np.empty_like(found["q"])
-    return {name: found[name] for name in p.parameters()}
+    arrays["q"] = rng.standard_normal(width[p.row_axes], np.float32)
+    arrays["y"] = np.empty_like(arrays["q"])
+    return {name: arrays[name] for name in p.parameters()}
 
 
-def _codes(rng: np.random.Generator, shape: list[int], codec: KvQuantization | None) -> np.ndarray:
+def _quantize(rng: np.random.Generator, shape: list[int], quantization: KvQuantization | None) -> np.ndarray:
     values = rng.standard_normal(shape, np.float32)
-    return values if codec is None else (values * 30).astype(codec.dtype)
+    return values if quantization is None else (values * 30).astype(quantization.dtype)
 
 
 def _tensor(array: np.ndarray) -> Any:

@@ -1,4 +1,4 @@
-"""Timing on a shared machine: contenders take turns in one run; medians with spread, CPU time beside wall time."""
+"""Timing on a shared machine: contenders take turns in one run; medians with spread, CPU time next to wall time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Timing:
 
 
 Seconds = tuple[float, float]
-"""Of one call, by wall clock and by CPU time."""
+"""The time of one call, by wall clock and by CPU time."""
 
 
 def timed(call: Callable[[], object], calls: int) -> Seconds:
@@ -51,12 +51,12 @@ def interleaved(contenders: Mapping[str, Callable[[int], Seconds]], turns: int, 
         once = max(contender(1)[0], 1e-9)
         number[name] = max(1, round(seconds / once))
         own_turns[name] = min(turns, max(3, int(_PATIENCE * seconds * turns / once)))
-    found: dict[str, list[Seconds]] = {name: [] for name in contenders}
+    samples: dict[str, list[Seconds]] = {name: [] for name in contenders}
     for turn in range(turns):
         for name, contender in contenders.items():
             if turn < own_turns[name]:
-                found[name].append(contender(number[name]))
-    return {name: _timing(*zip(*times)) for name, times in found.items()}
+                samples[name].append(contender(number[name]))
+    return {name: _timing(*zip(*times)) for name, times in samples.items()}
 
 
 def _timing(wall: tuple[float, ...], cpu: tuple[float, ...]) -> Timing:

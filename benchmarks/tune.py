@@ -34,7 +34,7 @@ def run(cases: list[Case], arguments: argparse.Namespace) -> None:
 
 
 def sizes(model: onnx.ModelProto, feeds: Arrays) -> dict[str, int]:
-    """What the symbolic dimensions of a model are in arrays."""
+    """Return the symbolic dimensions of a model as they are in arrays."""
     return {
         dim.dim_param: size
         for port in model.graph.input

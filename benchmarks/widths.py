@@ -22,16 +22,16 @@ Prompts are 256 tokens for decoders, 128 for encoders and 32 behind an encoder; 
 """
 
 
-def tables(found: list[Row]) -> str:
-    """Markdown, one table for each task; "" without records of the group."""
+def tables(table_rows: list[Row]) -> str:
+    """Return Markdown, one table for each task; "" without records of the group."""
     cells: dict[tuple[str, str], dict[str, list[Row]]] = {}
-    for row in found:
+    for row in table_rows:
         case = all_cases()[row.record.case]
         if row.record.group == GROUP and isinstance(case, PublishedCase):
             cells.setdefault((case.task, case.model_name), {}).setdefault(case.form, []).append(row)
     if not cells:
         return ""
-    parts = [_ABOUT.format(compared=_COMPARED)]
+    texts = [_ABOUT.format(compared=_COMPARED)]
     for task in dict.fromkeys(task for task, _ in cells):
         models = {model: forms for (other, model), forms in cells.items() if other == task}
         body = [
@@ -39,8 +39,8 @@ def tables(found: list[Row]) -> str:
             for forms in models.values()
         ]
         body.append(["geometric mean", *(_mean(models.values(), form) for form in _COLUMNS), ""])
-        parts.append(markdown([task, *(_HEADINGS[form] for form in _COLUMNS), _COMPARED], body))
-    return "\n".join(parts)
+        texts.append(markdown([task, *(_HEADINGS[form] for form in _COLUMNS), _COMPARED], body))
+    return "\n".join(texts)
 
 
 def _label(forms: dict[str, list[Row]]) -> str:
@@ -50,7 +50,7 @@ def _label(forms: dict[str, list[Row]]) -> str:
 
 
 def _cell(rows: list[Row]) -> str:
-    """Of the opset that does worse; what has no ratio is worst."""
+    """Return the cell of the opset that does worse; a row without a ratio is worst."""
     if not rows:
         return ""
     row = min(rows, key=lambda row: row.ratio or 0.0)
@@ -65,15 +65,15 @@ def _compared(forms: dict[str, list[Row]]) -> float | None:
         for row in rows
         if isinstance(case := all_cases()[row.record.case], PublishedCase)
     }
-    found = [
+    ratios = [
         fixed / symbolic
         for (form, opset), fixed in times.items()
         if form == "fixed" and fixed and (symbolic := times.get(("symbolic", opset)))
     ]
-    return max(found, default=None)
+    return max(ratios, default=None)
 
 
 def _mean(models: Iterable[dict[str, list[Row]]], form: str) -> str:
-    """Of all ratios of both opsets, and the worst one."""
+    """Return the mean of all ratios of both opsets, and the worst one."""
     ratios = [row.ratio for forms in models for row in forms.get(form, []) if row.ratio]
     return f"{mean(ratios):.2f}, worst {min(ratios):.2f}" if ratios else ""

@@ -1,4 +1,4 @@
-"""Random attention problems with data for them: what the property tests draw, run and compare."""
+"""Random attention problems with data for them, which the property tests draw, run and compare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
 class Case:
     """A problem, the sizes of one call, and how its data are drawn. poisoned puts NaN and inf into K, V and mask.
 
-    Of packed rows, q_len is the most of a batch; of mapped slots, kv_len is.
+    In a ragged batch, q_len is the largest of the batch; with mapped slots, kv_len is.
     """
 
     problem: AttentionProblem
@@ -56,29 +56,29 @@ KV_LENGTHS = (1, 2, 5, 5, 8, 8, 16, 33, 70, 0)
 
 
 def cases(calls: int) -> st.SearchStrategy[list[Case]]:
-    """As `made`, for any seed. Drawn piece by piece, hypothesis would mostly vary what it drew before."""
-    return st.integers(0, 2**48).map(lambda seed: made(seed, calls))
+    """Draw cases for any seed. If hypothesis drew each field, it would mostly vary the fields that it drew before."""
+    return st.integers(0, 2**48).map(lambda seed: draw_cases(seed, calls))
 
 
-def made(seed: int, calls: int, tensor_cores: bool = False) -> list[Case]:
-    """A problem and so many calls of it, which follow from the seed: one compiled kernel serves them all. tensor_cores
-    asks for one that these take."""
+def draw_cases(seed: int, calls: int, tensor_cores: bool = False) -> list[Case]:
+    """Draw a problem and `calls` calls of it from the seed: one compiled kernel serves all. tensor_cores asks for a
+    problem that tensor cores support."""
     rng = random.Random(seed)
     problem = _for_tensor_cores(rng) if tensor_cores else _problem(rng)
-    problem = _given(random.Random(f"{seed} given"), problem)
+    problem = _make_dynamic(random.Random(f"{seed} given"), problem)
     return [_call(rng, problem) for _ in range(calls)]
 
 
-def _given(rng: random.Random, p: AttentionProblem) -> AttentionProblem:
-    """The problem, some of whose numbers are told by a call."""
+def _make_dynamic(rng: random.Random, p: AttentionProblem) -> AttentionProblem:
+    """Return the problem with some of its numbers passed at each call."""
     window = p.window
     if window is not None and rng.random() < 0.3:
-        told: dict[str, Any] = {"left": "given"} if window.left is not None else {}
-        told |= {"sinks": "given"} if window.left is not None and rng.random() < 0.5 else {}
-        told |= {"offset": "behind"} if p.lengths and rng.random() < 0.5 else {}
-        window = dataclasses.replace(window, **told)
+        dynamic: dict[str, Any] = {"left": "given"} if window.left is not None else {}
+        dynamic |= {"sinks": "given"} if window.left is not None and rng.random() < 0.5 else {}
+        dynamic |= {"offset": "behind"} if p.lengths and rng.random() < 0.5 else {}
+        window = dataclasses.replace(window, **dynamic)
     splits = rng.choice([1, 2, 3, 7]) if rng.random() < 0.2 else None
-    return dataclasses.replace(p, window=window, layout=cache_layout_cases.given(rng, p.layout), splits=splits)
+    return dataclasses.replace(p, window=window, layout=cache_layout_cases.make_dynamic(rng, p.layout), splits=splits)
 
 
 def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
@@ -87,17 +87,17 @@ def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
         dtype, dims = rng.choice(["float16", "bfloat16"]), (rng.choice([8, 16, 40, 64]), rng.choice([8, 32, 64]))
         if p.qk_mode is None and "float64" not in (p.mask.dtype if p.mask else ""):
             types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
-            if p.layout.quantization is not None:  # codes and their groups are whole chunks
+            if p.layout.quantization is not None:  # quantized values and their groups fill whole chunks
                 dims = rng.choice([16, 64]), rng.choice([16, 32, 64])
-                codec = dataclasses.replace(p.layout.quantization, group=8 if p.layout.quantization.group else 0)
-                types["layout"] = dataclasses.replace(p.layout, quantization=codec)
+                quantization = dataclasses.replace(p.layout.quantization, group=8 if p.layout.quantization.group else 0)
+                types["layout"] = dataclasses.replace(p.layout, quantization=quantization)
             head_dim, v_head_dim = dims if not p.layout.is_joint else dims[:1] * 2
             score = formula_cases.change(rng, "float32") if p.score is not None else None
             return dataclasses.replace(p, **types, score=score, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
 def _problem(rng: random.Random) -> AttentionProblem:
-    """The cross product of sizes, rows, stores, types, masks, windows, lengths, soft caps and outputs."""
+    """Draw from the cross product of sizes, rows, layouts, types, masks, windows, lengths, soft caps and outputs."""
     dtype = rng.choice(FLOATS)
     v_dtype = rng.choice([dtype, dtype, rng.choice(FLOATS)])
     batch, q_len, kv_len = (rng.choice([None, rng.choice(sizes)]) for sizes in (BATCHES, Q_LENGTHS, KV_LENGTHS))
@@ -175,7 +175,7 @@ def _call(rng: random.Random, problem: AttentionProblem) -> Case:
 
 
 def arrays(case: Case) -> dict[str, Any]:
-    """The inputs by parameter name: arrays and numbers."""
+    """Return the inputs by parameter name: arrays and numbers."""
     p, rng = case.problem, np.random.default_rng(case.seed)
     result: dict[str, Any] = {}
     tokens = case.q_len
@@ -202,7 +202,7 @@ def arrays(case: Case) -> dict[str, Any]:
             result["mask"] = ~hidden
         else:
             values = rng.standard_normal(shape).astype(p.mask.dtype)
-            lowest = ml_dtypes.finfo(p.mask.dtype).min  # finite: hides no row that holds nothing else
+            lowest = ml_dtypes.finfo(p.mask.dtype).min  # finite: it hides no row without other values
             values[rng.random(shape) < 0.1] = lowest if rng.random() < 0.5 else 0
             result["mask"] = np.where(hidden, -np.inf, values).astype(p.mask.dtype)
     if p.score is not None:
@@ -231,7 +231,7 @@ def arrays(case: Case) -> dict[str, Any]:
 
 
 def outputs(case: Case, inputs: dict[str, Any]) -> Results:
-    """Arrays for the outputs by parameter name, full of NaN, between guard pages."""
+    """Return arrays for the outputs by parameter name, full of NaN, between guard pages."""
     p, q = case.problem, inputs["q"]
     sizes = dict(zip(p.row_axes, q.shape)) | {"d": p.v_head_dim, "e": p.q_heads * p.v_head_dim}
     shapes = {
@@ -245,7 +245,7 @@ def outputs(case: Case, inputs: dict[str, Any]) -> Results:
 
 
 def run(case: Case, inputs: dict[str, Any], make: Callable[[AttentionProblem], tvm.IRModule]) -> Results:
-    """Compiles and calls `make(problem)`. Arrays lie between guard pages, mostly aligned to their elements alone."""
+    """Compile and call `make(problem)`. Arrays lie between guard pages, mostly aligned to their elements alone."""
     p, results = case.problem, outputs(case, inputs)
     tensors = {name: x if isinstance(x, int) else borrow(guarded(x, at_end(case))) for name, x in inputs.items()}
     tensors |= {name: borrow(x) for name, x in results.items()}
@@ -260,88 +260,91 @@ def _compiled(problem: AttentionProblem, make: Callable[[AttentionProblem], tvm.
 
 
 def at_end(case: Case) -> bool:
-    """Whether the case's arrays end at a guard page; else they begin at one."""
+    """Return whether the case's arrays end at a guard page; else they begin at one."""
     return case.seed % 4 > 0
 
 
 def check(case: Case, inputs: dict[str, Any], results: Results, rounding: float = 0.0) -> None:
-    """Asserts that the results equal the reference up to rounding, of probabilities too if the kernel rounds them, and
-    then of Q or K where these are multiplied by scales of channels or groups.
+    """Assert that the results equal the reference up to rounding.
 
-    Rows that see NaN or inf are left out: what they give is not defined. All others must be untouched by poison, and
-    so must be packed rows of no batch.
+    The kernel's rounding of probabilities counts, too, and then that of Q or K with scales of channels or groups.
+
+    Rows that see NaN or inf are skipped: their results are undefined. All others must be untouched by poison, and
+    so must packed rows outside all batches.
     """
     p = case.problem
-    want, given = compute_reference(p, **inputs), read_dense_inputs(p, inputs)
-    logits = compute_scores(p, given, inputs).masked
-    size = _magnitude(case, inputs, given, logits)
+    expected, dense = compute_reference(p, **inputs), read_dense_inputs(p, inputs)
+    logits = compute_scores(p, dense, inputs).masked
+    size = _magnitude(case, inputs, dense, logits)
     with np.errstate(all="ignore"):
-        clean = ~_sees_poison(case, inputs, given)
+        clean = ~_sees_poison(case, inputs, dense)
         epsilon = max(float(np.finfo(dtype).eps) for dtype in (p.acc_dtype, *_computed(p)))
-        codec = p.layout.quantization
-        scaled = codec is not None and (codec.channels or codec.group > 0)
-        by_row = epsilon * 32 + (epsilon * 8 + (rounding if scaled else 0)) * size.max(-1, initial=0)
-        v_size = np.nanmax(np.where(np.isfinite(given.v), abs(given.v), 0), initial=0)
-        got = {name: split_batches(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
-        want = {name: split_batches(p, name, x, inputs) for name, x in want.items()}
-        there = np.arange(case.q_len) < given.rows[:, None, None]
+        quantization = p.layout.quantization
+        has_scales = quantization is not None and (quantization.channels or quantization.group > 0)
+        by_row = epsilon * 32 + (epsilon * 8 + (rounding if has_scales else 0)) * size.max(-1, initial=0)
+        v_size = np.nanmax(np.where(np.isfinite(dense.v), abs(dense.v), 0), initial=0)
+        actual = {name: split_batches(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
+        expected = {name: split_batches(p, name, x, inputs) for name, x in expected.items()}
+        is_row = np.arange(case.q_len) < dense.rows[:, None, None]
         by_element = (by_row[..., None] + rounding) * v_size
-        _assert_close(got["y"], want["y"], by_element, (clean & there)[..., None], p.dtype, "Y")
+        _assert_close(actual["y"], expected["y"], by_element, (clean & is_row)[..., None], p.dtype, "Y")
         if p.is_ragged:
             _assert_untouched(case, inputs, results)
-        for name in {"lse", "max"} & {*got}:
-            _assert_close(got[name], want[name], by_row, clean & there, p.acc_dtype, name)
+        for name in {"lse", "max"} & {*actual}:
+            _assert_close(actual[name], expected[name], by_row, clean & is_row, p.acc_dtype, name)
         if p.qk_mode is None:
             return
-        qk = want["qk"]
+        qk = expected["qk"]
         if p.qk_mode == 3:
-            _assert_close(got["qk"], qk, by_row[..., None], clean[..., None], p.dtype, "probabilities")
+            _assert_close(actual["qk"], qk, by_row[..., None], clean[..., None], p.dtype, "probabilities")
         else:
             defined = np.isfinite(qk) | ((qk == -np.inf) if p.qk_mode == 2 else False)
-            _assert_close(got["qk"], qk, epsilon * 32 * size, defined, p.dtype, "scores")
+            _assert_close(actual["qk"], qk, epsilon * 32 * size, defined, p.dtype, "scores")
 
 
 def _computed(p: AttentionProblem) -> set[str]:
-    """Types in which the formulas add and multiply: compilers may round there once for both, NumPy does twice."""
+    """Return the types in which formulas add and multiply: compilers may round once for both, NumPy twice."""
     nodes = [node for f in (p.mask, p.score) if isinstance(f, Formula) for node in f.value.walk()]
     return {node.dtype for node in nodes if node.op in ("add", "mul") and "float" in node.dtype}
 
 
 def _assert_untouched(case: Case, inputs: dict[str, Any], results: Results) -> None:
-    """Of packed outputs, rows of no batch."""
+    """Assert that packed output rows outside all batches are untouched."""
     starts = inputs["row_starts"]
     for name, x in results.items():
         axis = case.problem.row_axes.index("t") if name == "y" else 0
         assert np.isnan(x.take(range(starts[-1], x.shape[axis]), axis=axis).astype(np.float64)).all()
 
 
-def _sees_poison(case: Case, inputs: dict[str, Any], given: DenseInputs) -> np.ndarray:
-    """Whether a row sees a key with NaN or inf in K, V or the mask: [B, Hq, S]."""
-    bias = compute_scores(case.problem, given, inputs).bias
-    finite = np.isfinite(given.k).all(-1) & np.isfinite(given.v).all(-1)
+def _sees_poison(case: Case, inputs: dict[str, Any], dense: DenseInputs) -> np.ndarray:
+    """Return whether a row sees a key with NaN or inf in K, V or the mask: [B, Hq, S]."""
+    bias = compute_scores(case.problem, dense, inputs).bias
+    finite = np.isfinite(dense.k).all(-1) & np.isfinite(dense.v).all(-1)
     return ((bias != -np.inf) & (~finite[:, :, None] | ~np.isfinite(bias))).any(-1)
 
 
-def _magnitude(case: Case, inputs: dict[str, Any], given: DenseInputs, logits: np.ndarray) -> np.ndarray:
-    """What rounding errors of a logit are relative to: the sum of the sizes of its terms."""
+def _magnitude(case: Case, inputs: dict[str, Any], dense: DenseInputs, logits: np.ndarray) -> np.ndarray:
+    """Return the size that rounding errors of a logit are relative to: the sum of the sizes of its terms."""
     p = case.problem
-    sizes = dataclasses.replace(given, q=abs(given.q), k=abs(given.k))
+    sizes = dataclasses.replace(dense, q=abs(dense.q), k=abs(dense.k))
     size = abs(compute_scores(p, sizes, inputs).raw)
     size = np.where(np.isfinite(size), size, 0)  # a soft cap can make a finite logit of it
     # In float64 tanh is good to an absolute epsilon, which the soft cap multiplies.
     size = size + (p.softcap if p.acc_dtype == "float64" else 0)
-    # A key whose logit is far below the row's largest has no weight, however large it is itself.
+    # A key whose logit is far below the row's largest gets a weight of zero, however large it is itself.
     weighty = logits >= logits.max(-1, keepdims=True, initial=-np.inf) - 800
     return size + np.where(weighty & np.isfinite(logits), abs(logits), 0)
 
 
 def _assert_close(
-    got: np.ndarray, want: np.ndarray, tolerance: np.ndarray, where: np.ndarray, dtype: str, what: str
+    actual: np.ndarray, expected: np.ndarray, tolerance: np.ndarray, where: np.ndarray, dtype: str, what: str
 ) -> None:
     info = ml_dtypes.finfo(dtype)
-    rounding = float(info.eps) * abs(want) + float(info.smallest_subnormal)
-    same = (got == want.astype(dtype).astype(np.float64)) | (abs(got - want) <= tolerance + rounding)
-    wrong = ~(same | ~np.broadcast_to(where, got.shape))
+    rounding = float(info.eps) * abs(expected) + float(info.smallest_subnormal)
+    is_close = (actual == expected.astype(dtype).astype(np.float64)) | (abs(actual - expected) <= tolerance + rounding)
+    wrong = ~(is_close | ~np.broadcast_to(where, actual.shape))
     if wrong.any():
         at = tuple(int(x) for x in np.argwhere(wrong)[0])
-        raise AssertionError(f"{what}{list(at)} is {got[at]}, not {want[at]} ({int(wrong.sum())} of {got.size} wrong)")
+        raise AssertionError(
+            f"{what}{list(at)} is {actual[at]}, not {expected[at]} ({int(wrong.sum())} of {actual.size} wrong)"
+        )

@@ -41,9 +41,9 @@ def opened(page: Path, user: Path) -> str:
 
 
 def what_is_cut(pages: Sequence[Path], widths: Sequence[int], selector: str, folder: Path) -> dict[str, list[str]]:
-    """The beginnings of what has to be scrolled sideways to be read, by page and width, of what a selector selects.
+    """Return the beginnings of contents that must be scrolled sideways, by page and width, among a selector's elements.
 
-    The pages are changed by this.
+    This changes the pages.
     """
     for page in pages:
         text = page.read_text(encoding="utf-8").replace("img-src data:", "img-src data:; script-src 'unsafe-inline'")
@@ -54,8 +54,8 @@ def what_is_cut(pages: Sequence[Path], widths: Sequence[int], selector: str, fol
         for width in widths
     ]
     (folder / "frames.html").write_text(_FRAMES.replace("FRAMES", "\n".join(frames)), encoding="utf-8")
-    told = re.search(r'data-found="([^"]*)"', opened(folder / "frames.html", folder / "user"))
-    assert told is not None
-    found: list[Any] = json.loads(html.unescape(told[1]))
-    assert len(found) == len(pages) * len(widths)
-    return {f"{name} at {width}": said for name, width, said in found if said}
+    match = re.search(r'data-found="([^"]*)"', opened(folder / "frames.html", folder / "user"))
+    assert match is not None
+    measurements: list[Any] = json.loads(html.unescape(match[1]))
+    assert len(measurements) == len(pages) * len(widths)
+    return {f"{name} at {width}": beginnings for name, width, beginnings in measurements if beginnings}

@@ -1,4 +1,4 @@
-"""Options of the test suite, and what all tests share.
+"""Options of the test suite, and fixtures and hooks that all tests share.
 
 `benchmarks` is a package of the checkout, after all that is installed. Random numbers of a test are its own.
 `pytest --gpu` runs what compares answers under the emulation on the GPU of this machine (docs/howto/gpu_host.md).
@@ -23,20 +23,20 @@ from lowering.compiling import artifact_cache
 
 provide()
 
-# What a test compiles is compiled, whatever was compiled before: its GPU may be emulated, or a pass replaced.
+# Tests compile anew, whatever was compiled before: their GPU may be emulated, or a pass replaced.
 _KEY = artifact_cache.key
 pytest.MonkeyPatch().setattr(artifact_cache, "key", lambda *_: None)
 
 
 @pytest.fixture
-def artifacts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for users."""
+def artifacts_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache artifacts, as for users."""
     monkeypatch.setattr(artifact_cache, "key", _KEY)
 
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """A module's generator, RNG, begins each test anew, so that a test draws the same alone and among others."""
+    """Restart a module's generator, RNG, before each test, so that a test draws the same alone and among others."""
     if hasattr(request.module, "RNG"):
         seed = zlib.crc32(request.node.name.encode())
         print(f"RNG: default_rng({seed})")  # which pytest shows where the test fails
@@ -89,7 +89,7 @@ def _needs_a_gpu(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: looking through it for garbage again and again takes a tenth of the tests' time."""
+    """Freeze the imported objects: searching them for garbage again and again takes a tenth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

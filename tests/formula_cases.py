@@ -14,14 +14,14 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 
 def formula(rng: random.Random) -> Formula:
-    """Bool or float32, over some of the indices; a few sizes and tables."""
+    """Draw a formula of bool or float32 over some of the indices, with a few sizes and tables."""
     draw = _Draw(rng)
     value, _ = rename_parameters(canonicalize(draw.condition(2) if rng.random() < 0.5 else draw.bias(2)))
     return Formula(value, rng.random() < 0.2)
 
 
 def change(rng: random.Random, dtype: str) -> Formula:
-    """Of a score s, in that type."""
+    """Draw a change of a score s, in that type."""
     draw, s = _Draw(rng), Expr("index", dtype, value="s")
     kind = rng.choice(["add", "scale", "select"])
     if kind == "scale":
@@ -34,13 +34,13 @@ def change(rng: random.Random, dtype: str) -> Formula:
 
 
 def parameters(formula: Formula, kv_len: int, rng: np.random.Generator) -> dict[str, np.ndarray | int]:
-    """Values by name."""
-    given: dict[str, np.ndarray | int] = {name: int(rng.integers(0, kv_len + 2)) for name in formula.scalars()}
+    """Draw values by parameter name."""
+    values: dict[str, np.ndarray | int] = {name: int(rng.integers(0, kv_len + 2)) for name in formula.scalars()}
     for name, (rank, dtype) in formula.tables().items():
         shape = (_TABLE,) * rank
-        whole = dtype.startswith("int")
-        given[name] = (rng.integers(0, 3, shape) if whole else rng.standard_normal(shape)).astype(dtype)
-    return given
+        is_integer = dtype.startswith("int")
+        values[name] = (rng.integers(0, 3, shape) if is_integer else rng.standard_normal(shape)).astype(dtype)
+    return values
 
 
 class _Draw:
@@ -73,8 +73,8 @@ class _Draw:
         if kind == "load":
             return Expr("load", "int64", (self.rest(self.integer(depth - 1), _TABLE),), self.rng.choice(["s", "t"]))
         if kind == "block":
-            places = (self.rest(Expr("index", "int64", value=name), _TABLE) for name in "ij")
-            return Expr("load", "int64", tuple(places), "w")
+            indices = (self.rest(Expr("index", "int64", value=name), _TABLE) for name in "ij")
+            return Expr("load", "int64", tuple(indices), "w")
         return Expr(kind, "int64", (self.integer(depth - 1), self.integer(depth - 1)))
 
     def rest(self, value: Expr, divisor: int) -> Expr:

@@ -1,4 +1,4 @@
-"""What a GPU host without network and compiler needs to run `pytest --gpu`: files to carry, and two scripts to run.
+"""Files and two scripts for a GPU host without network and compiler, on which to run `pytest --gpu`.
 
 `python tests/gpu_host.py FOLDER [--python 3.12]` writes into FOLDER
 
@@ -41,7 +41,7 @@ _LEFT_OUT = ("include", "3rdparty", "src", "web", "__pycache__", "*.pyc")
 
 SETUP = """\
 #!/bin/sh
-# Joins and unpacks what lies beside this file: sh setup.sh DIRECTORY
+# Joins and unpacks what lies next to this file: sh setup.sh DIRECTORY
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1/site" "$1/project"
@@ -89,18 +89,18 @@ def write(folder: Path, python: str) -> None:
 
 
 def split(archive: Path, folder: Path) -> None:
-    """Write a file's parts into a folder, numbered in order, and remove those of an earlier one."""
+    """Write a file's chunks into a folder, numbered in order, and remove those of an earlier one."""
     for path in folder.glob(f"{archive.name}.*"):
         path.unlink()
     with archive.open("rb") as file:
         for number in range(100):
-            if not (part := file.read(PART)):
+            if not (chunk := file.read(PART)):
                 break
-            (folder / f"{archive.name}.{number:02}").write_bytes(part)
+            (folder / f"{archive.name}.{number:02}").write_bytes(chunk)
 
 
 def _copy_compiler(site: Path) -> None:
-    """The package tvm, with its metadata, which tell its version."""
+    """Copy the package tvm, with its metadata, which contain its version."""
     package = importlib.util.find_spec("tvm")
     assert package is not None and package.origin is not None
     source = Path(package.origin).parent
@@ -115,7 +115,7 @@ def _copy_compiler(site: Path) -> None:
 
 
 def _install_wheels(site: Path, python: str) -> None:
-    """What is compiled for a version of Python, or missing on hosts."""
+    """Install wheels that depend on the version of Python, or that hosts lack."""
     names = [f"{name}=={metadata.version(name)}" for name in _WHEELS]
     options = ["--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", "--python-version", python]
     options += [f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17)]

@@ -31,7 +31,7 @@ class LinearCase:
 
     @property
     def domain(self) -> str:
-        """Of the operator that takes such heads."""
+        """The domain of the operator that supports such heads."""
         return "" if self.k_heads == self.v_heads and self.q_heads >= self.v_heads else "com.microsoft"
 
     @property
@@ -39,7 +39,7 @@ class LinearCase:
         return max(self.q_heads, self.v_heads)
 
     def widths(self) -> dict[str, int]:
-        """Of the rows of the inputs that are there."""
+        """Return the row widths of the inputs that are present."""
         rows = {
             "q": self.q_heads * self.head_dim,
             "k": self.k_heads * self.head_dim,
@@ -59,7 +59,7 @@ class LinearCase:
         names = ["q", "k", "v", "state" if self.past else "", *(n if n in widths else "" for n in ("decay", "beta"))]
         inputs = [info(name, self.dtype, [batch, length, width]) for name, width in widths.items()]
         inputs += [info("state", self.state_dtype, state)] if self.past else []
-        made = [
+        outputs = [
             info("y", self.dtype, [batch, length, self.y_heads * self.v_head_dim]),
             info("present", self.state_dtype if self.past else self.dtype, state),
         ]
@@ -68,10 +68,10 @@ class LinearCase:
             q_num_heads=self.q_heads, kv_num_heads=self.v_heads,
         )  # fmt: skip
         opsets = [helper.make_opsetid("", 27), helper.make_opsetid("com.microsoft", 1)]
-        return helper.make_model(helper.make_graph([node], "g", inputs, made), opset_imports=opsets, ir_version=11)
+        return helper.make_model(helper.make_graph([node], "g", inputs, outputs), opset_imports=opsets, ir_version=11)
 
     def feeds(self, length: int, seed: int) -> dict[str, np.ndarray]:
-        """Keys are of length 1, as the delta rule wants them, and decays at most 1."""
+        """Draw inputs. Keys have length 1, as the delta rule requires, and decays are at most 1."""
         rng = np.random.default_rng(seed)
         rows = {name: rng.standard_normal((self.batch, length, width)) for name, width in self.widths().items()}
         keys = rows["k"].reshape(self.batch, length, self.k_heads, -1)
@@ -80,15 +80,15 @@ class LinearCase:
             rows["decay"] = -np.abs(rows["decay"]) * 0.3
         if "beta" in rows:
             rows["beta"] = 1 / (1 + np.exp(-rows["beta"]))
-        given = {name: x.astype(_numpy(self.dtype)) for name, x in rows.items()}
+        feeds = {name: x.astype(_numpy(self.dtype)) for name, x in rows.items()}
         if self.past:
             state = rng.standard_normal((self.batch, self.v_heads, self.head_dim, self.v_head_dim))
-            given["state"] = state.astype(_numpy(self.state_dtype))
-        return given
+            feeds["state"] = state.astype(_numpy(self.state_dtype))
+        return feeds
 
-    def expected(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """y and present, token by token."""
-        wide = {name: x.astype(np.float64) for name, x in given.items()}
+    def expected(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return y and present, computed token by token in float64."""
+        wide = {name: x.astype(np.float64) for name, x in feeds.items()}
         batch, length, _ = wide["q"].shape
         heads = {name: wide[name].reshape(batch, length, n, size) for name, n, size in (
             ("q", self.q_heads, self.head_dim), ("k", self.k_heads, self.head_dim),
@@ -118,13 +118,13 @@ def _numpy(dtype: str) -> np.dtype:
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-def differences(case: LinearCase, found: dict[str, np.ndarray], given: dict[str, np.ndarray]) -> list[str]:
-    """What is farther from float64 than the type's rounding explains."""
+def differences(case: LinearCase, results: dict[str, np.ndarray], feeds: dict[str, np.ndarray]) -> list[str]:
+    """Return the outputs that differ from float64 by more than the type's rounding."""
     wrong = []
-    for name, want in case.expected(given).items():
-        got = np.asarray(found[name]).astype(np.float64)
+    for name, expected in case.expected(feeds).items():
+        actual = np.asarray(results[name]).astype(np.float64)
         tolerance = TOLERANCE[case.dtype if name == "y" or not case.past else case.state_dtype]
-        error = np.abs(got - want).max(initial=0.0) / max(np.abs(want).max(initial=0.0), 1e-30)
-        if got.shape != want.shape or not error <= tolerance:
+        error = np.abs(actual - expected).max(initial=0.0) / max(np.abs(expected).max(initial=0.0), 1e-30)
+        if actual.shape != expected.shape or not error <= tolerance:
             wrong.append(f"{name} of {case}: {error:.1e}, at most {tolerance:.0e}")
     return wrong

@@ -1,7 +1,7 @@
 """Random models of operators that move elements, of every type, with inputs of random bits.
 
 NumPy moves the bits, as unsigned integers, as each node of the model moves elements: one that is only moved has the
-same bits in the output. Chains of movers become fused kernels. In a mixture some elements are computed with: their bits
+same bits in the output. Chains of movers become fused kernels. In a mixture some elements are computed: their bits
 are not compared.
 """
 
@@ -36,11 +36,11 @@ _SPECIAL = {
 
 
 def random_bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements of random bits, half of them special where the type has NaNs with several patterns."""
+    """Draw elements of random bits, half of them special where the type has NaNs with several patterns."""
     kind = _NUMPY[dtype]
     if dtype == "complex128":
-        parts = random_bits(rng, "double", (*shape, 2))
-        return np.ascontiguousarray(parts).view("V16").reshape(shape)
+        pairs = random_bits(rng, "double", (*shape, 2))
+        return np.ascontiguousarray(pairs).view("V16").reshape(shape)
     size = kind.itemsize
     limit = 2 if dtype == "bool" else 16 if dtype in FOUR_BITS else 1 << (8 * size)
     bits = rng.integers(0, limit, shape, dtype="uint64").astype(f"uint{8 * size}")
@@ -65,7 +65,7 @@ def to_bits(array: np.ndarray, dtype: str) -> np.ndarray:
 
 @dataclass
 class Tensor:
-    """A value of the model; compared says of which elements the bits are known."""
+    """A value of the model; compared marks the elements whose bits are defined."""
 
     name: str
     dtype: str
@@ -79,7 +79,7 @@ class Tensor:
 
 @dataclass
 class Model:
-    """The model under construction, the values of its inputs, and what its outputs must be."""
+    """The model under construction, the values of its inputs, and its expected outputs."""
 
     rng: np.random.Generator
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -94,13 +94,13 @@ class Model:
         return f"{stem}_{self.names}"
 
     def shape(self, rank: int | None = None) -> tuple[int, ...]:
-        """Sizes of which some are multiples of eight, and some are no multiples of anything."""
+        """Draw sizes, of which some are multiples of eight, and some are odd or prime."""
         rank = int(self.rng.integers(2, 5)) if rank is None else rank
         outer = (int(self.rng.choice([1, 2, 3, 5, 8])) for _ in range(rank - 1))
         return (*outer, int(self.rng.choice([1, 3, 8, 16, 17, 40])))
 
     def tensor(self, dtype: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A new input, or now and then a weight."""
+        """Add a new input, or now and then a weight."""
         shape = self.shape() if shape is None else shape
         bits, name = random_bits(self.rng, dtype, shape), self.name(dtype)
         if self.rng.random() < 0.2 and dtype not in FOUR_BITS:
@@ -117,8 +117,8 @@ class Model:
         self.initializers.append(onnx.numpy_helper.from_array(array, name))
         return name
 
-    def given(self, array: Any, dtype: str = "int64") -> str:
-        """An input that is no element type under test: indices, conditions."""
+    def add_input(self, array: Any, dtype: str = "int64") -> str:
+        """Add an input that is not of the element type under test: indices, conditions."""
         array, name = np.array(array, dtype), self.name("given")
         kind = TensorProto.BOOL if dtype == "bool" else TensorProto.INT64
         self.inputs.append(helper.make_tensor_value_info(name, kind, array.shape))
@@ -133,7 +133,7 @@ class Model:
     def moved(
         self, x: Tensor, move: Callable[[np.ndarray], np.ndarray], operator: str, *inputs: str, **attributes: Any
     ) -> Tensor:
-        """The result of a node whose first input is x."""
+        """Add a node whose first input is x, and return its result."""
         (name,) = self.node(operator, [x.name, *inputs], **attributes)
         return Tensor(name, x.dtype, move(x.bits), move(x.compared))
 
@@ -146,23 +146,25 @@ class Model:
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=11)
 
     def wrong(self, results: dict[str, np.ndarray]) -> list[str]:
-        """The outputs of which an element that was moved has other bits."""
-        found = []
+        """Return the outputs of which an element that was moved has other bits."""
+        differences = []
         for expected in self.outputs:
             bits = to_bits(np.asarray(results[expected.name]), expected.dtype)
             if bits.shape != expected.bits.shape:
-                found.append(f"{expected.name} of {expected.dtype}: shape {bits.shape}")
+                differences.append(f"{expected.name} of {expected.dtype}: shape {bits.shape}")
                 continue
             differ = (bits != expected.bits) & expected.compared
             if differ.any():
                 at = tuple(int(i) for i in np.argwhere(differ)[0])
                 pair = f"{bits[at]!r} for {expected.bits[at]!r}"
-                found.append(f"{expected.name} of {expected.dtype}: {differ.sum()} of {differ.size}, {pair} at {at}")
-        return found
+                differences.append(
+                    f"{expected.name} of {expected.dtype}: {differ.sum()} of {differ.size}, {pair} at {at}"
+                )
+        return differences
 
 
 def takes(operator: str, dtype: str) -> bool:
-    """Whether ONNX has the operator for that type of the elements it moves."""
+    """Return whether ONNX has the operator for that type of the elements it moves."""
     schema = onnx.defs.get_schema(operator, OPSET)
     number = {"Where": 1, "OneHot": 2, "ConstantOfShape": 0}.get(operator, 0)
     if dtype == "complex128" and operator in ("ScatterElements", "ScatterND", "Pad"):

@@ -49,10 +49,10 @@ EVERY_TYPE = ("Attention", "FlexAttention", "TensorScatter")
 # Domains of the standard with operators that have cases here.
 DOMAINS = ("", "ai.onnx", "ai.onnx.preview", "ai.onnx.ml")
 
-# Whose expected values are rounded sums of float32: zeros among them are noise.
+# Expected values that are rounded float32 accumulators: zeros among them are noise.
 NOISE = {"DFT": 1e-6, "STFT": 1e-6}
 
-# Two units in the last place, relative.
+# Two units of the last digit, relative.
 TWO_UNITS = {"bfloat16": 2**-6, "float16": 2**-9}
 _WIDE_ENOUGH = {
     getattr(onnx.TensorProto, name)
@@ -102,16 +102,16 @@ class Case:
 
 
 def _tensor_type(kind: onnx.TypeProto) -> onnx.TypeProto.Tensor:
-    """The type of a tensor, or of those that a sequence or an optional value holds."""
+    """Return the type of a tensor, or of the tensors in a sequence or an optional value."""
     while not kind.HasField("tensor_type"):
         kind = getattr(kind, kind.WhichOneof("value")).elem_type
     return kind.tensor_type
 
 
 def operators() -> list[str]:
-    """The operators above, and all others of the standard that have a lowering and cases."""
-    others = {name for domain, name in list_registered() if domain in DOMAINS and name in _modules()}
-    return sorted({*OPERATORS, *EVERY_TYPE, *others})
+    """Return the operators above, and all others of the standard that have a lowering and cases."""
+    registered = {name for domain, name in list_registered() if domain in DOMAINS and name in _modules()}
+    return sorted({*OPERATORS, *EVERY_TYPE, *registered})
 
 
 def expandable() -> set[str]:
@@ -161,8 +161,8 @@ def every_model(operator: str | None = None) -> Iterator[NodeModel]:
             yield NodeModel(case.name, name, case.model, named, outputs)
 
 
-def with_known_vectors(model: NodeModel) -> NodeModel:
-    """Inputs of one dimension or none become constants of the model, as exporters have them: axes, sizes, steps."""
+def with_constant_vectors(model: NodeModel) -> NodeModel:
+    """Turn inputs of at most one dimension into constants of the model, as exporters do: axes, sizes, steps."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     inputs = dict(model.inputs)
@@ -176,13 +176,13 @@ def with_known_vectors(model: NodeModel) -> NodeModel:
 
 
 def fitted(model: onnx.ModelProto, inputs: dict[str, Any]) -> tuple[onnx.ModelProto, dict[str, int]]:
-    """The model as it can be compiled for these inputs, and its dims: how many elements lists have."""
+    """Return the model as it can be compiled for these inputs, and its dims: the number of elements of each list."""
     counts, ranks = read_counts_and_ranks(model, inputs)
     return declare_ranks(model, ranks) if counts else model, counts
 
 
 def refusal_of(model: onnx.ModelProto, inputs: dict[str, Any]) -> str | None:
-    """Why a case cannot be lowered, in the compiler's words; None if it can be. Nothing is compiled."""
+    """Return the compiler's reason why it cannot lower a case, or None if it can. Nothing is compiled."""
     model, dims = fitted(model, inputs)
     try:
         import_model(split_list_inputs(load_model(model), dims).model)
@@ -211,7 +211,7 @@ def _import(module: str) -> None:
 
 
 def _found() -> dict[str, list[Case]]:
-    """The cases that were made until now, by operator: no two have one name."""
+    """Return the cases that were created until now, by operator: all names are unique."""
     for case in case_package._NodeTestCases[_READ.cases :]:
         _READ.cases += 1
         stem = case.name.partition("_expanded")[0]
@@ -226,14 +226,14 @@ def _found() -> dict[str, list[Case]]:
             arrays = (map(_plain, values) for values in (inputs, outputs))
             operator = _READ.operators[stem]
             atol = max(case.atol, NOISE.get(operator, 0))
-            made = Case(case.name, operator, case.model, *map(tuple, arrays), case.rtol, atol)
-            _READ.by_operator.setdefault(operator, []).append(made)
+            case_record = Case(case.name, operator, case.model, *map(tuple, arrays), case.rtol, atol)
+            _READ.by_operator.setdefault(operator, []).append(case_record)
     return _READ.by_operator
 
 
 @dataclass
 class _Read:
-    """Of onnx's list so many cases were read: the operators of those that are not expanded, by name, and all."""
+    """How many cases of onnx's list were read, the operators of unexpanded ones by name, and all cases by operator."""
 
     cases: int = 0
     operators: dict[str, str] = field(default_factory=dict)
@@ -244,17 +244,17 @@ _READ = _Read()
 
 
 def with_constants(case: Case) -> Case:
-    """All inputs but the first become constants of the model, as exporters have them: axes, scales, sizes."""
-    made = onnx.ModelProto()
-    made.CopyFrom(case.model)
-    for value, array in list(zip(made.graph.input, case.inputs))[1:]:
-        made.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
-        made.graph.input.remove(value)
-    return dataclasses.replace(case, model=made, inputs=case.inputs[:1])
+    """Turn all inputs but the first into constants of the model, as exporters do: axes, scales, sizes."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    for value, array in list(zip(model.graph.input, case.inputs))[1:]:
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+        model.graph.input.remove(value)
+    return dataclasses.replace(case, model=model, inputs=case.inputs[:1])
 
 
 def _plain(value: Any) -> Any:
-    """An array, a list of arrays, or None."""
+    """Return an array, a list of arrays, or None."""
     if isinstance(value, (list, tuple)):
         return [*map(_plain, value)]
     if isinstance(value, onnx.TensorProto):
@@ -263,7 +263,7 @@ def _plain(value: Any) -> Any:
 
 
 def run(case: Case) -> None:
-    """Compiles, saves, loads and runs a case. Raises what the compiler raises, or AssertionError for a wrong output."""
+    """Compile, save, load and run a case. Raise what the compiler raises, or AssertionError for a wrong output."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "artifact"
         fitting, dims = fitted(case.model, case.named_inputs)
@@ -278,15 +278,15 @@ def run(case: Case) -> None:
 
 
 def assert_close(actual: Any, expected: Any, rtol: float, atol: float, name: str = "") -> None:
-    """Type and shape must be the same, elements as close as onnx's own runner asks, and lists of one length.
+    """Assert the same type and shape, elements as close as onnx's own runner asks, and lists of one length.
 
-    That runner allows bfloat16 two units in the last place. float16 gets the same: a model of several float16 nodes
-    rounds between them, and expected values that were rounded in other places can be the less accurate ones.
+    onnx's runner allows bfloat16 two units of the last digit. float16 gets the same: a model of several float16 nodes
+    rounds between them, and expected values that were rounded at other nodes can be the less accurate ones.
     """
     if isinstance(expected, list) or expected is None:
         assert type(actual) is type(expected), f"{name}: {type(actual)} instead of {type(expected)}"
-        for one, other in zip(actual or (), expected or (), strict=True):
-            assert_close(one, other, rtol, atol, name)
+        for left, right in zip(actual or (), expected or (), strict=True):
+            assert_close(left, right, rtol, atol, name)
         return
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} instead of {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape} instead of {expected.shape}"
@@ -300,12 +300,12 @@ def assert_close(actual: Any, expected: Any, rtol: float, atol: float, name: str
 
 
 def refusal(case: Case) -> str | None:
-    """Why the case cannot be lowered, in the compiler's words; None if it can be. Nothing is compiled."""
+    """Return the compiler's reason why it cannot lower the case, or None if it can. Nothing is compiled."""
     return refusal_of(case.model, case.named_inputs)
 
 
 def refused(names: Iterable[str]) -> Iterator[tuple[Case, str]]:
-    """The cases of these operators that cannot be lowered, each with the reason."""
+    """Yield the cases of these operators that cannot be lowered, each with the reason."""
     for name in names:
         for case in cases(name):
             reason = refusal(case)

@@ -1,8 +1,8 @@
-"""Pages of the documentation, as somebody follows them: their blocks of code, one after the other, in one terminal.
+"""Pages of the documentation, as a reader follows them: their blocks of code, one after the other, in one terminal.
 
 It starts in an empty folder. What `cd` and `export` do lasts, and Python runs in the folder where the shell is.
 
-A page says what cannot be followed here, or takes long, by comments in front of a block, which readers do not see:
+A page marks blocks that cannot be followed here, or take long, by comments before them, which readers do not see:
 
     <!-- not run: needs a GPU -->
     <!-- slow: searches for a minute -->
@@ -44,7 +44,7 @@ _BLOCK = re.compile(
 )
 _GIVEN = re.compile(r"^<!-- given: (\S+) is (\S+) -->$", re.MULTILINE)
 _COMMAND = "onnx-lowering"
-# What only a shell understands.
+# Characters that only a shell understands.
 _SHELL = frozenset("|&;<>$`*")
 
 
@@ -58,30 +58,30 @@ class Block:
     mark: str
 
     def lines(self) -> Iterator[str]:
-        """Commands of a shell, each on one line."""
+        """Yield commands of a shell, each on one line."""
         for line in self.text.replace("\\\n", " ").splitlines():
             if line.strip() and not line.lstrip().startswith("#"):
                 yield line
 
     def commands(self) -> Iterator[list[str]]:
-        """The arguments of each onnx-lowering."""
+        """Yield the arguments of each onnx-lowering."""
         if self.language in ("", "bash"):
             for line in self.lines():
-                for part in re.split(r"&&|\||>", line):
-                    if part.split()[:1] == [_COMMAND]:
-                        yield shlex.split(part, comments=True)[1:]
+                for command in re.split(r"&&|\||>", line):
+                    if command.split()[:1] == [_COMMAND]:
+                        yield shlex.split(command, comments=True)[1:]
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     return [
         Block(
-            found["language"],
-            dedent(found["text"]),
-            f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start('text'))}",
-            found["mark"] or "",
+            match["language"],
+            dedent(match["text"]),
+            f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start('text'))}",
+            match["mark"] or "",
         )
-        for found in _BLOCK.finditer(text)
+        for match in _BLOCK.finditer(text)
     ]
 
 
@@ -144,11 +144,11 @@ class Terminal:
 
     def type(self, line: str, where: str) -> None:
         """Raise AssertionError where a line ends with another status than 0."""
-        words = shlex.split(line, comments=True)
-        if words[0] == _COMMAND and not _SHELL & set(
-            "".join(words)
+        arguments = shlex.split(line, comments=True)
+        if arguments[0] == _COMMAND and not _SHELL & set(
+            "".join(arguments)
         ):  # in this process, which has imported the compiler
-            assert main(words[1:]) == 0, f"{where}: {line}"
+            assert main(arguments[1:]) == 0, f"{where}: {line}"
             return
         assert self._bash.stdin is not None and self._bash.stdout is not None
         end = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Arrays where kernels must not assume more than they were promised: unaligned, or beside pages nobody may touch."""
+"""Arrays where kernels must not assume more than they were promised: unaligned, or next to inaccessible pages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _NOTHING = 0  # PROT_NONE
 
 
 def guarded(array: np.ndarray, at_end: bool) -> np.ndarray:
-    """A copy that ends, or begins, where memory that can be read does: an access outside ends the process.
+    """Return a copy that ends, or begins, at the edge of readable memory: an access outside ends the process.
 
     At an end it is aligned to its elements alone.
     """
     array, page = np.asarray(array), mmap.PAGESIZE
     size = -(-max(array.nbytes, 1) // page) * page
     memory = np.frombuffer(mmap.mmap(-1, size + 2 * page), np.uint8)
-    for place in (memory.ctypes.data, memory.ctypes.data + page + size):
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), ctypes.c_size_t(page), _NOTHING) == 0
+    for address in (memory.ctypes.data, memory.ctypes.data + page + size):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), _NOTHING) == 0
     return _copied(array, memory, page + (size - array.nbytes if at_end else 0))
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
-    """A copy one element past a multiple of 64 bytes, and no more aligned than that."""
+    """Return a copy one element past a multiple of 64 bytes, and no more aligned than that."""
     memory = np.empty(array.nbytes + 64 + array.itemsize, np.uint8)
     return _copied(array, memory, -memory.ctypes.data % 64 + array.itemsize)
 

@@ -23,9 +23,11 @@ def slice_(m: Model, x: Tensor) -> Tensor:
     size, step = x.bits.shape[axis], int(m.rng.choice([-2, -1, 1, 2]))
     first, last = (0, size) if size < 3 else (1, size - 1)
     start, end = (first, last) if step > 0 else (last - 1, first - 1 if first else -size - 1)
-    cut = tuple(slice(start, end if end > -size else None, step) if k == axis else slice(None) for k in range(x.rank))
+    window = tuple(
+        slice(start, end if end > -size else None, step) if k == axis else slice(None) for k in range(x.rank)
+    )
     inputs = [m.constant([value]) for value in (start, end, axis, step)]
-    return m.moved(x, lambda a: a[cut], "Slice", *inputs)
+    return m.moved(x, lambda a: a[window], "Slice", *inputs)
 
 
 def reshape(m: Model, x: Tensor) -> Tensor:
@@ -42,19 +44,19 @@ def gather(m: Model, x: Tensor) -> Tensor:
     axis = int(m.rng.integers(x.rank))
     size = x.bits.shape[axis]
     indices = m.rng.integers(-size, size, (2, 4) if m.rng.random() < 0.5 else 8)
-    return m.moved(x, lambda a: np.take(a, indices, axis), "Gather", m.given(indices), axis=axis)
+    return m.moved(x, lambda a: np.take(a, indices, axis), "Gather", m.add_input(indices), axis=axis)
 
 
 def gather_elements(m: Model, x: Tensor) -> Tensor:
     axis = int(m.rng.integers(x.rank))
     indices = m.rng.integers(0, x.bits.shape[axis], x.bits.shape)
     move = lambda a: np.take_along_axis(a, indices, axis)  # noqa: E731
-    return m.moved(x, move, "GatherElements", m.given(indices), axis=axis)
+    return m.moved(x, move, "GatherElements", m.add_input(indices), axis=axis)
 
 
 def gather_nd(m: Model, x: Tensor) -> Tensor:
     indices = np.stack([m.rng.integers(0, size, 6) for size in x.bits.shape[:-1]], -1)
-    return m.moved(x, lambda a: a[tuple(indices.T)], "GatherND", m.given(indices))
+    return m.moved(x, lambda a: a[tuple(indices.T)], "GatherND", m.add_input(indices))
 
 
 def tile(m: Model, x: Tensor) -> Tensor:
@@ -96,9 +98,9 @@ def compress(m: Model, x: Tensor) -> Tensor:
 def trilu(m: Model, x: Tensor) -> Tensor:
     upper, k = int(m.rng.integers(2)), int(m.rng.integers(-2, 3))
     rows, columns = np.ogrid[: x.bits.shape[-2], : x.bits.shape[-1]]
-    kept = (columns - rows >= k) if upper else (columns - rows <= k)
+    is_inside = (columns - rows >= k) if upper else (columns - rows <= k)
     (name,) = m.node("Trilu", [x.name, m.constant(k)], upper=upper)
-    return Tensor(name, x.dtype, np.where(kept, x.bits, np.zeros((), x.bits.dtype)), x.compared | ~kept)
+    return Tensor(name, x.dtype, np.where(is_inside, x.bits, np.zeros((), x.bits.dtype)), x.compared | ~is_inside)
 
 
 def depth_to_space(m: Model, x: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def reverse_sequence(m: Model, x: Tensor) -> Tensor:
             y[:length, b] = a[:length, b][::-1]
         return y
 
-    return m.moved(x, move, "ReverseSequence", m.given(lengths), time_axis=0, batch_axis=1)
+    return m.moved(x, move, "ReverseSequence", m.add_input(lengths), time_axis=0, batch_axis=1)
 
 
 def resize(m: Model, x: Tensor) -> Tensor:
@@ -147,17 +149,17 @@ UNARY = {
 
 def concat(m: Model, x: Tensor) -> Tensor:
     axis = int(m.rng.integers(x.rank))
-    others = [m.tensor(x.dtype, x.bits.shape) for _ in range(int(m.rng.integers(1, 3)))]
-    together = [x, *others]
-    (name,) = m.node("Concat", [t.name for t in together], axis=axis)
-    bits, compared = ([getattr(t, key) for t in together] for key in ("bits", "compared"))
+    added = [m.tensor(x.dtype, x.bits.shape) for _ in range(int(m.rng.integers(1, 3)))]
+    operands = [x, *added]
+    (name,) = m.node("Concat", [t.name for t in operands], axis=axis)
+    bits, compared = ([getattr(t, key) for t in operands] for key in ("bits", "compared"))
     return Tensor(name, x.dtype, np.concatenate(bits, axis), np.concatenate(compared, axis))
 
 
 def where(m: Model, x: Tensor) -> Tensor:
     other = m.tensor(x.dtype, x.bits.shape[-1:] if m.rng.random() < 0.3 else x.bits.shape)
     condition = m.rng.random(x.bits.shape) < 0.5
-    (name,) = m.node("Where", [m.given(condition, "bool"), x.name, other.name])
+    (name,) = m.node("Where", [m.add_input(condition, "bool"), x.name, other.name])
     return Tensor(name, x.dtype, *(np.where(condition, getattr(x, k), getattr(other, k)) for k in ("bits", "compared")))
 
 
@@ -167,11 +169,11 @@ def split(m: Model, x: Tensor) -> Tensor:
     first = max(size // 2, 1)
     sizes = [first, size - first]
     names = m.node("Split", [x.name, m.constant(sizes)], 2, axis=axis)
-    parts = zip(names, *(np.split(a, [first], axis) for a in (x.bits, x.compared)))
-    one, other = (Tensor(name, x.dtype, bits, compared) for name, bits, compared in parts)
-    if other.bits.size:
-        m.output(other)
-    return one
+    halves = zip(names, *(np.split(a, [first], axis) for a in (x.bits, x.compared)))
+    first_half, second_half = (Tensor(name, x.dtype, bits, compared) for name, bits, compared in halves)
+    if second_half.bits.size:
+        m.output(second_half)
+    return first_half
 
 
 def scatter_elements(m: Model, x: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def scatter_elements(m: Model, x: Tensor) -> Tensor:
     y, compared = x.bits.copy(), x.compared.copy()
     np.put_along_axis(y, indices, updates.bits, axis)
     np.put_along_axis(compared, indices, updates.compared, axis)
-    (name,) = m.node("ScatterElements", [x.name, m.given(indices), updates.name], axis=axis)
+    (name,) = m.node("ScatterElements", [x.name, m.add_input(indices), updates.name], axis=axis)
     return Tensor(name, x.dtype, y, compared)
 
 
@@ -191,7 +193,7 @@ def scatter_nd(m: Model, x: Tensor) -> Tensor:
     updates = m.tensor(x.dtype, (len(indices), *x.bits.shape[1:]))
     y, compared = x.bits.copy(), x.compared.copy()
     y[indices], compared[indices] = updates.bits, updates.compared
-    (name,) = m.node("ScatterND", [x.name, m.given(indices[:, None]), updates.name])
+    (name,) = m.node("ScatterND", [x.name, m.add_input(indices[:, None]), updates.name])
     return Tensor(name, x.dtype, y, compared)
 
 
@@ -206,13 +208,13 @@ def tensor_scatter(m: Model, x: Tensor) -> Tensor:
     for b, start in enumerate(starts):
         rows = tuple(slice(start, start + length) if k == axis else slice(None) for k in range(1, x.rank))
         y[(b, *rows)], compared[(b, *rows)] = update.bits[b], True
-    (name,) = m.node("TensorScatter", [x.name, update.name, m.given(starts)], axis=axis)
+    (name,) = m.node("TensorScatter", [x.name, update.name, m.add_input(starts)], axis=axis)
     return Tensor(name, x.dtype, y, compared)
 
 
 def one_hot(m: Model, x: Tensor) -> Tensor:
     values, indices = m.tensor(x.dtype, (2,)), m.rng.integers(0, 9, (3, 5))
-    (name,) = m.node("OneHot", [m.given(indices), m.constant([9]), values.name])
+    (name,) = m.node("OneHot", [m.add_input(indices), m.constant([9]), values.name])
     y = np.where(indices[..., None] == np.arange(9), values.bits[1], values.bits[0])
     return Tensor(name, x.dtype, y, np.ones(y.shape, bool))
 
@@ -221,7 +223,7 @@ def constant_of_shape(m: Model, x: Tensor) -> Tensor:
     bits = random_bits(m.rng, x.dtype, (1,))
     number = getattr(TensorProto, x.dtype.upper())
     value = helper.make_tensor("value", number, (1,), bits.tobytes(), raw=True)
-    (name,) = m.node("ConstantOfShape", [m.given([3, 8])], value=value)
+    (name,) = m.node("ConstantOfShape", [m.add_input([3, 8])], value=value)
     return Tensor(name, x.dtype, np.broadcast_to(bits, (3, 8)), np.ones((3, 8), bool))
 
 
@@ -239,7 +241,7 @@ def branch(m: Model, x: Tensor) -> Tensor:
     yes, no = (
         helper.make_graph([helper.make_node("Identity", [t.name], ["y"])], "branch", [], info) for t in (x, other)
     )
-    (name,) = m.node("If", [m.given(condition, "bool")], then_branch=yes, else_branch=no)
+    (name,) = m.node("If", [m.add_input(condition, "bool")], then_branch=yes, else_branch=no)
     taken = x if condition else other
     return Tensor(name, x.dtype, taken.bits, taken.compared)
 
@@ -271,29 +273,29 @@ CONTROL = {"If": branch, "Loop": loop}
 
 
 def mixture(m: Model, x: Tensor) -> Tensor:
-    """Elements that are selected among sums and among what is moved; the sums are not compared."""
+    """Select elements among added values and moved ones; added values are not compared."""
     moved = where(m, x)
     (total,) = m.node("Add", [x.name, x.name])
     condition = m.rng.random(moved.bits.shape) < 0.5
-    (name,) = m.node("Where", [m.given(condition, "bool"), total, moved.name])
+    (name,) = m.node("Where", [m.add_input(condition, "bool"), total, moved.name])
     result = Tensor(name, x.dtype, moved.bits, moved.compared & ~condition)
     return transpose(m, concat(m, result))
 
 
 def around_a_reduction(m: Model, x: Tensor) -> Tensor:
-    """In the function of a softmax, whose rows are moved beside it."""
+    """Add a softmax whose function moves rows, too."""
     (rows,) = m.node("Softmax", [x.name])
     condition = m.rng.random(x.bits.shape) < 0.5
-    (name,) = m.node("Where", [m.given(condition, "bool"), rows, x.name])
+    (name,) = m.node("Where", [m.add_input(condition, "bool"), rows, x.name])
     return Tensor(name, x.dtype, x.bits, x.compared & ~condition)
 
 
-def behind_a_matmul(m: Model, x: Tensor) -> Tensor:
-    """In the epilogue of a matmul."""
+def select_after_matmul(m: Model, x: Tensor) -> Tensor:
+    """Add a mover in the epilogue of a matmul."""
     a, b, x = m.tensor(x.dtype, (5, 16)), m.tensor(x.dtype, (16, 24)), m.tensor(x.dtype, (5, 24))
     (matmul,) = m.node("MatMul", [a.name, b.name])
     condition = m.rng.random((5, 24)) < 0.5
-    (name,) = m.node("Where", [m.given(condition, "bool"), matmul, x.name])
+    (name,) = m.node("Where", [m.add_input(condition, "bool"), matmul, x.name])
     return Tensor(name, x.dtype, x.bits, x.compared & ~condition)
 
 
@@ -303,25 +305,25 @@ MIXED = (mixture, around_a_reduction)
 
 
 def movers_of(dtype: str) -> list:
-    """Those that ONNX has for a type."""
-    found = [mover for operator, mover in {**UNARY, **SEVERAL}.items() if takes(operator, dtype)]
-    found += CONTROL.values()
+    """Return the movers that ONNX has for a type."""
+    movers = [mover for operator, mover in {**UNARY, **SEVERAL}.items() if takes(operator, dtype)]
+    movers += CONTROL.values()
     if takes("ConstantOfShape", dtype):
-        found.append(constant_of_shape)
+        movers.append(constant_of_shape)
     if takes("Pad", dtype):
-        found.append(pad_with_itself)
-    return [*found, *(MIXED if dtype in FLOATS else ()), *([behind_a_matmul] if dtype in HALF else [])]
+        movers.append(pad_with_itself)
+    return [*movers, *(MIXED if dtype in FLOATS else ()), *([select_after_matmul] if dtype in HALF else [])]
 
 
 def random_model(seed: int, count: int, dtypes: tuple[str, ...] = TYPES) -> Model:
-    """Draw a model with so many results, half of them of half precision: a mover of any type, and a chain behind it."""
+    """Draw a model with `count` results, half of half precision: a mover of any type, and a chain after it."""
     m = Model(np.random.default_rng(seed))
-    turn = m.rng.permutation(1000)
+    order = m.rng.permutation(1000)
     for n in range(count):
         half = tuple(dtype for dtype in dtypes if dtype in HALF)
         dtype = str(m.rng.choice(half if half and m.rng.random() < 0.5 else dtypes))
         movers = movers_of(dtype)
-        x = movers[turn[n] % len(movers)](m, m.tensor(dtype))
+        x = movers[order[n] % len(movers)](m, m.tensor(dtype))
         for _ in range(int(m.rng.integers(0, 3))):
             if x.rank < 2 or x.bits.size > 4096:
                 break

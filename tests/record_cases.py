@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from attention_cases import TARGET, Case, made
+from attention_cases import TARGET, Case, draw_cases
 
 from lowering.attention.cache_layout import GivenRing, Offset, Pages, Whole
 from lowering.attention.formula import Formula
@@ -76,27 +76,27 @@ FIELDS: dict[str, Field] = {
 }
 
 KERNELS = ("CPU plain", "CPU prefill", "CPU decode", "CUDA plain", "CUDA rows", "CUDA decode", "CUDA mma")
-"""wgmma has no random cases: its problems are those of tests/cuda/test_prefill_wgmma.py."""
+"""wgmma has its own problems instead of random cases: those of tests/cuda/test_prefill_wgmma.py."""
 
 
 def rows_of(case: Case) -> set[int]:
-    """How many query rows the batches of a call have, as far as that is known before its data are drawn."""
+    """Return how many query rows the batches of a call have, as far as that is fixed before its data are drawn."""
     return {1, case.q_len} if case.problem.is_ragged else {case.q_len}
 
 
 def on_cpu(case: Case) -> set[str]:
-    """The kernels that serve a call, beside the plain one, which all of them are run by."""
+    """Return the kernels that serve a call, next to the plain one, which runs all of them."""
     p = case.problem
     if p.qk_mode is not None:
         return {"CPU plain"}
-    most = DecodeTiles.default(p, read_cpu_features(TARGET)).q_len
-    return {"CPU plain", *("CPU decode" if rows <= most else "CPU prefill" for rows in rows_of(case))}
+    limit = DecodeTiles.default(p, read_cpu_features(TARGET)).q_len
+    return {"CPU plain", *("CPU decode" if rows <= limit else "CPU prefill" for rows in rows_of(case))}
 
 
 def on_tensor_cores(case: Case) -> set[str]:
     assert can_prefill(case.problem)
-    most = SMALL_M // case.problem.group
-    return {"CUDA decode" if rows <= most else "CUDA mma" for rows in rows_of(case)}
+    limit = SMALL_M // case.problem.group
+    return {"CUDA decode" if rows <= limit else "CUDA mma" for rows in rows_of(case)}
 
 
 def on_cuda(case: Case) -> set[str]:
@@ -104,14 +104,14 @@ def on_cuda(case: Case) -> set[str]:
 
 
 def runs() -> Iterator[tuple[Case, set[str]]]:
-    """Every case of the long runs, and the kernels that it has covered."""
+    """Yield every case of the long runs, and the kernels that it has covered."""
     for seeds, tensor_cores, serving in (
         (ON_CPU, False, on_cpu),
         (ON_CUDA, False, on_cuda),
         (ON_TENSOR_CORES, True, on_tensor_cores),
     ):
         for seed in seeds:
-            for case in made(seed, CALLS, tensor_cores):
+            for case in draw_cases(seed, CALLS, tensor_cores):
                 yield case, serving(case)
 
 

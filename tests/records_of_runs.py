@@ -1,4 +1,4 @@
-"""Runs within a time, whose results are kept: `pytest --results FOLDER --minutes M`.
+"""Time-limited runs with stored results: `pytest --results FOLDER --minutes M`.
 
 FOLDER/results.jsonl gets a line for each test as it ends: its name, "passed", "failed" or "skipped", its seconds, the
 seed of the run, and what pytest says of a failure, whose case follows from the name and the seed. The next run with the
@@ -26,18 +26,18 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 class Records:
-    """The plugin. Where tests run in several processes, the one that distributes them keeps the results."""
+    """The plugin. With several processes, the one that distributes tests stores the results."""
 
     def __init__(self, config: pytest.Config) -> None:
-        given = getattr(config, "workerinput", None)
+        worker_input = getattr(config, "workerinput", None)
         minutes, folder = config.getoption("minutes"), config.getoption("results")
-        self._is_kept = folder is not None
-        self._path = folder / FILE if folder and given is None else None
-        if given is None:
+        self._is_recorded = folder is not None
+        self._path = folder / FILE if folder and worker_input is None else None
+        if worker_input is None:
             self._deadline = None if minutes is None else time.time() + 60 * minutes
             self._order = read_order(folder) if folder else {}
         else:
-            self._deadline, self._order = given["deadline"], given["order"]
+            self._deadline, self._order = worker_input["deadline"], worker_input["order"]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -48,8 +48,8 @@ class Records:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """What failed last, what never ran, what ran longest ago; of these what is slow last."""
-        if self._is_kept:
+        """Sort: what failed last, what never ran, what ran longest ago; among these, slow tests last."""
+        if self._is_recorded:
             items.sort(key=lambda item: (self._order.get(item.nodeid.split("@")[0], 0), _is_slow(item)))
 
     @pytest.hookimpl(tryfirst=True)
@@ -79,7 +79,7 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def read_order(folder: Path) -> dict[str, int]:
-    """Return the place in line of each test that ran: negative for failures, those that never ran would be 0."""
+    """Return the position in the order of each test that ran: negative for failures; 0 is for those that never ran."""
     if not (folder / FILE).exists():
         return {}
     last: dict[str, tuple[int, str]] = {}

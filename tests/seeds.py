@@ -24,13 +24,13 @@ def renew() -> None:
     if not (seed := os.environ.get(VARIABLE)):
         return
 
-    def default_rng(given: Any = None) -> np.random.Generator:
-        is_number = isinstance(given, (int, np.integer, list, tuple))
-        return _DEFAULT_RNG([*np.atleast_1d(given).tolist(), int(seed)] if is_number else given)
+    def default_rng(value: Any = None) -> np.random.Generator:
+        is_number = isinstance(value, (int, np.integer, list, tuple))
+        return _DEFAULT_RNG([*np.atleast_1d(value).tolist(), int(seed)] if is_number else value)
 
     class Random(_RANDOM):
-        def __init__(self, given: Any = None) -> None:
-            super().__init__(f"{given} {seed}" if isinstance(given, (int, str)) else given)
+        def __init__(self, value: Any = None) -> None:
+            super().__init__(f"{value} {seed}" if isinstance(value, (int, str)) else value)
 
     np.random.default_rng = default_rng
     random.Random = Random  # type: ignore[misc]

@@ -40,18 +40,18 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_are_kept: None) -> list[Any]:
-    """One entry for each time that the compiler does its work, with a cache of this test alone."""
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_are_cached: None) -> list[Any]:
+    """One entry for each time that the compiler runs, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
-    found: list[Any] = []
-    works = compilation.compiled
+    models: list[Any] = []
+    compile_model = compilation.compiled
 
-    def noted(model: Any, *more: Any, **how: Any) -> compilation.CompiledModel:
-        found.append(model)
-        return works(model, *more, **how)
+    def record_model(model: Any, *more: Any, **how: Any) -> compilation.CompiledModel:
+        models.append(model)
+        return compile_model(model, *more, **how)
 
-    monkeypatch.setattr(compilation, "compiled", noted)
-    return found
+    monkeypatch.setattr(compilation, "compiled", record_model)
+    return models
 
 
 def test_the_same_file_is_copied(compiles: list[Any], tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_other_options_are_another_artifact(compiles: list[Any], tmp_path: Path,
 
 @pytest.mark.parametrize("external", [False, True])
 def test_other_contents_are_another_artifact(compiles: list[Any], tmp_path: Path, external: bool) -> None:
-    """Of the files with external data, too."""
+    """This includes files with external data."""
     path = tmp_path / "m.onnx"
     for seed in (0, 1):
         w = write(path, seed, external)
@@ -107,11 +107,11 @@ def test_other_records_are_another_artifact(compiles: list[Any], tmp_path: Path)
     records = tmp_path / "records"
     records.mkdir()
     options = compilation.Options(database=records)
-    found = [artifact_cache.key(tmp_path / "m.onnx", options)]
+    keys = [artifact_cache.key(tmp_path / "m.onnx", options)]
     for content in ("[]", "[1]"):
         (records / "database_workload.json").write_text(content)
-        found.append(artifact_cache.key(tmp_path / "m.onnx", options))
-    assert len(set(found)) == 3 and None not in found
+        keys.append(artifact_cache.key(tmp_path / "m.onnx", options))
+    assert len(set(keys)) == 3 and None not in keys
 
 
 def test_other_sources_are_another_artifact(
@@ -147,9 +147,9 @@ def test_signatures_are_made_anew(compiles: list[Any], tmp_path: Path) -> None:
 def test_what_is_not_whole_is_compiled_anew(compiles: list[Any], tmp_path: Path, name: str, harm: str) -> None:
     w = write(tmp_path / "m.onnx")
     lowering.compile(tmp_path / "m.onnx")
-    (part,) = artifact_cache.folder().glob(f"*/{name}")
-    content = part.read_bytes()
-    part.write_bytes(content[:-70] if harm == "short" else content[:999] + bytes([content[999] ^ 1]) + content[1000:])
+    (path,) = artifact_cache.folder().glob(f"*/{name}")
+    content = path.read_bytes()
+    path.write_bytes(content[:-70] if harm == "short" else content[:999] + bytes([content[999] ^ 1]) + content[1000:])
     module = lowering.compile(tmp_path / "m.onnx")
     assert len(compiles) == 2
     np.testing.assert_allclose(module.run({"x": X})["y"], X @ w, rtol=1e-4, atol=1e-5)
@@ -180,7 +180,7 @@ def test_the_least_recently_used_go_first(compiles: list[Any], tmp_path: Path) -
     assert artifact_cache.size() == (0, 0)
 
 
-def test_what_is_known_needs_no_compiler(compiles: list[Any], tmp_path: Path) -> None:
+def test_a_cached_artifact_needs_no_compiler(compiles: list[Any], tmp_path: Path) -> None:
     write(tmp_path / "m.onnx")
     lowering.compile(tmp_path / "m.onnx")
     script = (

@@ -1,6 +1,6 @@
 """A table of bad inputs to every command and to the Python interface: each is refused in one sentence that says where.
 
-What the sentences must never hold are the words of what this package is made of, and Python's tracebacks.
+The sentences must never contain the package's internal words, nor Python's tracebacks.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def external(**entries: object) -> bytes:
 
 
 def functions(levels: int) -> bytes:
-    """Functions of which each calls the one before twice."""
+    """Return a model of functions, each of which calls the previous one twice."""
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid("f", 1)]
-    made = [helper.make_function("f", "F0", ["a"], ["b"], [helper.make_node("Relu", ["a"], ["b"])], opsets)]
+    all_functions = [helper.make_function("f", "F0", ["a"], ["b"], [helper.make_node("Relu", ["a"], ["b"])], opsets)]
     for k in range(1, levels + 1):
         calls = [helper.make_node(f"F{k - 1}", [i], [o], domain="f") for i, o in (("a", "t"), ("t", "b"))]
-        made.append(helper.make_function("f", f"F{k}", ["a"], ["b"], calls, opsets))
+        all_functions.append(helper.make_function("f", f"F{k}", ["a"], ["b"], calls, opsets))
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         [helper.make_node(f"F{levels}", ["x"], ["y"], domain="f")],
@@ -70,7 +70,7 @@ def functions(levels: int) -> bytes:
         [value("x", TensorProto.FLOAT, [4])],
         [value("y", TensorProto.FLOAT, [4])],
     )
-    return helper.make_model(graph, opset_imports=opsets, functions=made, ir_version=10).SerializeToString()
+    return helper.make_model(graph, opset_imports=opsets, functions=all_functions, ir_version=10).SerializeToString()
 
 
 def calls_itself() -> bytes:
@@ -104,10 +104,10 @@ LOOP = """m (int64 n, bool go, float[4] x) => (float[4] y) {
   [loops] y = Loop (n, go, x) <body = b (int64 i, bool c, float[4] a) => (bool d, float[4] e) {
     d = Identity (c) e = CastLike (a, i) }> }"""
 
-# What is in the file, and what the sentence must say.
+# The contents of the file, and a part of the sentence.
 MODELS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not an ONNX model: it is empty"),
-    "words": (b"This is no model.", "ONNX model"),
+    "text": (b"This is no model.", "ONNX model"),
     "cut off": (text(RELU)[:40], "ONNX model"),
     "no operator sets": (edited(RELU, lambda m: m.ClearField("opset_import")), "opset_import"),
     "unknown operator": (
@@ -218,7 +218,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good = (folder / "x3.npy").read_bytes()
     np.save(folder / "pickled.npy", np.array([{}], object), allow_pickle=True)
     (folder / "short.npy").write_bytes(good[:-5])
-    (folder / "words.npy").write_text("no array")
+    (folder / "text.npy").write_text("no array")
     (folder / "nothing.npy").write_bytes(b"")
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }"
     (folder / "huge.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
@@ -243,16 +243,16 @@ def test_models(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    content, wanted = MODELS[case]
+    content, expected = MODELS[case]
     path = folder / "bad.onnx"
     path.write_bytes(content)
     options = ["-o", str(folder / "never")] if command == "compile" else []
     assert main([command, str(path), *options]) == 1
     captured = capsys.readouterr()
-    said = captured.out + captured.err
-    assert wanted in said and not FOREIGN.search(said), said
+    output = captured.out + captured.err
+    assert expected in output and not FOREIGN.search(output), output
     assert command == "check" or captured.err.startswith("error[")
-    assert command != "check" or " 0 cannot be lowered" not in said
+    assert command != "check" or " 0 cannot be lowered" not in output
     assert not (folder / "never").exists()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
@@ -312,7 +312,7 @@ COMMANDS = {
     f"run good --input x=other {Z3}": "other",
     f"run good --input x=pickled.npy {Z3}": "pickled.npy",
     f"run good --input x=short.npy {Z3}": "short.npy",
-    f"run good --input x=words.npy {Z3}": "words.npy",
+    f"run good --input x=text.npy {Z3}": "text.npy",
     f"run good --input x=nothing.npy {Z3}": "nothing.npy",
     f"run good --input x=huge.npy {Z3}": "huge.npy",
     "run good --input x3.npy": "argument.input_invalid",
@@ -422,10 +422,10 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("case", CALLS)
 def test_calls(case: str, folder: Path) -> None:
-    call, wanted = CALLS[case]
+    call, expected = CALLS[case]
     with pytest.raises(LoweringError) as caught:
         call(folder)
-    assert wanted in str(caught.value) and not FOREIGN.search(str(caught.value)), caught.value
+    assert expected in str(caught.value) and not FOREIGN.search(str(caught.value)), caught.value
 
 
 def test_checkpoints_of_pytorch_are_recognized(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_checkpoints_of_pytorch_are_recognized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "begin, words",
+    "begin, message",
     [
         (b"", "it is empty"),
         (b"\x80\x02\x8a\nl\xfc", "it is a pickle, as old PyTorch checkpoints are. Export the module"),
@@ -453,9 +453,9 @@ def test_checkpoints_of_pytorch_are_recognized(tmp_path: Path) -> None:
         (b"<!DOCTYPE html>", "it is a page of HTML"),
     ],
 )
-def test_files_of_other_formats_are_named(begin: bytes, words: str, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_named(begin: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(begin)
     for command in (lowering.compile, lowering.check):
         with pytest.raises(lowering.ModelError) as caught:
             command(tmp_path / "model.onnx")
-        assert "is not an ONNX model" in str(caught.value) and words in str(caught.value)
+        assert "is not an ONNX model" in str(caught.value) and message in str(caught.value)

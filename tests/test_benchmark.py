@@ -1,4 +1,4 @@
-"""`lowering.bench`: the work of known models, times that add up, and what it refuses."""
+"""`lowering.bench`: the work of models with computable costs, times that add up, and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_SECONDS", 0.0)
 
 
-def test_work_of_a_known_model(artifact: Path) -> None:
+def test_work_of_a_small_model(artifact: Path) -> None:
     profile = lowering.bench(artifact, {"batch": B, "tokens": S}, seconds=0)
     by_node = {node.split()[-1]: call for call in profile.calls for node in call.nodes}
     rows = B * S
@@ -75,7 +75,7 @@ def test_work_of_a_known_model(artifact: Path) -> None:
 
 
 def test_rows_of_a_table_are_read_once(artifact: Path) -> None:
-    """Of more rows than the table has, no more than the table."""
+    """Work of more ids than the table has rows: no more than the table."""
     ids = np.zeros((20, S), np.int64)
     (call,) = (c for c in lowering.bench(artifact, inputs={"ids": ids}, seconds=0).calls if "Gather x" in c.nodes)
     assert call.bytes == ROWS * 64 * 4 + ids.size * (64 * 4 + 8)
@@ -84,7 +84,7 @@ def test_rows_of_a_table_are_read_once(artifact: Path) -> None:
 def test_times_add_up(artifact: Path) -> None:
     profile = lowering.bench(lowering.load(artifact), {"batch": 8, "tokens": 256}, seconds=0.5)
     total = sum(call.seconds for call in profile.calls)
-    assert 0.6 * profile.cpu_seconds < total < 2 * profile.cpu_seconds  # of one thread; others may run beside it
+    assert 0.6 * profile.cpu_seconds < total < 2 * profile.cpu_seconds  # of one thread; others may run at the same time
     slow = profile.percentiles
     assert 0 < profile.seconds == slow.p50 <= slow.p90 <= slow.p99 and 0 < profile.cpu_seconds < 1.5 * slow.p99
     kinds = profile.by_kind()
@@ -123,7 +123,7 @@ def test_command_without_the_compiler(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_as_a_timeline(artifact: Path, tmp_path: Path) -> None:
-    """Kernels one behind the other, with their work and nodes, for Perfetto."""
+    """Kernels in sequence, with their work and nodes, for Perfetto."""
     file = tmp_path / "trace.json"
     sizes = ["--dim", f"batch={B}", "--dim", f"tokens={S}", "--seconds", "0"]
     assert main(["bench", str(artifact), *sizes, "--trace", str(file)]) == 0
@@ -142,14 +142,14 @@ def test_several_sizes(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFix
     table = capsys.readouterr().out.rstrip().splitlines()[-3:]
     assert [line.split()[:2] for line in table[1:]] == [["batch=1,", "tokens=1"], ["batch=1,", "tokens=64"]]
     assert main([*command, "--json"]) == 0
-    one, many = json.loads(capsys.readouterr().out)
-    assert (one["sizes"]["tokens"], many["sizes"]["tokens"]) == (1, 64)
-    assert sum(call["flops"] for call in many["calls"]) > 60 * sum(call["flops"] for call in one["calls"])
+    single, many = json.loads(capsys.readouterr().out)
+    assert (single["sizes"]["tokens"], many["sizes"]["tokens"]) == (1, 64)
+    assert sum(call["flops"] for call in many["calls"]) > 60 * sum(call["flops"] for call in single["calls"])
     assert main([*command, "--trace", str(tmp_path / "trace.json")]) == 1
     assert "[argument.run_count_mismatch]" in capsys.readouterr().err
 
 
-def test_beside_onnxruntime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_with_onnxruntime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = '<ir_version: 10, opset_import: ["" : 20]> m (float[n, 8] x) => (float[n, 8] y) { y = Exp (x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     lowering.compile(tmp_path / "model.onnx").save(tmp_path / "out")

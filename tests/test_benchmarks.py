@@ -56,7 +56,7 @@ def test_one_case_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_database_is_measured_beside_the_default(tmp_path: Path) -> None:
+def test_a_database_is_compared_with_the_default(tmp_path: Path) -> None:
     lowering.tune(all_cases()["S 3"].model(), tmp_path / "tuned", trials=2, sizes=[{"B": 1, "S": 3, "T": 3}])
     line = ["cpu", "S 3", "--peers", "", "--tuned", tmp_path / "tuned", "--turns", 2, "--seconds", 0.001]
     done = command(*line, "--out", tmp_path / "results.json")
@@ -83,15 +83,15 @@ class Fake:
 
 
 def test_only_what_is_right_is_timed() -> None:
-    found = {"torch": Fake(1e-3), "onnxruntime": Fake(None), "openvino": Fake(1e-7)}
-    record = prepare(TINY, found, {name: partial(Fake, peer.off) for name, peer in found.items()}, threads=1).measure(
+    fakes = {"torch": Fake(1e-3), "onnxruntime": Fake(None), "openvino": Fake(1e-7)}
+    record = prepare(TINY, fakes, {name: partial(Fake, peer.off) for name, peer in fakes.items()}, threads=1).measure(
         turns=2, seconds=1e-4
     )
     wrong, refused, right = record.outcomes
     assert wrong.timing is None and wrong.error == pytest.approx(1e-3, rel=1e-3)
     assert refused.timing is None and refused.refused == "RuntimeError: no such operator"
     assert right.timing is not None
-    cells = [peer_cell(record, name) for name in found]
+    cells = [peer_cell(record, name) for name in fakes]
     assert cells[0] == "wrong (1e-03)" and cells[1] == "-" and cells[2].endswith("us")
     results = here(1)
     results.records[record.case] = record
@@ -110,16 +110,16 @@ def test_expected_answers_are_those_of_the_compiled_model(name: str) -> None:
     assert isinstance(case, AttentionCase)
     small = replace(case, B=2, Hq=4, Hkv=2, S=min(case.S, 9), T=9, D=8, window=case.window and 3)
     record = measured_by_us(small)
-    assert record.ours() is not None, record.outcomes
+    assert record.own_timing() is not None, record.outcomes
 
 
 def test_two_threads_are_compared_with_one() -> None:
     def outcome(contender: str, form: str, threads: int, seconds: float) -> Outcome:
         return Outcome(contender, form, threads, Timing(seconds, seconds, seconds, seconds), 0.0)
 
-    ours = [outcome(peers.OURS, "bound", 2, 4.0), outcome(peers.OURS, "bound, one thread", 1, 8.0)]
+    outcomes = [outcome(peers.OURS, "bound", 2, 4.0), outcome(peers.OURS, "bound, one thread", 1, 8.0)]
     limits = [outcome("limit", "a", 2, 2.0), outcome("limit", "a, one thread", 1, 3.0), outcome("limit", "b", 2, 1.0)]
-    record = Record("P1 full", "attention", "2000-01-01", 2, 6e9, "FLOP", ours, limits, 3e9)
+    record = Record("P1 full", "attention", "2000-01-01", 2, 6e9, "FLOP", outcomes, limits, 3e9)
     (row,) = rows(Results("here", 2, {}, {record.case: record}))
     assert (row.seconds, row.rate, row.share, row.scaling) == (4.0, 1.5, 0.5, 2.0)
     assert record.limit_scaling() == 1.5  # of "a", the one that ran on both
@@ -145,9 +145,9 @@ def test_no_ratio_to_peers_that_compute_something_else() -> None:
     """With weights in fewer bits than theirs; what they were told by was once on the front page."""
     for page in ("README.md", "docs/results.md"):
         lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
-        found = [line for line in lines if re.search("(int4|int8|f16) weights|in [48] bits", line)]
-        assert found or page == "README.md"
-        assert all(line.rstrip(" |").endswith(" -") for line in found), found
+        quantized = [line for line in lines if re.search("(int4|int8|f16) weights|in [48] bits", line)]
+        assert quantized or page == "README.md"
+        assert all(line.rstrip(" |").endswith(" -") for line in quantized), quantized
 
 
 def test_pages_quote_the_results() -> None:
@@ -159,8 +159,8 @@ def test_stores_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     few = {"one by one": (stores.Call(PACKED, (3,), (9,)),) * 2, "packed": (stores.Call(PACKED, (3, 1), (9, 40)),)}
     kinds = [CacheLayout("phtd", Pages(16)), CacheLayout(quantization=KvQuantization("int8", 8))]
     contenders = {f"{layout}": (stores.Call(stores.problem(2, layout), (1,), (33,)),) for layout in kinds}
-    found = [stores.Comparison("rows", few, {}), stores.Comparison("stores", contenders, {})]
-    monkeypatch.setattr(stores, "comparisons", lambda: found)
+    comparisons = [stores.Comparison("rows", few, {}), stores.Comparison("stores", contenders, {})]
+    monkeypatch.setattr(stores, "comparisons", lambda: comparisons)
     stores.run(threads=1, turns=1, seconds=0.001)
     assert "packed" in capsys.readouterr().out
     monkeypatch.setattr(stores, "TOLERANCE", -1.0)
@@ -178,8 +178,8 @@ def test_reads_of_pages_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     blocks = memory[start : start + 8 * 512].view(np.float32).reshape(8, 128)
     blocks[:] = np.arange(8)[:, None]
     order = np.array([5, 2], np.uint64)
-    sums = limits.library().read_blocks(blocks.ctypes.data, order.ctypes.data, 2, 8)
-    assert sums == 8 * (5 + 2), "a lane of the eight vectors of two blocks"
+    totals = limits.library().read_blocks(blocks.ctypes.data, order.ctypes.data, 2, 8)
+    assert totals == 8 * (5 + 2), "a lane of the eight vectors of two blocks"
 
 
 def test_appends_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_are_kept: None) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_are_cached: None) -> Path:
     folder = tmp_path / "above" / "cache"
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(folder))
     return folder
@@ -82,10 +82,10 @@ def test_groups_of_one_user(
     members: list[str], own_group: int, is_trusted: bool, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Where each user has a group, that group may write: nobody else is in it."""
-    found = SimpleNamespace(st_uid=os.geteuid(), st_gid=77, st_mode=0o40775)
+    status = SimpleNamespace(st_uid=os.geteuid(), st_gid=77, st_mode=0o40775)
     monkeypatch.setattr(cache_folder.grp, "getgrgid", lambda _: SimpleNamespace(gr_mem=members))
     monkeypatch.setattr(cache_folder.pwd, "getpwuid", lambda _: SimpleNamespace(pw_gid=own_group, pw_name="me"))
-    monkeypatch.setattr(Path, "stat", lambda *_, **__: found)
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: status)
     assert (cache_folder.find_distrust_reason(tmp_path) is None) == is_trusted
 
 
@@ -97,7 +97,7 @@ def test_loops_of_links_are_no_cache(cache: Path) -> None:
 
 
 def test_links_are_followed(cache: Path, tmp_path: Path) -> None:
-    """What counts is where the folder is."""
+    """The location of the folder decides."""
     real = tmp_path / "real"
     real.mkdir()
     real.chmod(0o777)
@@ -116,7 +116,7 @@ def test_sticky_folders_above_are_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_planted_artifact_is_not_delivered(cache: Path, tmp_path: Path) -> None:
-    """The cache holds another model under the key, in a folder that others could write."""
+    """The cache has another model under the key, in a folder that others could write."""
     path = tmp_path / "m.onnx"
     onnx.save(onnx.parser.parse_model(TEXT), path)
     key = artifact_cache.key(path, compilation.Options())

@@ -95,8 +95,8 @@ def model_of(case: Case) -> onnx.ModelProto:
     caches = ("past",) if is_joint else ("past_k", "past_v")
     rename = dict(zip(presents, (name.replace("past", "present") for name in caches)))
     for node in b.nodes:
-        for place, name in enumerate(node.output):
-            node.output[place] = rename.get(name, name)
+        for index, name in enumerate(node.output):
+            node.output[index] = rename.get(name, name)
     ints, floats = TensorProto.INT64, TensorProto.FLOAT
     inputs = [("ids", ints, ["B", "S"]), ("keep", ints, ["B", "T"])]
     inputs += [("at", ints, ["B", "S"])] if "positions" in case.inputs else []
@@ -104,7 +104,7 @@ def model_of(case: Case) -> onnx.ModelProto:
     inputs += [(name, floats, [*front, "B", kv_heads, "P", SIZE]) for name in caches]
     outputs = [("logits", floats, ["B", "S", VOCABULARY])]
     outputs += [(name, floats, [*front, "B", kv_heads, "T", SIZE]) for name in rename.values()]
-    values = [[helper.make_tensor_value_info(*each) for each in group] for group in (inputs, outputs)]
+    values = [[helper.make_tensor_value_info(*value) for value in group] for group in (inputs, outputs)]
     graph = helper.make_graph(b.nodes, "decoder", *values, b.weights)
     opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=11)
@@ -144,7 +144,7 @@ def multi_head(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
 
 
 def joint(b: Builder, case: Case, x: str) -> Any:
-    """Of com.microsoft, which multiplies its weights itself and has one past of keys and values."""
+    """Write the form of com.microsoft, which multiplies its weights itself and has one past of keys and values."""
     inputs = [x, b.random(WIDTH, 3 * HEADS * SIZE), b.random(3 * HEADS * SIZE), "", "past", ""]
     if "padding" in case.inputs:
         inputs[3] = b.node("Cast", ["keep"], to=TensorProto.INT32)
@@ -175,7 +175,7 @@ def standard(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
 
 
 def added(b: Builder) -> str:
-    """A number for each key [1, 1, S, T]: minus its place, in tenths."""
+    """Return a number for each key [1, 1, S, T]: minus its position, in tenths."""
     keys = b.node("CumSum", ["keep", b.weight(np.int64(1))])
     by_key = b.node("Mul", [b.node("Cast", [keys], to=TensorProto.FLOAT), b.weight(np.float32(-0.1))])
     batch, rows = (b.node("Shape", ["ids"], start=axis, end=axis + 1) for axis in (0, 1))
@@ -299,8 +299,8 @@ def test_unnamed_sizes_leave_the_usual_names() -> None:
             if size.dim_param:
                 size.ClearField("dim_param")
     for node in model.graph.node:
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
     decoder = lowering.compile(model, static_cache=CAPACITY).decoder()
     expected = lowering.compile(model_of(CASES["GQA, positions, pairs"]), static_cache=CAPACITY).decoder()
     np.testing.assert_array_equal(decoder.prefill([[3, 1, 4]]), expected.prefill([[3, 1, 4]]))

@@ -72,7 +72,7 @@ def test_verify(model: Path, against: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_verify_reports_the_first_difference(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A tolerance of nothing at all: float32 sums in another order differ somewhere.
+    # A tolerance of zero: float32 accumulators in another order differ somewhere.
     assert main(["verify", str(model), "--dim", "S=31", "--dim", "T=65", "--rtol", "0", "--atol", "0"]) == 1
     assert "first output that differs: y" in capsys.readouterr().out
 
@@ -173,9 +173,9 @@ def test_outputs_never_share_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     options = ["--input", f"in={tmp_path}/in.npy", "--input", f"text={tmp_path}/text.npy"]
     for _ in range(2):
         assert main(["run", str(tmp_path / "a"), *options, "--output-dir", str(tmp_path / "out")]) == 0
-    found = {path.name: np.load(path).tolist() for path in (tmp_path / "out").iterdir()}
+    arrays = {path.name: np.load(path).tolist() for path in (tmp_path / "out").iterdir()}
     files = ["a%2Fb.npy", "a_b.npy", "a%252Fb.npy", "...npy", "%C3%A9.npy", "a%20b.npy", "x%0Ay.npy"]
-    assert found == {**{name: [k, k] for k, name in enumerate(files)}, "same.npy": ["p", "qq"]}
+    assert arrays == {**{name: [k, k] for k, name in enumerate(files)}, "same.npy": ["p", "qq"]}
     capsys.readouterr()
     assert main(["run", str(tmp_path / "a"), *options, "--output-dir", str(tmp_path / "in.npy")]) == 1
     assert "in.npy/a%2Fb.npy' cannot be written: " in capsys.readouterr().err
@@ -227,13 +227,13 @@ def test_another_dump_into_a_folder_removes_nothing_else(model: Path, tmp_path: 
     """Only scripts of modules, which may have been more than there are now."""
     folder = tmp_path / "dump"
     folder.mkdir()
-    kept = {"model.onnx": "mine", "99_mine.py": "import this\n", "manifest.json": "{}"}
-    for name, text in kept.items():
+    files = {"model.onnx": "mine", "99_mine.py": "import this\n", "manifest.json": "{}"}
+    for name, text in files.items():
         (folder / name).write_text(text)
     old = folder / "99_schedule.py"
     old.write_text("# from tvm.script import ir as I\n")
     assert main(["compile", str(model), "-o", str(tmp_path / "a"), "--dump-dir", str(folder)]) == 0
-    assert not old.exists() and {name: (folder / name).read_text() for name in kept} == kept
+    assert not old.exists() and {name: (folder / name).read_text() for name in files} == files
 
 
 def test_an_interrupted_compile_leaves_nothing_half_written(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def small_files() -> Iterator[None]:
 
 
 def no_room(file: BinaryIO, array: np.ndarray, allow_pickle: bool) -> None:
-    """np.save onto a disk that is full behind the header."""
+    """np.save onto a disk that is full after the header."""
     file.write(b"\x93NUMPY")
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -321,8 +321,8 @@ def test_outputs_of_any_name_become_files_of_their_own(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(1, np.float32))
     folder = tmp_path / "arrays"
     assert main(["run", str(tmp_path / "out"), "--input", f"x={tmp_path}/x.npy", "--output-dir", str(folder)]) == 0
-    found = {urllib.parse.unquote(p.stem): float(np.load(p)[0]) for p in folder.iterdir()}
-    assert found == {name: k for k, name in enumerate(names)}
+    values = {urllib.parse.unquote(p.stem): float(np.load(p)[0]) for p in folder.iterdir()}
+    assert values == {name: k for k, name in enumerate(names)}
 
 
 def test_verbose_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What all commands have in common: help with examples, JSON, sizes, completion."""
+"""All commands share help with examples, JSON, sizes, completion."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def said(capsys: pytest.CaptureFixture[str], *command: object) -> Any:
 
 
 def test_json_of_compile(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, "compile", model, "-o", tmp_path / "out", "--dim", "n=1..4")
-    assert found["output"] == str(tmp_path / "out") and found["ranges"] == {"n": [1, 4]}
-    assert found["inputs"] == [{"name": "x", "dtype": "float32", "storage": "float32", "dims": ["n", 8]}]
-    assert [kernel["source"] for kernel in found["kernels"]] == [""] and found["notes"] == []
+    report = said(capsys, "compile", model, "-o", tmp_path / "out", "--dim", "n=1..4")
+    assert report["output"] == str(tmp_path / "out") and report["ranges"] == {"n": [1, 4]}
+    assert report["inputs"] == [{"name": "x", "dtype": "float32", "storage": "float32", "dims": ["n", 8]}]
+    assert [kernel["source"] for kernel in report["kernels"]] == [""] and report["notes"] == []
     manifest = said(capsys, "inspect", tmp_path / "out")
-    assert all(manifest[name] == found[name] for name in ("inputs", "outputs", "target", "donated", "ranges", "notes"))
+    assert all(manifest[name] == report[name] for name in ("inputs", "outputs", "target", "donated", "ranges", "notes"))
 
 
 def test_json_of_run(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,17 +86,17 @@ def test_json_of_run(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_json_of_package(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, "package", artifact, "--to", tmp_path / "app")
-    assert found == {"output": str(tmp_path / "app"), "target": "cpu"} and (tmp_path / "app" / "main.cc").is_file()
+    report = said(capsys, "package", artifact, "--to", tmp_path / "app")
+    assert report == {"output": str(tmp_path / "app"), "target": "cpu"} and (tmp_path / "app" / "main.cc").is_file()
     wheel = said(capsys, "package", "--wheel", artifact, "--to", tmp_path / "dist", "--name", "my-model")["output"]
     assert Path(wheel).is_file()
 
 
 def test_json_of_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["tune", model, "--database", tmp_path / "tuned", "--budget", "0.1s", "--dim", "n=8"]
-    found = said(capsys, *command)
-    assert Path(found["database"]).parent == tmp_path / "tuned" and found["gain"] == 1 and not found["interrupted"]
-    assert {outcome["name"] for outcome in found["outcomes"]} == {"exp"} and found["outcomes"][0]["gain"] == 1
+    report = said(capsys, *command)
+    assert Path(report["database"]).parent == tmp_path / "tuned" and report["gain"] == 1 and not report["interrupted"]
+    assert {outcome["name"] for outcome in report["outcomes"]} == {"exp"} and report["outcomes"][0]["gain"] == 1
 
 
 def test_verbose_logs_while_its_command_runs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ FISH = """source $argv[1]; complete -C $argv[2]"""
 
 @pytest.fixture
 def script(tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Path:
-    """What `completion` prints, beside a program onnx-lowering."""
+    """The output of `completion`, next to a program onnx-lowering."""
     assert main(["completion", request.param]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     program = tmp_path / "onnx-lowering"
@@ -47,7 +47,7 @@ SHELLS = [("bash", ["bash", "-c", BASH, "bash"]), ("fish", ["fish", "-c", FISH])
 
 
 @pytest.mark.parametrize("script, command", SHELLS, indirect=["script"], ids=[name for name, _ in SHELLS])
-def test_words(script: Path, command: list[str]) -> None:
+def test_completions(script: Path, command: list[str]) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
     assert asked(command, script, "onnx-lowering comp") == ["compile", "completion"]

@@ -49,7 +49,7 @@ def test_equal_bounds_are_a_number() -> None:
 
 
 def test_a_fixed_size_keeps_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who says it once more says nothing new; another one is another model."""
+    """A declaration that repeats a size changes nothing; another size makes another model."""
     compiled = lowering.compile(branches(), dims={"batch": 2})
     compiled.save(tmp_path / "out")
     bench, inspect = (["bench", str(tmp_path / "out"), "--seconds", "0"], ["inspect", str(tmp_path / "out")])
@@ -125,7 +125,7 @@ def test_sizes_that_say_nothing(unknown: int | str) -> None:
 
 
 def test_dimensions_are_called_as_the_model_calls_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names that are no identifiers, as exporters of other frameworks write them, and of which two would be one."""
+    """Names that are not identifiers, as exporters of other frameworks write them; two of them would become equal."""
     names = ["p2o.DynamicDimension.0", "p2o_DynamicDimension_0", 'a "b"']
     x, y = (onnx.helper.make_tensor_value_info(name, 1, names) for name in "xy")
     twice = onnx.helper.make_tensor_value_info("z", 1, [None, None, None])

@@ -93,12 +93,12 @@ def test_many_branches(operator: str, width: int) -> None:
     out = 2 * width if operator == "Concat" else 2
     module = lowering.compile(model(nodes, {"x": ["N", 2]}, {"y": ["N", out]}, weights))
     x = np.random.default_rng(2).standard_normal((3, 2)).astype(np.float32)
-    parts = x * factors.astype(np.float64)
+    terms = x * factors.astype(np.float64)
     expected = {
-        "Concat": lambda: np.concatenate(list(parts), axis=1),
-        "Sum": lambda: parts.sum(0),
-        "Mean": lambda: parts.mean(0),
-        "Max": lambda: parts.max(0),
+        "Concat": lambda: np.concatenate(list(terms), axis=1),
+        "Sum": lambda: terms.sum(0),
+        "Mean": lambda: terms.mean(0),
+        "Max": lambda: terms.max(0),
     }[operator]()
     np.testing.assert_allclose(module.run({"x": x})["y"], expected, rtol=1e-4, atol=1e-4 * math.sqrt(width))
 
@@ -145,19 +145,19 @@ def test_nested_bodies() -> None:
 def with_functions(levels: int, calls: int) -> onnx.ModelProto:
     """Functions of which each calls the one before so often: x + calls ^ levels."""
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid("f", 1)]
-    one = [
+    add_one = [
         helper.make_node("Constant", [], ["one"], value_float=1.0),
         helper.make_node("Add", ["v0", "one"], ["v1"]),
     ]
-    functions = [helper.make_function("f", "F0", ["v0"], ["v1"], one, opsets)]
+    functions = [helper.make_function("f", "F0", ["v0"], ["v1"], add_one, opsets)]
     for level in range(1, levels + 1):
         nodes = [helper.make_node(f"F{level - 1}", [f"v{k}"], [f"v{k + 1}"], domain="f") for k in range(calls)]
         functions.append(helper.make_function("f", f"F{level}", ["v0"], [f"v{calls}"], nodes, opsets))
-    made = model([helper.make_node(f"F{levels}", ["x"], ["y"], domain="f")], {"x": [2]}, {"y": [2]}, {})
-    del made.opset_import[:]
-    made.opset_import.extend(opsets)
-    made.functions.extend(functions)
-    return made
+    proto = model([helper.make_node(f"F{levels}", ["x"], ["y"], domain="f")], {"x": [2]}, {"y": [2]}, {})
+    del proto.opset_import[:]
+    proto.opset_import.extend(opsets)
+    proto.functions.extend(functions)
+    return proto
 
 
 def test_functions_of_functions() -> None:
@@ -179,7 +179,7 @@ def test_functions_that_lie_too_deep() -> None:
 
 
 def test_checking_is_linear_in_nodes() -> None:
-    """What the importer emits per node does not grow with the model; times are too noisy for a test."""
+    """The number of objects per node that the importer creates does not grow with the model; times are too noisy."""
     bindings = [
         sum(len(block.bindings) for block in import_model(load_model(chain(n))).module["main"].body.blocks)
         for n in (200, 400, 800)

@@ -1,4 +1,4 @@
-"""Sizes of inputs that nodes require to be sums of others: `bench` and `verify` do not ask for them."""
+"""Sizes of inputs that nodes require to be totals of others: `bench` and `verify` do not ask for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTENTION = """
   y = MatMul (p, new_k)
 """
 
-# By what the model is: inputs, nodes, the sums that follow.
+# By description of the model: inputs, nodes, the derived sizes.
 MODELS: dict[str, tuple[str, str, dict[str, dict[str, int]]]] = {
     "a decoder": (
         "float[b, 2, n, 8] q, float[b, 2, n, 8] k, float[b, 2, p, 8] past_k, float[b, t] mask",
@@ -89,7 +89,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("case", MODELS)
 def test_sizes_that_follow(case: str, compiled: dict[str, Path]) -> None:
-    """They are in the manifest, and a run on what is made up of the others passes all checks."""
+    """They are in the manifest, and a run on synthetic inputs of the other sizes passes all checks."""
     module, derived = lowering.load(compiled[case]), MODELS[case][2]
     assert module.manifest.derived == derived
     names = {d for spec in module.inputs for d in spec.dims if isinstance(d, str)} - derived.keys()
@@ -111,15 +111,15 @@ def test_what_is_missing_is_only_what_does_not_follow(compiled: dict[str, Path])
     with pytest.raises(lowering.InputError, match=r"dimensions 'n': say how large, for instance --dim n=8\.$"):
         lowering.bench(module, {"b": 1, "p": 2})
     assert resolve_sizes(module.manifest, {"b": 1, "p": 2, "n": 3, "t": 1}, {})["t"] == 1  # what is said counts
-    given = {"mask": np.zeros((1, 7), np.float32)}
-    assert resolve_sizes(module.manifest, {"p": 2, "n": 5}, given) == {"p": 2, "n": 5, "b": 1, "t": 7}
+    inputs = {"mask": np.zeros((1, 7), np.float32)}
+    assert resolve_sizes(module.manifest, {"p": 2, "n": 5}, inputs) == {"p": 2, "n": 5, "b": 1, "t": 7}
 
 
-def test_sums_in_any_order() -> None:
+def test_derived_sizes_in_any_order() -> None:
     derived = {"c": {"b": 2, "": -3}, "b": {"a": 1, "": 1}, "x": {"y": 1}, "y": {"x": 1}, "z": {"a": -1}}
     sizes = {"a": 4}
     add_derived_sizes(sizes, derived)
-    assert sizes == {"a": 4, "b": 5, "c": 7}  # no size is negative, and what goes round in circles is not known
+    assert sizes == {"a": 4, "b": 5, "c": 7}  # no size is negative, and circular definitions stay open
     sizes = {"b": 2}
     add_derived_sizes(sizes, {"t": {"b": 1, "a": 1}}, default=4)
     assert sizes == {"b": 2, "t": 6}

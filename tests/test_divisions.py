@@ -16,7 +16,7 @@ MODELS = {
             tiled = Tile(x, count)
             y = Slice(tiled, last, least, zero, last)
         }""",
-    "tiled, every third from behind": """
+    "tiled, every third in reverse": """
         g (float[N] x) => (float[M] y) <int64[1] count = {4}, int64[1] last = {-1}, int64[1] least = {-1000},
                                         int64[1] step = {-3}> {
             tiled = Tile(x, count)

@@ -55,13 +55,13 @@ def test_operators_page_is_generated_anew() -> None:
     ["BatchNormalization", "Binarizer", "If", "Momentum", "Relu", "SequenceInsert", "StringSplit", "TreeEnsemble"],
 )
 def test_the_page_of_node_cases_is_generated_anew(operator: str) -> None:
-    """Of some operators: looking at all cases takes minutes."""
-    made = runpy.run_path(str(DOCS / "node_cases.py"))
+    """A few operators: all cases take minutes."""
+    namespace = runpy.run_path(str(DOCS / "node_cases.py"))
     text = (DOCS / "node_cases.md").read_text()
-    found = made["refusals"](node_cases.every_model(operator))
+    refusals = namespace["refusals"](node_cases.every_model(operator))
     page = [line for line in text.splitlines() if line.startswith(f"| {operator} |")]
-    assert page == made["rows"](found), "run `python docs/node_cases.py`"
-    assert all(f"\n## {refusal.group().title}\n" in text for refusal in found)
+    assert page == namespace["rows"](refusals), "run `python docs/node_cases.py`"
+    assert all(f"\n## {refusal.group().title}\n" in text for refusal in refusals)
     assert f"\nonnx {onnx.__version__} has " in text
 
 
@@ -91,9 +91,9 @@ def test_pictures_of_masks_are_drawn_anew(tmp_path: Path) -> None:
     assert {path.stem for path in (DOCS / "pictures").iterdir()} == set(pictures)
     for name, picture in pictures.items():
         picture.save(tmp_path / "picture.svg")
-        made, kept = tmp_path / "picture.svg", DOCS / "pictures" / f"{name}.svg"
-        assert made.read_text() == kept.read_text(), "run `python docs/flex_pictures.py`"
-        assert kept.stat().st_size < 30_000
+        drawn, stored = tmp_path / "picture.svg", DOCS / "pictures" / f"{name}.svg"
+        assert drawn.read_text() == stored.read_text(), "run `python docs/flex_pictures.py`"
+        assert stored.stat().st_size < 30_000
         assert f"pictures/{name}.svg" in FLEX
 
 
@@ -106,18 +106,18 @@ CHEAP = ("online_softmax", "tiles", "masks", "memory")
 def test_figures_are_of_runs(name: str) -> None:
     """Numbers that rounding decides may be others on another machine."""
     run, _ = runpy.run_path(str(DOCS / "figures.py"))["FIGURES"][name]
-    kept = json.loads((DOCS / "figures" / "data.json").read_text())[name]
-    found = json.loads(json.dumps(run()))
-    assert close(found, kept, 1.0 if name == "numerics" else 1e-3), "run `python docs/figures.py`"
+    stored = json.loads((DOCS / "figures" / "data.json").read_text())[name]
+    computed = json.loads(json.dumps(run()))
+    assert close(computed, stored, 1.0 if name == "numerics" else 1e-3), "run `python docs/figures.py`"
 
 
-def close(found: Any, kept: Any, tolerance: float) -> bool:
-    """Whether two values of JSON are the same but for numbers that are close."""
-    if isinstance(kept, dict):
-        return list(found) == list(kept) and all(close(found[key], kept[key], tolerance) for key in kept)
-    if isinstance(kept, list):
-        return len(found) == len(kept) and all(close(a, b, tolerance) for a, b in zip(found, kept))
-    return found == kept or abs(found - kept) <= tolerance * max(abs(kept), 1e-2 * tolerance)
+def close(actual: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether two values of JSON are equal up to numbers that are close."""
+    if isinstance(expected, dict):
+        return list(actual) == list(expected) and all(close(actual[key], expected[key], tolerance) for key in expected)
+    if isinstance(expected, list):
+        return len(actual) == len(expected) and all(close(a, b, tolerance) for a, b in zip(actual, expected))
+    return actual == expected or abs(actual - expected) <= tolerance * max(abs(expected), 1e-2 * tolerance)
 
 
 def test_every_figure_is_shown() -> None:
@@ -128,8 +128,8 @@ def test_every_figure_is_shown() -> None:
 
 
 def library(module: ModuleType) -> set[str]:
-    """The names of the functions that a module offers."""
-    return {name for name, each in vars(module).items() if inspect.isfunction(each) and name[0] != "_"} - VOCABULARY
+    """Return the names of the functions that a module offers."""
+    return {name for name, member in vars(module).items() if inspect.isfunction(member) and name[0] != "_"} - VOCABULARY
 
 
 VOCABULARY = {"abs", "cast", "clip", "maximum", "minimum", "tanh", "where"}
@@ -170,7 +170,7 @@ def test_the_front_page_says_what_it_is_for_whom_and_in_what_state() -> None:
 
 
 def test_a_block_that_is_not_run_leaves_the_reader_in_place() -> None:
-    """What runs is followed in one terminal, which shows it; of these nobody would notice."""
+    """Blocks that run are followed in one terminal, which shows the folder; others must not change it."""
     blind = [block for page in EVERY for block in blocks(page) if block.language == "bash" and block.mark]
     lines = [(block.where, line) for block in blind for line in block.lines()]
     assert blind and not [(where, line) for where, line in lines if re.search(r"(^|&& *|; *)cd ", line)]
@@ -178,10 +178,18 @@ def test_a_block_that_is_not_run_leaves_the_reader_in_place() -> None:
 
 def test_every_command_that_is_shown_can_be_given() -> None:
     parser = create_parser()
-    shown = [(block.where, words) for page in EVERY for block in blocks(page) for words in block.commands()]
-    assert {words[0] for _, words in shown} >= {"compile", "verify", "tune", "measure", "device", "db", "package"}
-    for where, words in shown:
+    shown = [(block.where, arguments) for page in EVERY for block in blocks(page) for arguments in block.commands()]
+    assert {arguments[0] for _, arguments in shown} >= {
+        "compile",
+        "verify",
+        "tune",
+        "measure",
+        "device",
+        "db",
+        "package",
+    }
+    for where, arguments in shown:
         try:
-            parser.parse_args(words)
+            parser.parse_args(arguments)
         except SystemExit as error:
-            assert error.code == 0, f"{where}: onnx-lowering {shlex.join(words)}"
+            assert error.code == 0, f"{where}: onnx-lowering {shlex.join(arguments)}"

@@ -39,7 +39,7 @@ MODELS = {
         "present = TensorScatter (cache, new, at) change = Sub (present, cache)",
         "is read after it was updated",
     ),
-    "old value read by a node behind the update that does not need it": (
+    "old value read by a node after the update that does not need it": (
         "(float[B, 2, C, 8] present, float[B, 2, C, 8] twice)",
         "present = TensorScatter (cache, new, at) twice = Add (cache, cache)",
         None,
@@ -88,12 +88,12 @@ def test_donated_cache(name: str) -> None:
     outputs, body, note = MODELS[name]
     model = onnx.parser.parse_model(f"{HEADER} {SIGNATURE} {outputs} {{ {body} }}")
     module = lowering.compile(model, donate=("cache",))
-    given = feeds()
-    expected = ReferenceEvaluator(model).run(None, given)
-    cache = given["cache"].copy()
-    results = module.run({**given, "cache": cache})
-    for spec, wanted in zip(module.outputs, expected):
-        np.testing.assert_allclose(results[spec.name], wanted, rtol=1e-5, atol=1e-6)
+    inputs = feeds()
+    expected = ReferenceEvaluator(model).run(None, inputs)
+    cache = inputs["cache"].copy()
+    results = module.run({**inputs, "cache": cache})
+    for spec, reference in zip(module.outputs, expected):
+        np.testing.assert_allclose(results[spec.name], reference, rtol=1e-5, atol=1e-6)
     assert results["present"] is cache
     for other, array in results.items():
         assert other == "present" or not np.shares_memory(array, cache)
@@ -105,14 +105,14 @@ def test_donated_cache(name: str) -> None:
 def test_cache_that_is_not_donated_is_never_modified(name: str) -> None:
     outputs, body, _ = MODELS[name]
     model = onnx.parser.parse_model(f"{HEADER} {SIGNATURE} {outputs} {{ {body} }}")
-    given = feeds()
-    before = {k: v.copy() for k, v in given.items()}
-    results = lowering.compile(model).run(given)
-    for name_, array in given.items():
+    inputs = feeds()
+    before = {k: v.copy() for k, v in inputs.items()}
+    results = lowering.compile(model).run(inputs)
+    for name_, array in inputs.items():
         np.testing.assert_array_equal(array, before[name_])
         assert not any(np.shares_memory(array, r) for r in results.values())
-    for spec, wanted in zip(model.graph.output, ReferenceEvaluator(model).run(None, before)):
-        np.testing.assert_allclose(results[spec.name], wanted, rtol=1e-5, atol=1e-6)
+    for spec, reference in zip(model.graph.output, ReferenceEvaluator(model).run(None, before)):
+        np.testing.assert_allclose(results[spec.name], reference, rtol=1e-5, atol=1e-6)
 
 
 def test_update_that_is_the_cache_itself() -> None:
@@ -121,10 +121,10 @@ def test_update_that_is_the_cache_itself() -> None:
         f"{HEADER} model (float[2, 4, 8] cache, int64[2] at) => (float[2, 4, 8] present) {{ "
         '  view = Identity (cache) present = TensorScatter <mode = "circular", axis = 1> (cache, view, at) }'
     )
-    given = {"cache": np.arange(64, dtype=np.float32).reshape(2, 4, 8), "at": np.array([1, 3])}
-    expected = ReferenceEvaluator(model).run(None, given)[0]
+    inputs = {"cache": np.arange(64, dtype=np.float32).reshape(2, 4, 8), "at": np.array([1, 3])}
+    expected = ReferenceEvaluator(model).run(None, inputs)[0]
     module = lowering.compile(model, donate=("cache",))
-    np.testing.assert_array_equal(module.run({**given, "cache": given["cache"].copy()})["present"], expected)
+    np.testing.assert_array_equal(module.run({**inputs, "cache": inputs["cache"].copy()})["present"], expected)
 
 
 PROTECTED = """
@@ -161,7 +161,7 @@ print("done")
 
 @pytest.mark.parametrize(("writable", "survives"), [("new rows", True), ("nothing", False)])
 def test_only_the_new_rows_are_written(writable: str, survives: bool) -> None:
-    """One decode step on caches whose pages are read-only except those that hold the new rows."""
+    """One decode step on caches whose pages are read-only except those of the new rows."""
     script = textwrap.dedent(PROTECTED)
     result = subprocess.run([sys.executable, "-c", script, writable], capture_output=True, text=True)
     assert ("done" in result.stdout) == survives, result.stderr

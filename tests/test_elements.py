@@ -1,4 +1,4 @@
-"""What writing tensors out as expressions costs, by what is asked, not by time."""
+"""The cost of writing tensors as expressions is counted in queries, not in time."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_what_is_read_twice_is_written_out_once(monkeypatch: pytest.MonkeyPatch)
     calls = 0
     produced = ElementExpressions._produced
 
-    def counted(self: ElementExpressions, *given: Any) -> Any:
+    def counted(self: ElementExpressions, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        return produced(self, *given)
+        return produced(self, *arguments)
 
     monkeypatch.setattr(ElementExpressions, "_produced", counted)
     i = tirx.Var("i", "int64")
@@ -96,7 +96,7 @@ def tirx_of(model: onnx.ModelProto) -> Any:
 
 
 def test_answers_follow_new_facts() -> None:
-    """What was asked before a bound was known is asked anew."""
+    """A query that came before a bound was recorded is asked anew."""
     facts, n = Facts(), tirx.Var("n", "int64")
     bounded = n < tirx.const(8, "int64")
     rest = tirx.floormod(n, tirx.const(8, "int64"))

@@ -30,20 +30,20 @@ def model_of(axes: int = 1, second: bool = False) -> onnx.ModelProto:
         "wv": rng.standard_normal((WIDTH, HEADS * SIZE)), "wo": rng.standard_normal((HEADS * SIZE, VOCABULARY)),
         "cos": np.cos(angles), "sin": np.sin(angles),
     }  # fmt: skip
-    places = ["B", "S"] if axes == 1 else [axes, "B", "S"]
+    position_dims = ["B", "S"] if axes == 1 else [axes, "B", "S"]
     node = helper.make_node
     nodes = [
         *([node("Mul", ["hidden", "factor"], ["part"])] if second else []),
         node("Add", ["embeddings", "part"], ["x"]) if second else node("Identity", ["embeddings"], ["x"]),
-        node("Identity", ["at"], ["place"]) if axes == 1 else node("ReduceSum", ["at", "first"], ["place"], keepdims=0),
+        node("Identity", ["at"], ["index"]) if axes == 1 else node("ReduceSum", ["at", "first"], ["index"], keepdims=0),
         *(node("MatMul", ["x", f"w{name}"], [name]) for name in "qkv"),
-        *(node("Gather", [table, "place"], [f"{table}_rows"]) for table in ("cos", "sin")),
+        *(node("Gather", [table, "index"], [f"{table}_rows"]) for table in ("cos", "sin")),
         *(
             node("RotaryEmbedding", [name, "cos_rows", "sin_rows"], [f"{name}_turned"], num_heads=HEADS)
             for name in "qk"
         ),
-        node("Cast", ["keep"], ["kept"], to=TensorProto.BOOL),
-        node("Unsqueeze", ["kept", "middle"], ["mask"]),
+        node("Cast", ["keep"], ["is_visible"], to=TensorProto.BOOL),
+        node("Unsqueeze", ["is_visible", "middle"], ["mask"]),
         node(
             "Attention", ["q_turned", "k_turned", "v", "mask", "past_k", "past_v"], ["y", "present_k", "present_v"],
             is_causal=1, q_num_heads=HEADS, kv_num_heads=HEADS,
@@ -54,7 +54,7 @@ def model_of(axes: int = 1, second: bool = False) -> onnx.ModelProto:
     value = helper.make_tensor_value_info
     inputs = [value("embeddings", floats, ["B", "S", WIDTH])]
     inputs += [value("hidden", floats, ["B", "S", WIDTH]), value("factor", floats, [])] if second else []
-    inputs += [value("keep", ints, ["B", "T"]), value("at", ints, places)]
+    inputs += [value("keep", ints, ["B", "T"]), value("at", ints, position_dims)]
     inputs += [value(name, floats, ["B", HEADS, "P", SIZE]) for name in ("past_k", "past_v")]
     outputs = [value("logits", floats, ["B", "S", VOCABULARY])]
     outputs += [value(name, floats, ["B", HEADS, "T", SIZE]) for name in ("present_k", "present_v")]
@@ -106,17 +106,17 @@ def test_equal_embeddings_share_no_blocks() -> None:
     assert (batcher.usage().used, batcher.usage().shared) == (6, 0)
 
 
-@pytest.mark.parametrize(("other", "ids"), [("Cast", "words"), ("", "embeddings"), ("Equal", "embeddings")])
-def test_ids_beside_embeddings(other: str, ids: str) -> None:
-    """An input that picks rows of a table of no vocabulary holds positions, unless another input can hold them: one
-    that is only compared, as with the id of an image, cannot."""
+@pytest.mark.parametrize(("other", "ids"), [("Cast", "tokens"), ("", "embeddings"), ("Equal", "embeddings")])
+def test_ids_next_to_embeddings(other: str, ids: str) -> None:
+    """An input that picks rows of a table of another size than the vocabulary is a position, unless another input can
+    be one. An input that is only compared, as with the id of an image, cannot."""
     node, value = helper.make_node, helper.make_tensor_value_info
-    nodes = [node("Gather", ["table", "words"], ["rows"]), node("Add", ["rows", "embeddings"], ["x"])]
+    nodes = [node("Gather", ["table", "tokens"], ["rows"]), node("Add", ["rows", "embeddings"], ["x"])]
     if other:
         attributes = {"to": TensorProto.FLOAT} if other == "Cast" else {}
         nodes.append(node(other, ["at"] if other == "Cast" else ["at", "image"], ["angle"], **attributes))
     nodes += [node("MatMul", ["x", "out"], ["logits"])]
-    inputs = [value("embeddings", TensorProto.FLOAT, ["B", "S", WIDTH]), value("words", TensorProto.INT64, ["B", "S"])]
+    inputs = [value("embeddings", TensorProto.FLOAT, ["B", "S", WIDTH]), value("tokens", TensorProto.INT64, ["B", "S"])]
     inputs += [value("at", TensorProto.INT64, ["B", "S"])] if other else []
     outputs = [value("logits", TensorProto.FLOAT, ["B", "S", VOCABULARY])]
     tables = {"table": (VOCABULARY + 3, WIDTH), "out": (WIDTH, VOCABULARY)}
@@ -124,7 +124,7 @@ def test_ids_beside_embeddings(other: str, ids: str) -> None:
     tensors.append(numpy_helper.from_array(np.int64(3), "image"))
     model = ir.from_proto(helper.make_model(helper.make_graph(nodes, "roles", inputs, outputs, tensors)))
     roles = find_roles(model, InputRoles(""), [])
-    assert (roles.ids, roles.positions) == (ids, "at" if other == "Cast" else "words")
+    assert (roles.ids, roles.positions) == (ids, "at" if other == "Cast" else "tokens")
 
 
 def test_what_is_no_embedding_is_refused() -> None:
@@ -153,26 +153,26 @@ def test_tokens_of_several_inputs() -> None:
     expected = whole(model_of(), x + factor * hidden, axes=1)
     bar = 1e-5 * np.abs(expected).max()
 
-    def given(rows: Any, place: Any) -> dict[str, np.ndarray]:
-        return {"embeddings": x[rows, place], "hidden": hidden[rows, place]}
+    def select_tokens(rows: Any, index: Any) -> dict[str, np.ndarray]:
+        return {"embeddings": x[rows, index], "hidden": hidden[rows, index]}
 
     everything = slice(None)
     compiled = lowering.compile(model, static_cache=CAPACITY)
     assert compiled.setup is None
     decoder = compiled.decoder(fixed={"factor": factor})
-    answers = [decoder.prefill(given(everything, slice(5)))]
-    answers += [decoder.step(given(everything, k))[:, None] for k in range(5, 9)]
+    answers = [decoder.prefill(select_tokens(everything, slice(5)))]
+    answers += [decoder.step(select_tokens(everything, k))[:, None] for k in range(5, 9)]
     np.testing.assert_allclose(np.concatenate(answers, axis=1), expected, rtol=0, atol=bar)
     served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))
     batcher = lowering.Batcher(served, blocks=7, tokens_per_step=5, fixed={"factor": factor})
     for request in (0, 1):
-        batcher.add(request, given(request, slice(7)))
+        batcher.add(request, select_tokens(request, slice(7)))
     while batcher.waiting:
         for request, logits in batcher.step().items():
             count = len(batcher.tokens(request))
             np.testing.assert_allclose(logits, expected[request, count - 1], rtol=0, atol=bar)
             if count < 9:
-                batcher.extend(request, given(request, count))
+                batcher.extend(request, select_tokens(request, count))
 
 
 def test_what_is_no_token_of_several_inputs_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What is equal is scheduled and compiled once, in whatever order functions take their symbols."""
+"""Equal functions are scheduled and compiled once, in whatever order they take their symbols."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowering.compiling import objects
 
 
 def blocks(count: int) -> onnx.ModelProto:
-    """A convolution that halves two symbolic sizes, which no tensor behind it has as they are, and equal blocks."""
+    """A convolution that halves two symbolic sizes, which no later tensor has as they are, and equal blocks."""
     rng = np.random.default_rng(0)
     nodes = [helper.make_node("Conv", ["x", "w"], ["x0"], pads=[1] * 4, strides=[2, 2])]
     weights = [numpy_helper.from_array(rng.standard_normal((8, 8, 3, 3)).astype(np.float32) / 9, "w")]
@@ -37,20 +37,20 @@ def blocks(count: int) -> onnx.ModelProto:
 def work(tmp_path, monkeypatch) -> dict[str, list[str]]:
     """The kernels that are scheduled, and those that LLVM compiles, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
-    found: dict[str, list[str]] = {"scheduled": [], "compiled": []}
+    symbols: dict[str, list[str]] = {"scheduled": [], "compiled": []}
     compiles, schedule = objects.KernelCompiler.compiled, schedules._scheduled
 
     def compiled(self, func, target):
-        found["compiled"].append(str(func.attrs["global_symbol"]))
+        symbols["compiled"].append(str(func.attrs["global_symbol"]))
         return compiles(self, func, target)
 
     def scheduled(func, *rest):
-        found["scheduled"].append(str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "")
+        symbols["scheduled"].append(str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "")
         return schedule(func, *rest)
 
     monkeypatch.setattr(objects.KernelCompiler, "compiled", compiled)
     monkeypatch.setattr(schedules, "_scheduled", scheduled)
-    return found
+    return symbols
 
 
 def test_more_equal_blocks_are_no_more_kernels(work, tmp_path) -> None:
@@ -63,6 +63,6 @@ def test_more_equal_blocks_are_no_more_kernels(work, tmp_path) -> None:
     assert len(model.manifest.calls) > 2 * len(names)
     assert names == [kernel.name for kernel in lowering.compile(blocks(6)).manifest.kernels]
     x = np.random.default_rng(1).standard_normal((2, 8, 9, 14)).astype(np.float32)
-    (found,) = model.run({"x": x}).values()
-    (truth,) = onnx.reference.ReferenceEvaluator(blocks(6)).run(None, {"x": x})
-    np.testing.assert_allclose(found, truth, rtol=1e-4, atol=1e-4)
+    (actual,) = model.run({"x": x}).values()
+    (expected,) = onnx.reference.ReferenceEvaluator(blocks(6)).run(None, {"x": x})
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

@@ -48,7 +48,7 @@ def test_demo(tmp_path: Path) -> None:
 
 
 def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every cell runs, and it is kept without what cells gave."""
+    """Every cell runs, and is stored without outputs."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -64,9 +64,9 @@ class Mixture:
 
     def _expert(self, e: int) -> str:
         if self.form.get("fused"):
-            both = self.linear("x", f"both_{e}", HIDDEN, 2 * INNER)
+            joint = self.linear("x", f"both_{e}", HIDDEN, 2 * INNER)
             axis = self.form.get("axis", -1)
-            split = helper.make_node("Split", [both], [f"gate_{e}", f"up_{e}"], axis=axis, num_outputs=2)
+            split = helper.make_node("Split", [joint], [f"gate_{e}", f"up_{e}"], axis=axis, num_outputs=2)
             self.nodes.append(split)
             gate, up = f"gate_{e}", f"up_{e}"
         else:
@@ -150,16 +150,16 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     logits = x.reshape(-1) @ mixture.arrays["router"]
     for expert in np.argsort(-logits)[mixture.per_token :]:
         mixture.arrays[f"down_{expert}"][:] = np.nan
-    found = lowering.compile(mixture.model()).run({"x": x})["y"]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    actual = lowering.compile(mixture.model()).run({"x": x})["y"]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     "form",
     [{"unlike": 3}, {"foreign": True}, {"columns": 7}, {"per_token": 5}],
-    ids=["an expert is unlike the others", "numbers from outside", "numbers that are no experts", "all are chosen"],
+    ids=["an expert is unlike the others", "numbers from outside", "numbers that are not experts", "all are chosen"],
 )
-def test_what_is_not_known_stays_as_it_is(form: dict[str, Any]) -> None:
+def test_other_forms_stay_as_they_are(form: dict[str, Any]) -> None:
     compiled = lowering.compile(Mixture(**form).model())
     assert CHOSEN not in kernels(compiled)
 

@@ -16,7 +16,7 @@ from lowering.checking.float64_reference import compute_in_float64, widen_model
 
 
 def norm() -> onnx.ModelProto:
-    """Of numbers that are much larger than their differences."""
+    """Numbers that are much larger than their differences."""
     return onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
         m (float[N, 64] x, float[64] scale) => (float[N, 64] y) {
           far = Constant <value_float = 30000.0> ()
@@ -25,9 +25,9 @@ def norm() -> onnx.ModelProto:
 
 
 def canceling() -> onnx.ModelProto:
-    """A softmax of sums, to which the difference of two large and equal matmuls is added.
+    """A softmax of accumulators, to which the difference of two large and equal matmuls is added.
 
-    The order of their sums, which is the machine's, costs less than the rounding that all have in common.
+    The order of accumulation, which depends on the machine, costs less than the rounding that all have in common.
     """
     model, rng = (
         onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]> m (float[64, 96] x) => (float[64, 8] y) {
@@ -78,19 +78,19 @@ def test_an_ill_conditioned_output_is_as_close_as_the_reference(
     assert "DIFFERS: beside float64 ours is" in str(y)
 
 
-def judged(ours: float, reference: float, truth: float, of: type = np.float32) -> Comparison:
-    """Of an array whose other elements are right."""
-    arrays = [np.array([1, 2, last]) for last in (ours, reference)]
-    allowed, (actual, expected) = Tolerance(1e-3, 1e-5), [array.astype(of) for array in arrays]
-    wide = np.array([1, 2, truth], np.float64 if of is np.float32 else of)
+def judged(lowered: float, reference: float, exact: float, dtype: type = np.float32) -> Comparison:
+    """Compare an array whose other elements are right."""
+    arrays = [np.array([1, 2, last]) for last in (lowered, reference)]
+    allowed, (actual, expected) = Tolerance(1e-3, 1e-5), [array.astype(dtype) for array in arrays]
+    wide = np.array([1, 2, exact], np.float64 if dtype is np.float32 else dtype)
     return add_float64_errors(compare_output("y", actual, expected, allowed), actual, expected, wide, allowed)
 
 
-def test_what_the_truth_excuses() -> None:
+def test_errors_that_the_float64_reference_excuses() -> None:
     assert judged(3.02, 3.0, 3.02).close  # the reference is wrong
     assert judged(3.03, 3.0, 3.015).close  # both are, by as much
     assert not judged(2.99, 3.03, 3.05).close  # ours is three times as far
-    assert not judged(9.0, 3.0, 6.0).close  # a reference that is far from the truth says nothing
+    assert not judged(9.0, 3.0, 6.0).close  # a reference that is far from float64 proves nothing
     assert not judged(np.nan, 3.0, 3.01).close and not judged(3.1, np.inf, 3.0).close
     assert judged(4, 3, 4, np.int64).close and not judged(4, 2, 3, np.int64).close  # as of ArgMax
 
@@ -110,7 +110,7 @@ def test_everything_is_widened() -> None:
         h = Identity (half) }"""
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0.5], np.float32), "w"))
-    x = np.array([1 + 2**-20, 1 / 3], np.float32)  # which float16 cannot hold
+    x = np.array([1 + 2**-20, 1 / 3], np.float32)  # which float16 cannot represent
     for c in (True, False):
         feeds = {"x": x, "c": np.array(c)}
         y, h = compute_in_float64(ir.from_proto(model), "reference", lambda run, feeds=feeds: run(feeds)) or []
@@ -120,7 +120,7 @@ def test_everything_is_widened() -> None:
         assert y.dtype == h.dtype == np.float64
 
 
-def test_models_without_a_truth() -> None:
+def test_models_without_a_float64_reference() -> None:
     integers = '<ir_version: 10, opset_import: ["" : 23]> m (int64[N] x) => (int64[N] y) { y = Neg (x) }'
     assert widen_model(ir.from_proto(onnx.parser.parse_model(integers))) is None
     text = """<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>

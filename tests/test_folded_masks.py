@@ -45,9 +45,9 @@ class Case:
     atol: float = 3e-6
 
     def model(self) -> onnx.ModelProto:
-        given = "".join(f", {dtype}[{dims}] {name}" for name, (dtype, dims) in self.inputs.items())
+        parameters = "".join(f", {dtype}[{dims}] {name}" for name, (dtype, dims) in self.inputs.items())
         return onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 23]>
-            g (float[B, {HEADS}, S, {D}] q, float[B, {KV_HEADS}, T, {D}] k, float[B, {KV_HEADS}, T, {D}] v{given})
+            g (float[B, {HEADS}, S, {D}] q, float[B, {KV_HEADS}, T, {D}] k, float[B, {KV_HEADS}, T, {D}] v{parameters})
             => (float[B, {HEADS}, S, {D}] y) {{ {PRELUDE} {self.body} y = Attention (q, k, v, mask) }}""")
 
 
@@ -111,7 +111,7 @@ CASES = {
         low = Constant<value_float=-10000.0>() mask = Mul (m, low)""",
         lambda i, j, pad: additive(pad[:, None, None] > 0, -1e4),
         PAD,
-        atol=2e-3,  # as float32 rounds sums with such numbers
+        atol=2e-3,  # as float32 rounds accumulators of such numbers
     ),
     "minus infinity by Trilu": Case(
         """full = Concat<axis=0> (S, Tt) low = ConstantOfShape<value = float[1] {-inf}> (full)
@@ -159,7 +159,9 @@ CASES = {
         lambda i, j, table: table[np.log(np.maximum(i - j, 0).astype("f") + 1).astype(int)].transpose(2, 0, 1),
         {"table": ("float", f"8, {HEADS}")},
     ),
-    "an input": Case("mask = Identity (given)", lambda i, j, given: given, {"given": ("bool", "B, 1, S, T")}, False),
+    "an input": Case(
+        "mask = Identity (visible)", lambda i, j, visible: visible, {"visible": ("bool", "B, 1, S, T")}, False
+    ),
     "a matmul": Case(
         """fi = Cast<to=1> (i) fj = Cast<to=1> (j) p = MatMul (fi, fj) h = Constant<value_float=30.0>()
         mask = Less (p, h)""",
@@ -190,7 +192,7 @@ def test_equals_the_mask_it_replaces(name: str) -> None:
     case = CASES[name]
     modules: dict[str, tvm.IRModule] = {}
     model = lowering.compile(case.model(), dump=modules.__setitem__)
-    assert is_absorbed(modules["eliminate_folded"]) == case.folded
+    assert is_folded(modules["eliminate_folded"]) == case.folded
     rng = np.random.default_rng(0)
     for b, s, t in [(1, 1, 1), (2, 7, 7), (3, 1, 70), (2, 70, 70), (1, 5, 200), (2, 150, 260)]:
         feeds: dict[str, Any] = {
@@ -200,7 +202,7 @@ def test_equals_the_mask_it_replaces(name: str) -> None:
         }
         extra: dict[str, Any] = {n: INPUTS[n](b, t, rng) for n in case.inputs if n in INPUTS}
         extra |= {n: rng.standard_normal((8, HEADS), "f") for n in case.inputs if n == "table"}
-        extra |= {n: rng.integers(0, 2, (b, 1, s, t)).astype(bool) for n in case.inputs if n == "given"}
+        extra |= {n: rng.integers(0, 2, (b, 1, s, t)).astype(bool) for n in case.inputs if n == "visible"}
         i, j = np.arange(t - s, t)[:, None], np.arange(t)[None]
         expected = attend(**feeds, mask=case.expected(i, j, **extra))
         actual = model.run({**feeds, **extra})["y"]
@@ -213,10 +215,10 @@ def test_the_plain_lowering_evaluates_formulas_too(name: str, monkeypatch: pytes
     test_equals_the_mask_it_replaces(name)
 
 
-def is_absorbed(module: tvm.IRModule) -> bool:
+def is_folded(module: tvm.IRModule) -> bool:
     """Whether the attention has a formula, and no tensor rows and keys."""
-    found = [f.attrs[ATTRIBUTE] for _, f in module.functions_items() if f.attrs and ATTRIBUTE in f.attrs]
-    (problem,) = map(AttentionProblem.from_json, found)
+    records = [f.attrs[ATTRIBUTE] for _, f in module.functions_items() if f.attrs and ATTRIBUTE in f.attrs]
+    (problem,) = map(AttentionProblem.from_json, records)
     if not isinstance(problem.mask, Formula):
         return False
     for block in module["main"].body.blocks:

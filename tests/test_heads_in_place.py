@@ -20,7 +20,7 @@ def kernels(model: onnx.ModelProto, target: str = "cpu", **options: object) -> l
 
 @pytest.mark.parametrize("donate", [(), ("cache_.*",)])
 def test_a_decoder_transposes_nothing(donate: tuple[str, ...]) -> None:
-    """And gives what onnx's evaluator does, for several tokens of sequences at different places."""
+    """The results equal those of onnx's evaluator, for several tokens of sequences at different positions."""
     model = build_decoder(CONFIG)
     assert not [name for name in kernels(model, donate=donate) if "transpose" in name]
     rng = np.random.default_rng(0)
@@ -29,9 +29,9 @@ def test_a_decoder_transposes_nothing(donate: tuple[str, ...]) -> None:
     }
     feeds = {"ids": rng.integers(0, 50, (2, 5)), "write_indices": np.array([3, 11]), **caches}
     want = dict(zip([output.name for output in model.graph.output], ReferenceEvaluator(model).run(None, feeds)))
-    found = lowering.compile(model, donate=donate).run({name: array.copy() for name, array in feeds.items()})
-    for name, right in want.items():
-        np.testing.assert_allclose(found[name], right, rtol=2e-4, atol=2e-4)
+    results = lowering.compile(model, donate=donate).run({name: array.copy() for name, array in feeds.items()})
+    for name, expected in want.items():
+        np.testing.assert_allclose(results[name], expected, rtol=2e-4, atol=2e-4)
 
 
 def test_what_others_read_is_transposed_still() -> None:
@@ -53,6 +53,6 @@ def test_what_others_read_is_transposed_still() -> None:
         for name, shape in (("x", (2, 3, 4, 8)), ("k", (2, 2, 5, 8)), ("v", (2, 2, 5, 8)))
     }
     want = ReferenceEvaluator(model).run(None, feeds)
-    found = lowering.compile(model).run(feeds)
-    for name, right in zip(("q", "y", "rows"), want):
-        np.testing.assert_allclose(found[name], right, rtol=1e-5, atol=1e-5)
+    results = lowering.compile(model).run(feeds)
+    for name, expected in zip(("q", "y", "rows"), want):
+        np.testing.assert_allclose(results[name], expected, rtol=1e-5, atol=1e-5)

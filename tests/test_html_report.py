@@ -74,12 +74,12 @@ class Reader(html.parser.HTMLParser):
 
 
 def section(page: Element, name: str) -> Element:
-    (found,) = (each for each in page.all("section") if each.attributes["id"] == name)
-    return found
+    (match,) = (element for element in page.all("section") if element.attributes["id"] == name)
+    return match
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a decoder's artifact, its dump, its measurements, and the page of all of them."""
     folder = tmp_path_factory.mktemp("html")
     onnx.save(build_decoder(CONFIG), folder / "decoder.onnx")
@@ -94,8 +94,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(made: Path) -> Element:
-    return Reader((made / "report.html").read_text(encoding="utf-8")).root
+def page(artifacts: Path) -> Element:
+    return Reader((artifacts / "report.html").read_text(encoding="utf-8")).root
 
 
 @pytest.fixture(scope="module")
@@ -122,28 +122,30 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sections_and_contents(page: Element) -> None:
-    assert [each.attributes["id"] for each in page.all("section")] == SECTIONS
+    assert [element.attributes["id"] for element in page.all("section")] == SECTIONS
     (contents,) = page.all("nav")
     assert [link.attributes["href"] for link in contents.all("a")] == [f"#{name}" for name in SECTIONS]
-    assert not [each for name in SECTIONS for each in section(page, name).all("p", "note") if "Not shown" in each.text]
+    assert not [
+        element for name in SECTIONS for element in section(page, name).all("p", "note") if "Not shown" in element.text
+    ]
 
 
-@pytest.mark.parametrize("which", ["made", "hostile"])
+@pytest.mark.parametrize("which", ["artifacts", "hostile"])
 def test_one_file_without_scripts(which: str, request: pytest.FixtureRequest) -> None:
     text = (request.getfixturevalue(which) / "report.html").read_text(encoding="utf-8")
     page = Reader(text).root
-    for each in page.all():
-        assert each.tag not in ("script", "img", "iframe", "object", "b")
-        assert not [name for name in each.attributes if name.startswith("on") or name == "src"]
-        assert (each.attributes.get("href") or "#").startswith(("#", "data:,"))
+    for element in page.all():
+        assert element.tag not in ("script", "img", "iframe", "object", "b")
+        assert not [name for name in element.attributes if name.startswith("on") or name == "src"]
+        assert (element.attributes.get("href") or "#").startswith(("#", "data:,"))
     (style,) = page.all("style")
     assert "url(" not in style.text and "@import" not in style.text
     (policy,) = (m for m in page.all("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy")
     assert str(policy.attributes["content"]).startswith("default-src 'none';")
 
 
-def test_overview_and_kernels(page: Element, made: Path) -> None:
-    shown, manifest = section(page, "overview").text, lowering.load(made / "out").manifest
+def test_overview_and_kernels(page: Element, artifacts: Path) -> None:
+    shown, manifest = section(page, "overview").text, lowering.load(artifacts / "out").manifest
     for text in ("cpu:x86-64-v3", "[batch, 2, capacity, 16]", "donated to present_k.0", "tokens: 1 to 300"):
         assert text in shown
     assert "batch = 1, tokens = 128, capacity = 256 (as the page was told)" in shown
@@ -174,7 +176,9 @@ def test_names_are_text(hostile: Path) -> None:
 
 def test_an_attention_and_its_tiles(page: Element) -> None:
     attention = section(page, "attention")
-    facts = dict(zip((each.text for each in attention.all("dt")), (each.text for each in attention.all("dd"))))
+    facts = dict(
+        zip((element.text for element in attention.all("dt")), (element.text for element in attention.all("dd")))
+    )
     assert facts["Heads"] == "4 of queries, 2 of keys and values, 2 share a key/value head"
     assert facts["Visible keys"].endswith("row i sees key j where j <= i + lengths[b] - rows")
     tiles = {
@@ -187,15 +191,15 @@ def test_an_attention_and_its_tiles(page: Element) -> None:
     assert "prefill: tiles of 48 rows" in caption.text and "128 query rows, 256 keys" in caption.text
     # Row tile t has the rows 24 t to 24 t + 23, of which the last sees keys up to 128 + that row.
     full = sum((128 + first + 1) // 64 for first in range(0, 128, 24))
-    some = sum(-(-(128 + min(first + 24, 128)) // 64) for first in range(0, 128, 24))
-    found = {word: int(count) for count, word in re.findall(r"(\d+) (full|partial):", caption.text)}
-    assert found == {"full": full, "partial": some - full}
+    visited = sum(-(-(128 + min(first + 24, 128)) // 64) for first in range(0, 128, 24))
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (full|partial):", caption.text)}
+    assert counts == {"full": full, "partial": visited - full}
     pairs = sum(24 * (128 + first + 24) for first in range(0, 120, 24)) + 8 * 256
     assert f"{1 - pairs / (128 * 256):.0%} of all pairs skipped" in caption.text
 
 
-def test_measurements(page: Element, made: Path) -> None:
-    measured = json.loads((made / "bench.json").read_text())
+def test_measurements(page: Element, artifacts: Path) -> None:
+    measured = json.loads((artifacts / "bench.json").read_text())
     rows = [[cell.text for cell in row.all("td")] for row in section(page, "measurements").all("tr")][1:]
     assert [row[1] for row in rows] == list(measured["by_kernel"])
     assert {row[1]: int(row[3]) for row in rows} == {k: v["calls"] for k, v in measured["by_kernel"].items()}
@@ -205,36 +209,38 @@ def test_measurements(page: Element, made: Path) -> None:
     assert len(list(timeline.all("rect"))) == len(measured["calls"])
 
 
-def test_memory(page: Element, made: Path) -> None:
+def test_memory(page: Element, artifacts: Path) -> None:
     """Tensors that are needed at the same time are apart, inside their block, and what is left are the outputs."""
-    manifest = lowering.load(made / "out").manifest
-    dump = CompilationDump(made / "dump", manifest)
-    found = read_plan(dump.read_script("lower_call_tir").main, dump.read_script("plan_memory").main, SIZES)
-    ((block, (size, _)),) = found.blocks.items()
-    assert found.calls == len(manifest.calls) and not found.unknown and size is not None
-    planned = [t for t in found.tensors if t.block == block]
+    manifest = lowering.load(artifacts / "out").manifest
+    dump = CompilationDump(artifacts / "dump", manifest)
+    plan = read_plan(dump.read_script("lower_call_tir").main, dump.read_script("plan_memory").main, SIZES)
+    ((block, (size, _)),) = plan.blocks.items()
+    assert plan.calls == len(manifest.calls) and not plan.unknown and size is not None
+    planned = [t for t in plan.tensors if t.block == block]
     assert len(planned) > 20 and max(t.offset + t.size for t in planned) <= size
     for n, a in enumerate(planned):
         for b in planned[:n]:
             at_once = a.first <= b.last and b.first <= a.last
             assert not at_once or a.offset + a.size <= b.offset or b.offset + b.size <= a.offset, (a, b)
-    (logits,) = (t for t in found.tensors if t.block is None)
-    assert (logits.size, logits.last) == (50 * 4, found.calls - 1)
+    (logits,) = (t for t in plan.tensors if t.block is None)
+    assert (logits.size, logits.last) == (50 * 4, plan.calls - 1)
     memory = section(page, "memory")
     assert len(list(memory.all("rect"))) == len(planned)
-    assert max(found.list_live_bytes(block)) <= size < sum(t.size for t in planned)
+    assert max(plan.list_live_bytes(block)) <= size < sum(t.size for t in planned)
 
 
-def test_code(page: Element, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code(
+    page: Element, artifacts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = section(page, "code")
     for text in ("TensorIR before scheduling", "TensorIR as it is compiled", "Machine code"):
-        assert sum(text in each.text for each in code.all("summary")) == len(
-            lowering.load(made / "out").manifest.kernels
+        assert sum(text in element.text for element in code.all("summary")) == len(
+            lowering.load(artifacts / "out").manifest.kernels
         )
     assert "vfmadd" in code.text
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert main(["inspect", str(made / "out"), "--html", str(made / "without.html")]) == 0
-    without = Reader((made / "without.html").read_text(encoding="utf-8")).root
+    assert main(["inspect", str(artifacts / "out"), "--html", str(artifacts / "without.html")]) == 0
+    without = Reader((artifacts / "without.html").read_text(encoding="utf-8")).root
     assert section(without, "code").text == (
         "CodeNot all machine code is shown: neither llvm-objdump nor objdump is installed (Debian: binutils)."
     )
@@ -255,10 +261,10 @@ def test_code(page: Element, made: Path, monkeypatch: pytest.MonkeyPatch, capsys
     ],
 )
 def test_what_does_not_belong_to_it(
-    made: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    artifacts: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     options: list[str], message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.chdir(made)
+    monkeypatch.chdir(artifacts)
     if not Path("other").exists():
         Path("other").symlink_to(hostile / "dump")
         measured = json.loads(Path("bench.json").read_text())
@@ -270,7 +276,7 @@ def test_what_does_not_belong_to_it(
 
 
 def test_code_for_a_gpu(tmp_path: Path) -> None:
-    """Of the machine code inside a library, the launches of each kernel; and why a kernel for Hopper is not used."""
+    """The machine code inside a library, the launches of each kernel, and why a kernel for Hopper is not used."""
     text = """
     <ir_version: 10, opset_import: ["" : 24]>
     model (float16[1, 2, S, 64] q, float16[1, 2, S, 64] k, float16[1, 2, S, 64] v) => (float16[1, 2, S, 64] y) {
@@ -281,14 +287,14 @@ def test_code_for_a_gpu(tmp_path: Path) -> None:
     assert main(["compile", str(tmp_path / "m.onnx"), "-o", out, "--dump-dir", dump, "--target", target]) == 0
     assert main(["inspect", out, "--html", str(tmp_path / "report.html"), "--dump", dump]) == 0
     page = Reader((tmp_path / "report.html").read_text(encoding="utf-8")).root
-    titles = [each.text for each in section(page, "code").all("summary")]
+    titles = [element.text for element in section(page, "code").all("summary")]
     assert any(title.startswith("GPU code of attention_kernel") for title in titles)
     assert "HMMA.16816.F32" in section(page, "code").text
     assert "wgmmathe GPU is a Hopper" in section(page, "attention").text
 
 
-def test_options_of_the_page_want_a_page(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(made / "out"), "--dim", "batch=2"]) == 1
+def test_options_of_the_page_want_a_page(artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(artifacts / "out"), "--dim", "batch=2"]) == 1
     assert "[argument.option_requires_other]" in capsys.readouterr().err
 
 
@@ -309,7 +315,7 @@ FRAME = """<script>onmessage = event => { document.body.dataset.found = JSON.str
 
 
 @needs_browser
-@pytest.mark.parametrize("which", ["made", "hostile"])
+@pytest.mark.parametrize("which", ["artifacts", "hostile"])
 def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """No message, nothing loaded, and nothing wider than the window with everything unfolded. A script measures that,
     in a copy whose policy lets it."""
@@ -319,21 +325,21 @@ def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path
         (tmp_path / name).write_text(page, encoding="utf-8")
         return opened(tmp_path / name, tmp_path / "user")
 
-    assert [each.attributes["id"] for each in Reader(shown("page.html", text)).root.all("section")] == SECTIONS
+    assert [element.attributes["id"] for element in Reader(shown("page.html", text)).root.all("section")] == SECTIONS
     probed = text.replace("img-src data:", "img-src data:; script-src 'unsafe-inline'")
     (tmp_path / "probed.html").write_text(probed.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
     for width in (400, 1200):
         (body,) = Reader(shown("frame.html", FRAME.replace("WIDTH", str(width)))).root.all("body")
-        found = json.loads(body.attributes["data-found"] or "")
-        assert found == {"width": width, "overflow": 0, "wide": [], "sections": SECTIONS, "loaded": []}
+        report = json.loads(body.attributes["data-found"] or "")
+        assert report == {"width": width, "overflow": 0, "wide": [], "sections": SECTIONS, "loaded": []}
 
 
 @needs_browser
 @pytest.mark.parametrize("length", [10, 40, 90, 150])
-def test_no_table_is_cut_off(length: int, made: Path, tmp_path: Path) -> None:
+def test_no_table_is_clipped(length: int, artifacts: Path, tmp_path: Path) -> None:
     """At the widths of common screens, however long names of kernels are: all columns are seen without scrolling."""
-    text = (made / "report.html").read_text(encoding="utf-8")
-    names = {kernel.name for kernel in lowering.load(made / "out").manifest.kernels}
+    text = (artifacts / "report.html").read_text(encoding="utf-8")
+    names = {kernel.name for kernel in lowering.load(artifacts / "out").manifest.kernels}
     for number, name in enumerate(sorted(names, key=len, reverse=True)):
         text = text.replace(f"<code>{name}</code>", f"<code>{'fused_matmul_' * (length // 13)}{number}</code>")
     (tmp_path / "page.html").write_text(text, encoding="utf-8")

@@ -23,7 +23,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_artifact_in_words(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_artifact_as_text(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(artifact)]) == 0
     shown = capsys.readouterr().out
     manifest = lowering.load(artifact).manifest
@@ -51,13 +51,13 @@ def test_every_call(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_as_json(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(artifact), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["donated"]["cache_v.1"] == "present_v.1" and found["ranges"] == {"tokens": [1, 32]}
-    assert found["files"]["weights.bin"] == (artifact / "weights.bin").stat().st_size
+    report = json.loads(capsys.readouterr().out)
+    assert report["donated"]["cache_v.1"] == "present_v.1" and report["ranges"] == {"tokens": [1, 32]}
+    assert report["files"]["weights.bin"] == (artifact / "weights.bin").stat().st_size
 
 
 def test_without_the_compiler_and_code_that_runs_here(artifact: Path, tmp_path: Path) -> None:
-    """Of an artifact whose code is damaged, in a process in which nothing can import TVM."""
+    """An artifact whose code is damaged is inspected in a process in which nothing can import TVM."""
     copy = tmp_path / "out"
     subprocess.run(["cp", "-r", artifact, copy], check=True)
     (copy / "model.so").write_bytes(b"no code")

@@ -1,4 +1,4 @@
-"""What errors and pages say to install can be installed: this package is on no index."""
+"""The packages that errors and pages recommend can be installed: this package is on no index."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def texts() -> Iterator[Path]:
 
 def test_nobody_is_sent_to_an_index_for_this_package() -> None:
     """By its name pip would find nothing, or what somebody else has put there."""
-    found = []
+    wrong_lines = []
     for path in texts():
         for line in path.read_text().splitlines():
             asked = re.search(r"pip install\b([^&]*)", line)
             if asked and re.search(r"(?<![/\w])onnx[-_]lowering(-runtime)?(?![\w*.])", asked[1]):
                 is_in_checkout = re.search(r"'?\.(\[\w+\])?'?.* in a checkout of onnx-lowering", asked[1])
                 if not is_in_checkout and "--find-links" not in asked[1] and "WHEEL" not in asked[1]:
-                    found.append(f"{path.relative_to(ROOT)}: {line.strip()}")
-    assert not found, "\n".join(found)
+                    wrong_lines.append(f"{path.relative_to(ROOT)}: {line.strip()}")
+    assert not wrong_lines, "\n".join(wrong_lines)
 
 
 @pytest.mark.parametrize("extra", ["", "cuda", "fleet", "tune"])
@@ -91,7 +91,7 @@ ORIGINS = {
 
 
 @pytest.mark.parametrize("case", ORIGINS)
-def test_where_it_is_from_is_not_known(case: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_source_of_the_package(case: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distributions", lambda name: ORIGINS[case])
     assert machine.install_command("tune") == GONE
     monkeypatch.setattr(machine, "runtime_alone", lambda: True)
@@ -104,10 +104,10 @@ def test_a_missing_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one package, and no extra of ours."""
     real = builtins.__import__
 
-    def without(name: str, *others: Any) -> Any:
+    def without(name: str, *arguments: Any) -> Any:
         if name.partition(".")[0] == "onnxruntime":
             raise ImportError(name)
-        return real(name, *others)
+        return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without)
     model = '<ir_version: 10, opset_import: ["" : 20]> m (float[n] x) => (float[n] y) { y = Exp (x) }'

@@ -91,24 +91,26 @@ def test_sequences(case: str, tmp_path: Path) -> None:
     model = parsed(text)
     lowering.compile(model, dims=dims).save(tmp_path / "out")
     loaded = lowering.load(tmp_path / "out")
-    found = loaded.run(inputs)
+    results = loaded.run(inputs)
     session = onnxruntime.InferenceSession(model.SerializeToString())
-    wanted = dict(zip([value.name for value in model.graph.output], session.run(None, inputs)))
-    assert [*found] == [*wanted]
-    for name, want in wanted.items():
-        check(found[name], want)
+    expected = dict(zip([value.name for value in model.graph.output], session.run(None, inputs)))
+    assert [*results] == [*expected]
+    for name, reference in expected.items():
+        check(results[name], reference)
     flat = {
         tensor.name: array
-        for each in arguments(loaded.inputs, loaded.manifest.input_lists)
-        for tensor, array in zip(each.tensors, inputs[each.name] if each.kind == "list" else [inputs[each.name]])
+        for argument in arguments(loaded.inputs, loaded.manifest.input_lists)
+        for tensor, array in zip(
+            argument.tensors, inputs[argument.name] if argument.kind == "list" else [inputs[argument.name]]
+        )
     }
     for name, value in loaded.bind(flat)().items():
-        check(value, wanted[name])
+        check(value, expected[name])
 
 
-def check(found: Any, wanted: Any) -> None:
-    assert isinstance(found, list) == isinstance(wanted, list)
-    pairs = [*zip(found, wanted, strict=True)] if isinstance(wanted, list) else [(found, wanted)]
+def check(actual: Any, expected: Any) -> None:
+    assert isinstance(actual, list) == isinstance(expected, list)
+    pairs = [*zip(actual, expected, strict=True)] if isinstance(expected, list) else [(actual, expected)]
     for a, b in pairs:
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -133,20 +135,20 @@ def test_optional_values(has: int, count: int, tmp_path: Path) -> None:
     lowering.compile(OPTIONAL, dims={"o": has, "s": count}).save(tmp_path / "out")
     model = lowering.load(tmp_path / "out")
     y = -x if o is None else x + o
-    wanted = {"y": y if s is None else y * s[0], "h": np.array(has == 1), "p": o, "q": s}
-    given = {"x": x, "o": o, "s": s}
-    for inputs in (given, {name: value for name, value in given.items() if value is not None}):
-        found = model.run(inputs)
-        assert [*found] == [*wanted]
-        for name, want in wanted.items():
-            if want is None:
-                assert found[name] is None
+    expected = {"y": y if s is None else y * s[0], "h": np.array(has == 1), "p": o, "q": s}
+    optional = {"x": x, "o": o, "s": s}
+    for inputs in (optional, {name: value for name, value in optional.items() if value is not None}):
+        results = model.run(inputs)
+        assert [*results] == [*expected]
+        for name, reference in expected.items():
+            if reference is None:
+                assert results[name] is None
             else:
-                check(found[name], want)
+                check(results[name], reference)
 
 
 def test_a_loop_carries_an_optional_value() -> None:
-    """Whose element the first step makes."""
+    """The first step creates its element."""
     model = parsed(
         """g (float[N] x, optional(float[N]) o) => (float[N] y) <int64 n = {3}> {
         l = Loop (n, , o) <body = b (int64 i, bool go, optional(float[N]) a) => (bool g, optional(float[N]) r) {
@@ -167,10 +169,10 @@ def test_strings_and_half_floats() -> None:
         "g (seq(string[N]) s, seq(float16[N]) h) => (seq(string[N]) t, seq(float[N]) r) { t = Identity (s) "
         "r = SequenceMap <body = b (float16[N] a) => (float[N] c) { c = Cast <to = 1> (a) }> (h) }"
     )
-    words, halves = [np.array(["a", "b"], object), np.array(["c"], object)], [np.ones(2, np.float16)]
-    found = lowering.compile(model, dims={"s": 2, "h": 1}).run({"s": words, "h": halves})
-    assert [array.tolist() for array in found["t"]] == [["a", "b"], ["c"]]
-    check(found["r"], [np.ones(2, np.float32)])
+    texts, halves = [np.array(["a", "b"], object), np.array(["c"], object)], [np.ones(2, np.float16)]
+    results = lowering.compile(model, dims={"s": 2, "h": 1}).run({"s": texts, "h": halves})
+    assert [array.tolist() for array in results["t"]] == [["a", "b"], ["c"]]
+    check(results["r"], [np.ones(2, np.float32)])
 
 
 def test_of_nothing_but_a_list_of_nothing() -> None:
@@ -267,24 +269,24 @@ def test_an_element_may_be_both_named_and_taken() -> None:
     model.graph.input[1].name = model.graph.node[1].input[0] = "s[0]"
     model.graph.output[1].name = model.graph.node[1].output[0] = "t[1]"
     a, b, c = (floats(3, seed=k) for k in range(3))
-    found = lowering.compile(model, dims={"s": 2}).run({"s": [a, b], "s[0]": c})
-    check(found["t"], [a, b])
-    check(found["t[1]"], -c)
+    results = lowering.compile(model, dims={"s": 2}).run({"s": [a, b], "s[0]": c})
+    check(results["t"], [a, b])
+    check(results["t[1]"], -c)
 
 
 def test_arrays_are_bound_for_results(compiled: lowering.Model) -> None:
     out = [np.empty_like(A), np.empty_like(B)]
     call = compiled.bind({"s": [A, B], "x": X}, outputs={"t": out})
-    found = call()
-    assert all(a is b for a, b in zip(found["t"], out, strict=True))
+    results = call()
+    assert all(a is b for a, b in zip(results["t"], out, strict=True))
     check(out, [A, B])
     with pytest.raises(lowering.InputError, match="output 't' is a list of 1 arrays"):
         compiled.bind({"s": [A, B], "x": X}, outputs={"t": out[:1]})
 
 
 def test_calls_that_come_later(compiled: lowering.Model) -> None:
-    kept = compiled.accept({"s": [A, B], "x": X})
-    for later in (compiled.run(kept), compiled.submit({"s": [A, B], "x": X}).result()):
+    accepted = compiled.accept({"s": [A, B], "x": X})
+    for later in (compiled.run(accepted), compiled.submit({"s": [A, B], "x": X}).result()):
         check(later["t"], [A, B])
         check(later["e"], [X])
     check(pickle.loads(pickle.dumps(compiled)).run({"s": [A, B], "x": X})["t"], [A, B])
@@ -306,8 +308,8 @@ def test_what_an_artifact_says(compiled: lowering.Model, tmp_path: Path) -> None
     assert "//   input  o: None in the ONNX model, and no tensor here" in header
     for name, array in (("a", A), ("b", B), ("x", X)):
         np.save(tmp_path / f"{name}.npy", array)
-    given = {"s[0]": "a", "s[1]": "b", "x": "x"}
-    inputs = [word for name, file in given.items() for word in ("--input", f"{name}={tmp_path / file}.npy")]
+    files = {"s[0]": "a", "s[1]": "b", "x": "x"}
+    inputs = [argument for name, file in files.items() for argument in ("--input", f"{name}={tmp_path / file}.npy")]
     assert cli.main(["run", str(tmp_path / "out"), *inputs, "--output-dir", str(tmp_path / "results")]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "results" / "t%5B1%5D.npy"), B)
 
@@ -321,8 +323,8 @@ def test_a_package_of_an_artifact(compiled: lowering.Model) -> None:
 @pytest.mark.parametrize("case", ["between tensors", "made of a tensor", "two of them", "empty ones"])
 def test_verification(case: str) -> None:
     text, dims, inputs = SEQUENCES[case]
-    for given, sizes in ((inputs, {}), ({}, dims)):
-        assert lowering.verify(parsed(text), inputs=given, sizes=sizes).first_difference is None
+    for arrays, sizes in ((inputs, {}), ({}, dims)):
+        assert lowering.verify(parsed(text), inputs=arrays, sizes=sizes).first_difference is None
     wrong = lowering.compile(parsed(text.replace("Mul", "Sub").replace("Identity", "Neg")), dims=dims)
-    found = lowering.verify(parsed(text), inputs=inputs, artifact=wrong).first_difference
-    assert (found is not None) == ("Mul" in text)
+    difference = lowering.verify(parsed(text), inputs=inputs, artifact=wrong).first_difference
+    assert (difference is not None) == ("Mul" in text)

@@ -1,4 +1,4 @@
-"""What the importer makes of models: reading, external data, functions, domains, folding, control flow."""
+"""The importer's results: reading, external data, functions, domains, folding, control flow."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_nodes_in_any_order(as_file: bool, tmp_path: Path) -> None:
         nodes = list(graph.node)[::-1]
         del graph.node[:]
         graph.node.extend(nodes)
-    given: onnx.ModelProto | Path = model
+    source: onnx.ModelProto | Path = model
     if as_file:
-        given = tmp_path / "model.onnx"
-        onnx.save(model, given, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    result = lowering.compile(given).run({"x": np.float32([1, -2, 3, -4]), "yes": np.array(True)})["y"]
+        source = tmp_path / "model.onnx"
+        onnx.save(model, source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    result = lowering.compile(source).run({"x": np.float32([1, -2, 3, -4]), "yes": np.array(True)})["y"]
     np.testing.assert_array_equal(result, [0, -4, 0, -8])
 
 
@@ -108,8 +108,8 @@ def test_external_data_stays_in_its_file(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 16 * 2**20
-    (held,) = imported.weights.values()
-    np.testing.assert_array_equal(held[-1], 1)
+    (stored,) = imported.weights.values()
+    np.testing.assert_array_equal(stored[-1], 1)
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_weights_of_more_than_2_gib(tmp_path: Path) -> None:
     for key, value in {"location": "table.bin", "offset": "0", "length": str(rows * 4096)}.items():
         entry = table.external_data.add()
         entry.key, entry.value = key, value
-    held = np.memmap(tmp_path / "table.bin", mode="w+", dtype=np.float32, shape=(rows, 1024))  # a file of holes
-    held[rows - 1] = 7
-    held.flush()
+    table_file = np.memmap(tmp_path / "table.bin", mode="w+", dtype=np.float32, shape=(rows, 1024))  # a file of holes
+    table_file[rows - 1] = 7
+    table_file.flush()
     onnx.save(model, tmp_path / "model.onnx")
     lowering.compile(tmp_path / "model.onnx").save(tmp_path / "out")
     result = lowering.load(tmp_path / "out").run({"i": np.array([rows - 1, 0])})["y"]
@@ -186,7 +186,7 @@ def test_lookup_takes_the_newest_version_not_above_the_opset() -> None:
     assert ops.lookup("", "Slice", 24) is ops.lookup("", "Slice", 10)
 
 
-def test_second_registration_names_both_places() -> None:
+def test_second_registration_names_both_locations() -> None:
     with pytest.raises(ValueError, match=r"Slice-10 is registered twice: .*slice\.py and .*test_model\.py"):
         ops.op("Slice", since=10)(lambda node: None)
 
@@ -199,7 +199,7 @@ def test_function_body_serves_an_operator_without_a_lowering() -> None:
     np.testing.assert_allclose(lowering.compile(model).run({"x": x})["y"], expected, rtol=1e-4, atol=1e-5)
 
 
-# An operator for which there is no lowering.
+# An operator without a lowering.
 UNKNOWN = """
     m (float[3, 4, 5, 5] x, float[2, 5] rois) => (float[2, 4, 2, 2] y) {
         [odd] y = MaxRoiPool <pooled_shape = [2, 2]> (x, rois)
@@ -207,14 +207,14 @@ UNKNOWN = """
 """
 
 
-def test_no_compile_leaves_anything_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compile_leaves_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = lowering.compile(parse("m (float[2] x) => (float[2] y) { y = Relu (x) }"))
+    model = lowering.compile(parse("m (float[2] x) => (float[2] y) { y = Relu (x) }"))
     assert not list(tmp_path.iterdir())
     with pytest.raises(lowering.NodeError):
         lowering.compile(parse(UNKNOWN))
     assert not list(tmp_path.iterdir())
-    assert kept.run({"x": np.ones(2, np.float32)})["y"].all()
+    assert model.run({"x": np.ones(2, np.float32)})["y"].all()
 
 
 def test_an_operator_without_lowering_is_named() -> None:
@@ -234,8 +234,8 @@ def test_constant_subgraphs_become_one_weight() -> None:
     w = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     model.graph.initializer.append(numpy_helper.from_array(w, "w"))
     imported = import_model(load_model(model))
-    (held,) = imported.weights.values()
-    np.testing.assert_array_equal(held, 2 * w.T)
+    (weight,) = imported.weights.values()
+    np.testing.assert_array_equal(weight, 2 * w.T)
 
 
 def test_an_onnx_ir_model_can_be_compiled() -> None:

@@ -54,8 +54,8 @@ def test_names_that_are_like_it(name: str, folder: Path) -> None:
 )
 def test_before_the_compiler_is_imported(command: str, folder: Path) -> None:
     code = "import sys; sys.modules['tvm'] = None; from lowering.commands.cli import main; sys.exit(main(sys.argv[1:]))"
-    first, *others = command.split()
-    done = subprocess.run([sys.executable, "-c", code, first, "mdoel.onnx", *others], capture_output=True, text=True)
+    first, *options = command.split()
+    done = subprocess.run([sys.executable, "-c", code, first, "mdoel.onnx", *options], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert done.stderr == "error[model.file_missing]: There is no file mdoel.onnx. Did you mean model.onnx?\n"
 

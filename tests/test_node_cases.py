@@ -16,15 +16,15 @@ PARTS = 8
 
 
 def failures(cases: list[Case], may_be_refused: bool) -> list[str]:
-    """What went wrong, case by case."""
-    found = []
+    """Return the failures, case by case."""
+    texts = []
     for case in cases:
         try:
             if not (may_be_refused and node_cases.refusal(case)):
                 node_cases.run(case)
         except Exception:
-            found.append(f"{case.name}: {traceback.format_exc(limit=3)}")
-    return found
+            texts.append(f"{case.name}: {traceback.format_exc(limit=3)}")
+    return texts
 
 
 ORDINARY = [o for o in node_cases.operators() if o not in EVERY_TYPE]
@@ -32,39 +32,39 @@ ORDINARY = [o for o in node_cases.operators() if o not in EVERY_TYPE]
 
 @pytest.mark.parametrize("operator", ORDINARY)
 def test_operator(operator: str) -> None:
-    """Refused cases are those of docs/operators.md, which another test compares with what the compiler says."""
+    """Refused cases are those of docs/operators.md, which another test compares with the compiler's refusals."""
     cases = [case for case in node_cases.cases(operator) if not case.expanded]
     assert cases, "onnx has no case of this operator"
-    found = failures(cases, may_be_refused=True)
-    assert not found, "\n".join(found)
+    errors = failures(cases, may_be_refused=True)
+    assert not errors, "\n".join(errors)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", [o for o in ORDINARY if o in node_cases.expandable()])
 def test_expanded_operator(operator: str) -> None:
-    """The same written out, by operators that have cases of their own."""
+    """The same operator, expanded into operators that have cases of their own."""
     cases = [case for case in node_cases.cases(operator) if case.expanded]
     assert cases
-    found = failures(cases, may_be_refused=True)
-    assert not found, "\n".join(found)
+    errors = failures(cases, may_be_refused=True)
+    assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("index", range(PARTS))
 @pytest.mark.parametrize("operator", EVERY_TYPE)
-def test_operator_on_every_type(operator: str, part: int) -> None:
+def test_operator_on_every_type(operator: str, index: int) -> None:
     cases = [case for case in node_cases.cases(operator) if not case.expanded]
     assert cases
-    found = failures(cases[part::PARTS], may_be_refused=False)
-    assert not found, "\n".join(found)
+    errors = failures(cases[index::PARTS], may_be_refused=False)
+    assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize("part", sampled(range(PARTS), 2))
+@pytest.mark.parametrize("index", sampled(range(PARTS), 2))
 @pytest.mark.parametrize("operator", ["Attention", "FlexAttention"])
-def test_expanded_operator_on_every_type(operator: str, part: int) -> None:
+def test_expanded_operator_on_every_type(operator: str, index: int) -> None:
     cases = [case for case in node_cases.cases(operator) if case.expanded]
     assert cases
-    found = failures(cases[part::PARTS], may_be_refused=False)
-    assert not found, "\n".join(found)
+    errors = failures(cases[index::PARTS], may_be_refused=False)
+    assert not errors, "\n".join(errors)
 
 
 def test_a_wrong_answer_fails() -> None:

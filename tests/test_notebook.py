@@ -1,4 +1,4 @@
-"""What notebooks and prompts show of results."""
+"""Results as notebooks and prompts show them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(operator: str = "Exp") -> onnx.ModelProto:
 
 
 def shown(result: Any) -> tuple[str, list[list[str]]]:
-    """The text above the table of what a notebook shows, and the table's cells; what is no legal markup raises."""
+    """Return the text above the table of a notebook's view, and the table's cells; illegal markup raises."""
     tree = ElementTree.fromstring(f"<div>{result._repr_html_().replace('<br>', '<br/>')}</div>")
     rows = [["".join(cell.itertext()) for cell in row] for row in tree.iter("tr")]
     assert len({len(row) for row in rows}) == 1
@@ -88,6 +88,6 @@ def test_a_tuning() -> None:
     text, rows = shown(tuning)
     summary = "1 of 2 kernels got faster, a run 1.33x by their shares, measured 1.25x; took 1:01 of 1:01"
     assert text.splitlines() == [summary, "records: tuned/here", "not tuned: relu: it <is> nothing"]
-    found = ["exp", ODD, "50.0%", "16", "2 ms", "1 ms", "2.00x", "1.60x", "tiles", "2 wrong"]
-    assert rows[1:] == [found] and len(rows[0]) == len(found)
+    expected = ["exp", ODD, "50.0%", "16", "2 ms", "1 ms", "2.00x", "1.60x", "tiles", "2 wrong"]
+    assert rows[1:] == [expected] and len(rows[0]) == len(expected)
     assert repr(tuning) == f"Tuning({summary}; records: tuned/here)"

@@ -31,34 +31,36 @@ TEXT = """
 
 
 def model(seed: int = 0, y: str = "y") -> onnx.ModelProto:
-    made = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {TEXT.format(y=y)}')
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {TEXT.format(y=y)}')
     rng = np.random.default_rng(seed)
-    del made.graph.initializer[:]
+    del proto.graph.initializer[:]
     for name, shape in (("w", (24, 40)), ("b", (40,))):
-        made.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name))
-    return made
+        proto.graph.initializer.append(
+            onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
+        )
+    return proto
 
 
 def right(compiled: lowering.Model, proto: onnx.ModelProto) -> bool:
     w, b = map(onnx.numpy_helper.to_array, proto.graph.initializer)
     x = np.random.default_rng(1).standard_normal((3, 24)).astype(np.float32)
-    (found,) = compiled.run({"x": x}).values()
-    return np.allclose(found, np.maximum(x @ w + b, 0), rtol=1e-4, atol=1e-5)
+    (actual,) = compiled.run({"x": x}).values()
+    return np.allclose(actual, np.maximum(x @ w + b, 0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Symbols of the kernels that are compiled from now on, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
-    found: list[str] = []
-    compiles = objects.KernelCompiler.compiled
+    symbols: list[str] = []
+    compile_kernel = objects.KernelCompiler.compiled
 
-    def noted(self: objects.KernelCompiler, func, target) -> bytes:
-        found.append(str(func.attrs["global_symbol"]))
-        return compiles(self, func, target)
+    def record_symbol(self: objects.KernelCompiler, func, target) -> bytes:
+        symbols.append(str(func.attrs["global_symbol"]))
+        return compile_kernel(self, func, target)
 
-    monkeypatch.setattr(objects.KernelCompiler, "compiled", noted)
-    return found
+    monkeypatch.setattr(objects.KernelCompiler, "compiled", record_symbol)
+    return symbols
 
 
 def test_a_second_compile_only_links(compiled: list[str], tmp_path: Path) -> None:
@@ -87,24 +89,24 @@ def test_what_has_code_is_not_scheduled_again(compiled: list[str], monkeypatch: 
     """Unless somebody looks inside, or the sources are others."""
     lowering.compile(model())
     compiled.clear()
-    made: list[tirx.PrimFunc] = []
-    makes = schedules.made
+    scheduled: list[tirx.PrimFunc] = []
+    schedule = schedules.made
 
-    def noted(func: tirx.PrimFunc, *how: Any) -> tirx.PrimFunc:
-        made.append(func)
-        return makes(func, *how)
+    def record_function(func: tirx.PrimFunc, *how: Any) -> tirx.PrimFunc:
+        scheduled.append(func)
+        return schedule(func, *how)
 
-    monkeypatch.setattr(schedules, "made", noted)
+    monkeypatch.setattr(schedules, "made", record_function)
     other = model(seed=3, y="z")
-    found = lowering.compile(other)
-    assert not made and right(found, other)
-    assert [(k.schedule, k.kind) for k in found.manifest.kernels] == [("matmul", "matmul")]
+    model_of_other = lowering.compile(other)
+    assert not scheduled and right(model_of_other, other)
+    assert [(k.schedule, k.kind) for k in model_of_other.manifest.kernels] == [("matmul", "matmul")]
     lowering.compile(model(), dump=lambda name, module: None)
-    assert made and not compiled
-    made.clear()
+    assert scheduled and not compiled
+    scheduled.clear()
     monkeypatch.setattr(objects, "sources", lambda: "other sources")
     lowering.compile(model())
-    assert made and not compiled
+    assert scheduled and not compiled
 
 
 def test_one_file_may_be_several_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +148,8 @@ def test_the_least_recently_used_go_first(compiled: list[str]) -> None:
     os.utime(killed, (0, 0))
     writing = object_cache.folder() / ".writing"
     writing.touch()
-    one = (object_cache.folder() / "k0.object").stat()
-    object_cache.trim(max_bytes=int(2.5 * max(one.st_size, one.st_blocks * 512)))
+    entry = (object_cache.folder() / "k0.object").stat()
+    object_cache.trim(max_bytes=int(2.5 * max(entry.st_size, entry.st_blocks * 512)))
     assert [object_cache.get(f"k{k}") is not None for k in range(5)] == [True, False, False, False, True]
     assert not killed.exists() and writing.exists()
 
@@ -174,9 +176,9 @@ def test_writers_may_race(compiled: list[str]) -> None:
     def write(byte: int) -> None:
         while time.monotonic() < stop:
             object_cache.put("raced", bytes([byte]) * 100_000)
-            found = object_cache.get("raced")
-            if found is not None and len(set(found)) != 1:
-                wrong.append(found)
+            stored = object_cache.get("raced")
+            if stored is not None and len(set(stored)) != 1:
+                wrong.append(stored)
 
     threads = [threading.Thread(target=write, args=(byte,)) for byte in range(3)]
     for thread in threads:

@@ -72,9 +72,9 @@ def test_nodes_run() -> None:
     np.testing.assert_array_equal(y, [1, 0, 3])
     (y,) = backend.run_node(helper.make_node("Clip", ["x", "", "most"], ["y"]), [X, np.float32(2)])
     np.testing.assert_array_equal(y, np.minimum(X, 2))
-    values, places = backend.run_node(helper.make_node("TopK", ["x", "k"], ["v", "i"]), [X, np.array([2])])[:2]
+    values, indices = backend.run_node(helper.make_node("TopK", ["x", "k"], ["v", "i"]), [X, np.array([2])])[:2]
     np.testing.assert_array_equal(values, X[:, :0:-1])
-    np.testing.assert_array_equal(places, [[2, 1]] * 2)
+    np.testing.assert_array_equal(indices, [[2, 1]] * 2)
     squeeze = helper.make_node("Squeeze", ["x"], ["y"], axes=[0])
     (y,) = backend.run_node(squeeze, [X[:1]], outputs_info=[(np.float32, (3,))], opset_version=11)
     np.testing.assert_array_equal(y, X[0])
@@ -101,11 +101,11 @@ def test_lists_and_optional_values() -> None:
     """Compiled for each number of elements, and for each number of dimensions where the model declares none."""
     LISTS.graph.input[0].type.sequence_type.elem_type.tensor_type.ClearField("shape")
     prepared = backend.prepare(LISTS)
-    for given in ([B], [B, B[:2]], [], [B], [X, X, X]):
+    for arrays in ([B], [B, B[:2]], [], [B], [X, X, X]):
         for o in (None, B):
-            t, p, y = prepared.run([given, B, o])
-            for found, want in zip(t, [*given, B], strict=True):
-                np.testing.assert_array_equal(found, want)
+            t, p, y = prepared.run([arrays, B, o])
+            for actual, want in zip(t, [*arrays, B], strict=True):
+                np.testing.assert_array_equal(actual, want)
             assert (p is None) == (o is None)
             np.testing.assert_array_equal(y, -B)
     with pytest.raises(lowering.ModelError, match=r"Input 's' is Sequence.* of no declared shape"):
@@ -130,7 +130,7 @@ def test_what_cannot_be_lowered_is_not_compatible() -> None:
 
 @contextmanager
 def skipped_where_refused() -> Iterator[None]:
-    """What the compiler refuses is skipped: docs/node_cases.md says which cases that are, and why."""
+    """Skip cases that the compiler refuses: docs/node_cases.md lists them with the reasons."""
     try:
         yield
     except (lowering.ModelError, lowering.NodeError) as error:
@@ -160,8 +160,8 @@ class TestedBackend(backend.LoweringBackend):
 def suite() -> unittest.TestSuite:
     """The cases of onnx's suite for CPUs, but for those that are compared with draws of another generator.
 
-    What is rounded between the nodes of a case is as close as float16 allows, and zeros that are sums of float32 are
-    not, as in tests/node_cases.py.
+    Values that are rounded between the nodes of a case are as close as float16 allows. Zeros that float32 accumulators
+    give are not, as in tests/node_cases.py.
     """
     close = {case.name: {"atol": node_cases.NOISE["DFT"]} for case in node_cases.cases("DFT")}
     halves = (case for case in node_cases.cases("Attention") if case.inputs[0].dtype == np.float16)
@@ -176,36 +176,36 @@ def suite() -> unittest.TestSuite:
 
 
 def run(cases: unittest.TestSuite) -> tuple[int, int]:
-    """How many cases passed, and how many were skipped. Raises AssertionError for others."""
+    """Return how many cases passed, and how many were skipped. Raise AssertionError for others."""
     result = unittest.TestResult()
     cases.run(result)
-    found = [f"{case.id()}: {text}" for case, text in (*result.failures, *result.errors)]
-    assert not found, "\n".join(found)
+    errors = [f"{case.id()}: {text}" for case, text in (*result.failures, *result.errors)]
+    assert not errors, "\n".join(errors)
     return result.testsRun - len(result.skipped), len(result.skipped)
 
 
-def check_of_known_vectors(operators: Iterable[str]) -> None:
-    """What docs/node_cases.md says of cases whose sizes, positions and conditions come with the call."""
+def check_constant_vectors(operators: Iterable[str]) -> None:
+    """Check docs/node_cases.md on cases whose sizes, positions and conditions come with the call."""
     for operator in operators:
         refused = [m for m in node_cases.every_model(operator) if node_cases.refusal_of(m.proto, m.inputs)]
         assert refused, operator
-        for model in map(node_cases.with_known_vectors, refused):
-            found = backend.prepare(model.proto).run(model.inputs)
-            for actual, expected in zip(found, model.outputs, strict=True):
+        for model in map(node_cases.with_constant_vectors, refused):
+            results = backend.prepare(model.proto).run(model.inputs)
+            for actual, expected in zip(results, model.outputs, strict=True):
                 node_cases.assert_close(actual, expected, 1e-3, 1e-6, model.name)
 
 
-def test_cases_whose_vectors_are_known() -> None:
-    check_of_known_vectors(["If", "Loop", "SequenceInsert", "SplitToSequence"])
+def test_cases_with_constant_vectors() -> None:
+    check_constant_vectors(["If", "Loop", "SequenceInsert", "SplitToSequence"])
 
 
 @pytest.mark.slow
-def test_all_cases_whose_vectors_are_known() -> None:
+def test_all_cases_with_constant_vectors() -> None:
     page = (Path(__file__).parents[1] / "docs" / "node_cases.md").read_text()
     table = page.partition("\n## Known by the call only\n")[2].partition("\n## ")[0]
     operators = dict.fromkeys(re.findall(r"^\| (\w+) \| test_", table, re.MULTILINE))
     assert operators
-    check_of_known_vectors(operators)
+    check_constant_vectors(operators)
 
 
 def test_sample_of_onnx_suite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ _OPEN = {
     "two axes": "(float[A,B] x, float[D,E] z, float[F,1] c) => (float[G,H] y) <float[G,H] s> "
     "{ s = Mul (x, z)  y = Sub (s, c) }",
     "three operands": "(bool[D,1] c, float[A,3] x, float[B,3] z) => (float[G,3] y) { y = Where (c, x, z) }",
-    "a number beside": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[1,1] c = {2}> { y = Max (x, z, c) }",
+    "a number as well": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[1,1] c = {2}> { y = Max (x, z, c) }",
     "integers": "(int64[A] x, int64[B] z) => (bool[C] y) { y = Less (x, z) }",
     "a kernel of ours": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[C,3] s> "
     "{ s = Pow (x, z)  y = Softmax (s) }",

@@ -9,10 +9,10 @@ import pytest
 
 
 def page(folder: Path, *texts: str) -> Path:
-    """A page with blocks of bash, and of Python where a text says so."""
+    """Write a page with blocks of bash, and of Python where a text is marked so."""
     path = folder / "page.md"
-    made = [text if text.startswith("```") else f"```bash\n{text}\n```" for text in texts]
-    path.write_text("\n\n".join(made) + "\n")
+    all_blocks = [text if text.startswith("```") else f"```bash\n{text}\n```" for text in texts]
+    path.write_text("\n\n".join(all_blocks) + "\n")
     return path
 
 
@@ -22,7 +22,7 @@ FOLLOWED = {
     "a folder lasts": ["mkdir app && cd app", "touch here", "test -f ../app/here"],
     "over lines of a block": ["mkdir -p app/inner\ncd app\ncd inner\ntest $(basename $PWD) = inner"],
     "not out of parentheses": ["mkdir app\n(cd app && touch here)", "test -f app/here"],
-    "a variable lasts": ["place=app", "export OTHER=3 && mkdir $place", 'test -d app && test "$OTHER" = 3'],
+    "a variable lasts": ["name=app", "export OTHER=3 && mkdir $name", 'test -d app && test "$OTHER" = 3'],
     "Python is where the shell is": ["mkdir app && cd app", PYTHON % "app", "cd ..", "test -d app"],
     "a command of ours, too": ["mkdir app && cd app", "onnx-lowering cache show", PYTHON % "app"],
     "comments and long lines": ["# cd nowhere\nmkdir \\\n  app && cd app   # there", PYTHON % "app"],

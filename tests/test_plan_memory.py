@@ -30,24 +30,24 @@ B, S, P = (tirx.Var(name, "int64") for name in "BSP")
 
 
 def terms() -> SizePolynomials:
-    made = SizePolynomials()
-    made.add_symbols((B, S, P))
-    return made
+    polynomials = SizePolynomials()
+    polynomials.add_symbols((B, S, P))
+    return polynomials
 
 
-def tensor(known: SizePolynomials, size: object, first: int, last: int) -> PlannedTensor:
-    polynomial = known.to_polynomial(size)
+def tensor(polynomials: SizePolynomials, size: object, first: int, last: int) -> PlannedTensor:
+    polynomial = polynomials.to_polynomial(size)
     assert polynomial is not None
-    room = known.align_up(polynomial)
-    assert room is not None
-    return PlannedTensor(first, last, polynomial, room)
+    aligned = polynomials.align_up(polynomial)
+    assert aligned is not None
+    return PlannedTensor(first, last, polynomial, aligned)
 
 
-def value(known: SizePolynomials, polynomial: dict, sizes: dict) -> int:
-    return int(Analyzer().simplify(substitute(known.to_expression(polynomial), sizes)))
+def value(polynomials: SizePolynomials, polynomial: dict, sizes: dict) -> int:
+    return int(Analyzer().simplify(substitute(polynomials.to_expression(polynomial), sizes)))
 
 
-def some(known: SizePolynomials, rng: np.random.Generator) -> list[PlannedTensor]:
+def draw_tensors(polynomials: SizePolynomials, rng: np.random.Generator) -> list[PlannedTensor]:
     """Tensors of all forms of sizes, whose lives overlap."""
 
     def constant(k: int) -> tirx.IntImm:
@@ -65,25 +65,25 @@ def some(known: SizePolynomials, rng: np.random.Generator) -> list[PlannedTensor
     for _ in range(40):
         first = int(rng.integers(60))
         size = forms[rng.integers(len(forms))](rng.choice([1, 4, 24, 64, 256, 1000, 3072]))
-        tensors.append(tensor(known, size, first, first + int(rng.integers(1, 12))))
+        tensors.append(tensor(polynomials, size, first, first + int(rng.integers(1, 12))))
     return tensors
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    known = terms()
-    tensors = some(known, rng)
+    polynomials = terms()
+    tensors = draw_tensors(polynomials, rng)
     place_tensors(tensors)
     total = find_top(tensors)
     for numbers in rng.integers(0, 40, (8, 3)):
         sizes = {s: tirx.const(int(n), "int64") for s, n in zip((B, S, P), np.maximum(numbers, (0, 1, 0)))}
         spans = []
         for t in tensors:
-            begin = value(known, t.offset, sizes)
+            begin = value(polynomials, t.offset, sizes)
             assert begin % 64 == 0 and begin >= 0
-            spans.append((begin, begin + value(known, t.size, sizes)))
-            assert spans[-1][1] <= value(known, total, sizes)
+            spans.append((begin, begin + value(polynomials, t.size, sizes)))
+            assert spans[-1][1] <= value(polynomials, total, sizes)
         for k, a in enumerate(tensors):
             for j, b in enumerate(tensors[:k]):
                 together = a.first <= b.last and b.first <= a.last
@@ -92,53 +92,57 @@ def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_tensor_lies_as_low_as_can_be_proved(seed: int) -> None:
-    """At 0 or at an end of another tensor that was placed before it, which is what greedy by size says."""
-    tensors = some(terms(), np.random.default_rng(seed))
+    """Its offset is 0 or the end of another tensor that was planned before it, as in greedy by size."""
+    tensors = draw_tensors(terms(), np.random.default_rng(seed))
     place_tensors(tensors)
 
-    def apart(t: PlannedTensor, start: Polynomial, other: PlannedTensor) -> bool:
+    def is_disjoint(t: PlannedTensor, start: Polynomial, other: PlannedTensor) -> bool:
         assert other.offset is not None
         return other.ends_before(start) or is_at_most(add_polynomials(start, t.size), other.offset)
 
-    placed: list[PlannedTensor] = []
+    planned: list[PlannedTensor] = []
     for t in sorted(tensors, key=lambda t: (-estimate_size(t.aligned_size), t.first)):
-        others = [o for o in placed if o.first <= t.last and t.first <= o.last]
-        starts = [s for s in [{}, *(o.end() for o in others)] if all(apart(t, s, o) for o in others)]
-        assert t.offset == (min(starts, key=estimate_size) if starts else find_top(others))
-        placed.append(t)
+        neighbors = [o for o in planned if o.first <= t.last and t.first <= o.last]
+        starts = [s for s in [{}, *(o.end() for o in neighbors)] if all(is_disjoint(t, s, o) for o in neighbors)]
+        assert t.offset == (min(starts, key=estimate_size) if starts else find_top(neighbors))
+        planned.append(t)
 
 
 def test_a_thousand_tensors_at_once() -> None:
-    known = terms()
-    tensors = [tensor(known, B * S * 64, k, 1000) for k in range(1000)]
+    polynomials = terms()
+    tensors = [tensor(polynomials, B * S * 64, k, 1000) for k in range(1000)]
     place_tensors(tensors)
-    assert find_top(tensors) == known.to_polynomial(B * S * 64_000)
+    assert find_top(tensors) == polynomials.to_polynomial(B * S * 64_000)
     assert len({tuple(sorted(t.offset.items())) for t in tensors if t.offset is not None}) == 1000
 
 
 def test_numbers_that_are_no_sizes_do_not_wrap() -> None:
-    known = terms()
-    tensors = [tensor(known, B * tirx.const(1 << 62, "int64"), 0, 9) for _ in range(5)]
+    polynomials = terms()
+    tensors = [tensor(polynomials, B * tirx.const(1 << 62, "int64"), 0, 9) for _ in range(5)]
     place_tensors(tensors)
     assert find_top(tensors) == dict.fromkeys(tensors[0].size, 5 << 62)
 
 
 def test_a_transformer_layer_takes_what_lives_at_once() -> None:
     """Four tensors of attention lie where the inner one of the feed-forward part lies later."""
-    known = terms()
+    polynomials = terms()
     row = B * S * 1024
-    tensors = [tensor(known, row, 0, 9)]
-    tensors += [tensor(known, row, k, 4) for k in range(1, 4)]
-    tensors += [tensor(known, row * 4, 5, 7), tensor(known, row, 7, 9), tensor(known, B * S * 8, 1, 3)]
+    tensors = [tensor(polynomials, row, 0, 9)]
+    tensors += [tensor(polynomials, row, k, 4) for k in range(1, 4)]
+    tensors += [
+        tensor(polynomials, row * 4, 5, 7),
+        tensor(polynomials, row, 7, 9),
+        tensor(polynomials, B * S * 8, 1, 3),
+    ]
     place_tensors(tensors)
-    assert find_top(tensors) == known.to_polynomial(row * 6)
+    assert find_top(tensors) == polynomials.to_polynomial(row * 6)
 
 
 def test_sizes_that_may_be_negative_are_not_planned() -> None:
-    known = terms()
-    assert known.to_polynomial(tirx.floordiv(S - 5, 2) * 4) is None
-    below = known.to_polynomial(S * 4 - 400)
-    assert below is not None and known.align_up(below) is None
+    polynomials = terms()
+    assert polynomials.to_polynomial(tirx.floordiv(S - 5, 2) * 4) is None
+    below = polynomials.to_polynomial(S * 4 - 400)
+    assert below is not None and polynomials.align_up(below) is None
 
 
 def chain(rows: str = "n") -> onnx.ModelProto:

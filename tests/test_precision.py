@@ -77,7 +77,7 @@ def test_what_stays_float32(precision: Precision) -> None:
     types = {node.op_type: {str(v.dtype) for v in node.outputs} for node in fused.graph}
     half = precision.upper()
     assert types["MatMul"] == types["RMSNormalization"] == {half}
-    assert types["Softmax"] == types["Add"] == {"FLOAT"}  # what hides keys is no number of float16
+    assert types["Softmax"] == types["Add"] == {"FLOAT"}  # float16 has no number that hides keys
     assert [str(v.dtype) for v in (*fused.graph.inputs, *fused.graph.outputs)] == ["FLOAT", "BOOL", "FLOAT", "FLOAT"]
     assert {str(v.dtype) for v in fused.graph.initializers.values() if v.name.startswith("w")} == {half}
     assert note.startswith(f"precision: 3 matmuls are computed in {precision}")
@@ -200,31 +200,31 @@ def large(scale: float) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     up, down = (", ".join(f"{x:.4f}" for x in rng.standard_normal(n)) for n in (16 * 64, 64 * 8))
     text = LARGE.replace("UP", up).replace("DOWN", down)
-    made = onnx.parser.parse_model(text)
-    made.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(8, np.float32), "gain"))
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(8, np.float32), "gain"))
     hide = np.where(np.tri(5, dtype=bool), 0, np.finfo(np.float32).min).astype(np.float32)
-    return made, {"x": (scale / 4 * rng.standard_normal((5, 16))).astype(np.float32), "hide": hide}
+    return model, {"x": (scale / 4 * rng.standard_normal((5, 16))).astype(np.float32), "hide": hide}
 
 
-def test_numbers_that_float16_cannot_hold(tmp_path: Path) -> None:
-    """On calls that have them, what they pass through stays float32; the matmuls before and behind do not."""
+def test_numbers_that_float16_cannot_represent(tmp_path: Path) -> None:
+    """On calls that have them, the tensors between stay float32; the matmuls before and after become float16."""
     proto, call = large(1000)
-    want = onnx.reference.ReferenceEvaluator(proto).run(None, call)
+    reference = onnx.reference.ReferenceEvaluator(proto).run(None, call)
     plain = lowering.compile(proto, precision="float16").run(call)
     assert not np.isfinite(plain["y"]).all()
     module = lowering.compile(proto, precision="float16", calls=[{"x": call["x"] * 0, "hide": call["hide"]}, call])
     assert any(
         "2 matmuls are computed in float16" in note and "3 of these for" in note for note in module.manifest.notes
     )
-    for found, right in zip(module.run(call).values(), want):
-        np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-3)
+    for actual, expected in zip(module.run(call).values(), reference):
+        np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-3)
 
     np.savez(tmp_path / "call.npz", **call)
     onnx.save(proto, tmp_path / "m.onnx")
     command = ["compile", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "out"), "--precision", "float16"]
     assert main([*command, "--calls", str(tmp_path / "call.npz")]) == 0
-    for found, right in zip(lowering.load(tmp_path / "out").run(call).values(), want):
-        np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-3)
+    for actual, expected in zip(lowering.load(tmp_path / "out").run(call).values(), reference):
+        np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-3)
 
     command = ["verify", str(tmp_path / "m.onnx"), "--precision", "float16"]
     for name, array in call.items():
@@ -237,7 +237,7 @@ def test_numbers_that_float16_cannot_hold(tmp_path: Path) -> None:
     assert main([*command[:2], "--artifact", str(tmp_path / "out"), *command[4:]]) == 1  # which has its own
 
 
-def test_numbers_that_float16_holds_change_nothing() -> None:
+def test_numbers_that_float16_represents_change_nothing() -> None:
     proto, call = large(1)
     before, after = (lowering.compile(proto, precision="float16", calls=calls) for calls in ((), (call,)))
     assert before.manifest.notes == after.manifest.notes

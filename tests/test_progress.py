@@ -1,4 +1,4 @@
-"""Who compiles sees what it is at: on a terminal, and nowhere else."""
+"""Compilation shows its progress: on a terminal, and nowhere else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_stages_come_in_order_and_all_kernels_are_counted(tmp_path: Path, monkey
         "linking",
         "writing",
     ]
-    kernels = [(done, of) for name, done, of in told if name == "compiling kernels"]
+    kernels = [(done, total) for name, done, total in told if name == "compiling kernels"]
     assert kernels == [(k + 1, len(kernels)) for k in range(len(kernels))] and len(kernels) >= 2
     told.clear()
     lowering.compile(PROTO)
@@ -60,8 +60,8 @@ def test_a_terminal_shows_stages_and_a_file_does_not(tmp_path: Path) -> None:
     os.close(inside)
     shown = b""
     try:
-        while part := os.read(outside, 4096):
-            shown += part
+        while chunk := os.read(outside, 4096):
+            shown += chunk
     except OSError:  # what Linux says where the last writer is gone
         pass
     assert process.wait() == 0 and b"lowering" in shown and b"linking" in shown
@@ -109,8 +109,8 @@ def test_a_command_logs_on_stderr(tmp_path: Path, terminal: bool) -> None:
     os.close(inside)
     shown = b""
     with suppress(OSError):  # what Linux says where the last writer of a terminal is gone
-        while part := os.read(outside, 4096):
-            shown += part
+        while chunk := os.read(outside, 4096):
+            shown += chunk
     document, _ = process.communicate()
     assert process.returncode == 0 and json.loads(document)["output"] == "out"
     plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).replace(b"\r", b"\n").decode()

@@ -26,7 +26,7 @@ PUBLISHED = [case for case in all_cases().values() if isinstance(case, Published
 
 @dataclass(frozen=True, kw_only=True)
 class Small(PublishedCase):
-    """A sample at its second sizes: one token behind four."""
+    """A sample at its second sizes: one token after four."""
 
     @property
     def setting(self) -> int:
@@ -34,7 +34,7 @@ class Small(PublishedCase):
 
 
 @pytest.mark.parametrize("form", ["batch1", "fixed"])
-def test_decoding_into_slots_is_right_beside_peers_whose_past_grows(form: str) -> None:
+def test_decoding_into_slots_is_right_compared_with_peers_whose_past_grows(form: str) -> None:
     case = all_cases()[f"published-llama-past-dynamo23-{form}, slots"]
     assert isinstance(case, PublishedCase) and case.export == "published-llama-past-dynamo23-batch1"
     fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
@@ -53,9 +53,9 @@ def test_every_architecture_of_the_page_in_every_form() -> None:
     page = (ROOT / "docs" / "models.md").read_text().splitlines()
     models = {line.split("|")[1].strip() for line in page if "| dynamo |" in line}
     for model in models:
-        found = [case for case in PUBLISHED if case.model_name == model]
-        tasks = {case.task for case in found}
-        assert {(c.form, c.opset, c.task) for c in found} == {
+        cases = [case for case in PUBLISHED if case.model_name == model]
+        tasks = {case.task for case in cases}
+        assert {(c.form, c.opset, c.task) for c in cases} == {
             (form, opset, task) for form in ("symbolic", "batch1", "fixed") for opset in (18, 23) for task in tasks
         }
         assert len(tasks) in (1, 3)
@@ -63,14 +63,14 @@ def test_every_architecture_of_the_page_in_every_form() -> None:
 
 
 def test_a_quick_run_has_one_opset_of_each_model() -> None:
-    kept = quick([*PUBLISHED, all_cases()["P1 full"]])
-    assert kept[-1].name == "P1 full"
+    cases = quick([*PUBLISHED, all_cases()["P1 full"]])
+    assert cases[-1].name == "P1 full"
     opsets: dict[str, set[int]] = {}
-    for case in kept[:-1]:
+    for case in cases[:-1]:
         opsets.setdefault(case.model_name, set()).add(case.opset)
-    assert {len(found) for found in opsets.values()} == {1}
+    assert {len(numbers) for numbers in opsets.values()} == {1}
     assert set().union(*opsets.values()) == {18, 23}
-    assert 2 * (len(kept) - 1) == len(PUBLISHED)
+    assert 2 * (len(cases) - 1) == len(PUBLISHED)
 
 
 def test_exports_that_are_missing_and_time_that_is_over(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_exports_that_are_missing_and_time_that_is_over(tmp_path: Path) -> None:
     assert "0 minutes are over: 1 of 1 cases were not begun" in done.stderr
 
 
-def record_of(case: PublishedCase, ours: float | None, onnxruntime: float, openvino: float) -> Record:
-    times = {peers.OURS: ours, "onnxruntime": onnxruntime, "openvino": openvino}
+def record_of(case: PublishedCase, own: float | None, onnxruntime: float, openvino: float) -> Record:
+    times = {peers.OURS: own, "onnxruntime": onnxruntime, "openvino": openvino}
     outcomes = [
         Outcome(name, "bound", 1, None if time is None else Timing(time, time, time, time), 0.0 if time else 1.0)
         for name, time in times.items()
@@ -95,7 +95,7 @@ def record_of(case: PublishedCase, ours: float | None, onnxruntime: float, openv
 
 def test_a_cell_has_the_opset_that_does_worse() -> None:
     results = here(1)
-    given = {
+    times_by_case = {
         "bert-dynamo18-symbolic": (0.010, 0.012, 0.013),
         "bert-dynamo23-symbolic": (0.010, 0.011, 0.020),
         "bert-dynamo18-fixed": (0.012, 0.012, 0.013),
@@ -103,7 +103,7 @@ def test_a_cell_has_the_opset_that_does_worse() -> None:
         "llama-dynamo18-batch1": (0.100, 0.020, 0.011),
         "llama-past-dynamo18-batch1, slots": (0.004, 0.02, 0.008),
     }
-    for name, times in given.items():
+    for name, times in times_by_case.items():
         case = all_cases()[f"published-{name}"]
         assert isinstance(case, PublishedCase)
         results.records[case.name] = record_of(case, *times)

@@ -21,38 +21,38 @@ SAMPLE = Path(__file__).parent / "exports" / "samples" / "distilbert-traced17"
 
 
 def calls() -> list[dict[str, np.ndarray]]:
-    found = []
+    all_calls = []
     for path in sorted(SAMPLE.glob("*.npz")):
         with np.load(path) as arrays:
-            found.append({name: arrays[name] for name in arrays.files if not name.startswith("=")})
-    return found
+            all_calls.append({name: arrays[name] for name in arrays.files if not name.startswith("=")})
+    return all_calls
 
 
 @pytest.mark.parametrize("form", ["static", "dynamic"])
 def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
-    made, given = tmp_path / "q.onnx", calls()
-    report = quantize(SAMPLE / "model.onnx", made, given, form)  # type: ignore[arg-type]
-    onnx.checker.check_model(onnx.load(made), full_check=True)
-    operators = {(node.domain, node.op_type) for node in onnx.load(made).graph.node}
+    quantized, all_calls = tmp_path / "q.onnx", calls()
+    report = quantize(SAMPLE / "model.onnx", quantized, all_calls, form)  # type: ignore[arg-type]
+    onnx.checker.check_model(onnx.load(quantized), full_check=True)
+    operators = {(node.domain, node.op_type) for node in onnx.load(quantized).graph.node}
     assert ("", "MatMulInteger" if form == "dynamic" else "QuantizeLinear") in operators
     assert not {domain for domain, _ in operators} - {""}
     assert 0 < report.quantized <= report.matmuls
-    assert report.nodes[0].error == max(each.error for each in report.nodes) > 0
-    session, model = onnxruntime.InferenceSession(made, create_session_options()), lowering.compile(made)
-    assert lowering.verify(made, "onnxruntime").first_difference is None
-    whole = [lowering.compile(SAMPLE / "model.onnx").run(call) for call in given]
-    for call, truth in zip(given, whole):
-        ours = model.run(call)
-        for value, theirs in zip(session.get_outputs(), session.run(None, call)):
-            right = np.asarray(truth[value.name], np.float64)
-            error = np.sqrt(np.square(np.asarray(ours[value.name]) - right).sum() / np.square(right).sum())
-            assert error < 2 * max(each.error for each in report.outputs) + 1e-3
-            assert np.abs(ours[value.name] - theirs).max() < 0.1 * np.ptp(right) + 1e-6
+    assert report.nodes[0].error == max(entry.error for entry in report.nodes) > 0
+    session, model = onnxruntime.InferenceSession(quantized, create_session_options()), lowering.compile(quantized)
+    assert lowering.verify(quantized, "onnxruntime").first_difference is None
+    references = [lowering.compile(SAMPLE / "model.onnx").run(call) for call in all_calls]
+    for call, reference in zip(all_calls, references):
+        actual = model.run(call)
+        for value, peer in zip(session.get_outputs(), session.run(None, call)):
+            expected = np.asarray(reference[value.name], np.float64)
+            error = np.sqrt(np.square(np.asarray(actual[value.name]) - expected).sum() / np.square(expected).sum())
+            assert error < 2 * max(entry.error for entry in report.outputs) + 1e-3
+            assert np.abs(actual[value.name] - peer).max() < 0.1 * np.ptp(expected) + 1e-6
 
 
 def test_excluded_matmuls_stay_floats(tmp_path: Path) -> None:
     model = onnx.load(SAMPLE / "model.onnx")
-    for number, node in enumerate(model.graph.node):  # the samples have no names
+    for number, node in enumerate(model.graph.node):  # the samples lack names
         node.name = f"node_{number}"
     onnx.save(model, tmp_path / "named.onnx")
     names = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
@@ -69,32 +69,32 @@ def test_nodes_without_names_are_excluded_by_their_outputs(form: Literal["static
     """As the report calls them; `--exclude ""` is an error, and excludes nothing."""
     model = onnx.load(SAMPLE / "model.onnx")
     assert not any(node.name for node in model.graph.node)
-    given = calls()
-    every = quantize(SAMPLE / "model.onnx", tmp_path / "a.onnx", given, form)
+    all_calls = calls()
+    every = quantize(SAMPLE / "model.onnx", tmp_path / "a.onnx", all_calls, form)
     worst = every.nodes[0]
     assert worst.node == worst.tensor
-    fewer = quantize(SAMPLE / "model.onnx", tmp_path / "b.onnx", given, form, exclude=[worst.node])
+    fewer = quantize(SAMPLE / "model.onnx", tmp_path / "b.onnx", all_calls, form, exclude=[worst.node])
     assert every.quantized - fewer.quantized == 1
     outputs = {node.output[0] for node in onnx.load(tmp_path / "b.onnx").graph.node if node.op_type == worst.operator}
     assert worst.tensor in outputs
     with pytest.raises(InputError, match="Conv called ''"):
-        quantize(SAMPLE / "model.onnx", tmp_path / "c.onnx", given, form, exclude=[""])
+        quantize(SAMPLE / "model.onnx", tmp_path / "c.onnx", all_calls, form, exclude=[""])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx"]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(path) for path in sorted(SAMPLE.glob("*.npz"))]
-    given = [option for path in files for option in ("--calls", path)]
-    made = tmp_path / "q.onnx"
-    command = ["quantize", str(SAMPLE / "model.onnx"), "-o", str(made), *given]
+    options = [option for path in files for option in ("--calls", path)]
+    quantized = tmp_path / "q.onnx"
+    command = ["quantize", str(SAMPLE / "model.onnx"), "-o", str(quantized), *options]
     assert main(command) == 0
-    assert "matmuls in 8 bits (static)" in capsys.readouterr().out and made.is_file()
+    assert "matmuls in 8 bits (static)" in capsys.readouterr().out and quantized.is_file()
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"][0]["error"] > 0
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, message",
     [
         (["-o", "nowhere/q.onnx"], "[quantize.folder_missing]"),
         (["-o", "q.onnx", "--calls", "nothing.npz"], "nothing.npz: it cannot be read"),
@@ -103,7 +103,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_refusals(
     arguments: list[str],
-    words: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -111,7 +111,7 @@ def test_refusals(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.onnx").write_bytes((SAMPLE / "model.onnx").read_bytes())
     assert main(["quantize", "model.onnx", *arguments]) == 1
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 

@@ -59,11 +59,11 @@ def tanh(graph: onnx.GraphProto) -> None:
 
 
 def fused(graph: onnx.GraphProto) -> None:
-    """The bias of a matmul is subtracted where Tanh reads the sum: neither is wrong alone."""
-    made = {name: node for node in graph.node for name in node.output}
+    """Subtract the bias of a matmul where Tanh reads the result: each of the two nodes is right without the other."""
+    producers = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
-        bias = made.get(node.input[0]) if node.op_type == "Tanh" else None
-        matmul = made.get(bias.input[0]) if bias is not None and bias.op_type == "Add" else None
+        bias = producers.get(node.input[0]) if node.op_type == "Tanh" else None
+        matmul = producers.get(bias.input[0]) if bias is not None and bias.op_type == "Add" else None
         if bias is not None and matmul is not None and matmul.op_type == "MatMul":
             bias.op_type = "Sub"
 
@@ -100,15 +100,15 @@ def test_a_wrong_answer(
         assert main(["verify", str(path), "--dim", "N=3", "--reduce", str(folder), "--json"]) == 1
         said = json.loads(capsys.readouterr().out)
         assert not said["ok"] and "first output that differs: x6" in said["verdict"]
-        found = said["reproducer"]
-        assert found["operators"] == left and found["of"] == 7 * LAYERS and found["fails"]
-        command = shlex.split(found["command"])
+        reproducer = said["reproducer"]
+        assert reproducer["operators"] == left and reproducer["of"] == 7 * LAYERS and reproducer["fails"]
+        command = shlex.split(reproducer["command"])
         assert command[:3] == ["onnx-lowering", "verify", str(folder / "model.onnx")]
         assert main(command[1:]) == 1
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model)
     assert [node.op_type for node in model.graph.node] == left
-    assert found["command"] in (folder / "README.txt").read_text()
+    assert reproducer["command"] in (folder / "README.txt").read_text()
     assert {p.name for p in folder.iterdir()} == {
         "model.onnx",
         "README.txt",
@@ -122,7 +122,7 @@ def other_crash(graph: onnx.GraphProto) -> None:
     try:
         crash(graph)
     except CompilerError:
-        raise RuntimeError("an unreachable place") from None
+        raise RuntimeError("an unreachable line") from None
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_a_crash(
 
 SAMPLES = Path(__file__).parent / "exports" / "samples"
 
-# A branch that reads what nodes outside have made, constants, a sequence, and arrays that no .npy file holds.
+# A branch that reads values of outer nodes, constants, a sequence, and arrays that no .npy file can store.
 ODD = """<ir_version: 10, opset_import: ["" : 23]>
-    m (float[N, 4] x, bool c, bfloat16[4] small, string[2] words) => (float[N, 4] y, string[2] same) {
+    m (float[N, 4] x, bool c, bfloat16[4] small, string[2] labels) => (float[N, 4] y, string[2] same) {
       two = Constant <value_float = 2.0> ()
       w = Mul (two, two)
       a = Mul (x, w)
@@ -156,14 +156,14 @@ ODD = """<ir_version: 10, opset_import: ["" : 23]>
       wide = Cast <to = 1> (small)
       f = Add (d, wide)
       y = Mul (f, z)
-      same = Identity (words) }"""
+      same = Identity (labels) }"""
 
 
 def odd() -> tuple[ir.Model, dict[str, Any]]:
     rng = np.random.default_rng(0)
     small = rng.standard_normal(4).astype(ml_dtypes.bfloat16)
     feeds = {"x": rng.standard_normal((3, 4)).astype(np.float32), "c": np.array(True), "small": small}
-    return load_model(onnx.parser.parse_model(ODD)), {**feeds, "words": np.array(["a", "b"], object)}
+    return load_model(onnx.parser.parse_model(ODD)), {**feeds, "labels": np.array(["a", "b"], object)}
 
 
 def sample(name: str) -> tuple[ir.Model, dict[str, Any]]:
@@ -183,38 +183,43 @@ def test_parts_are_models_with_the_values_of_the_whole(name: str) -> None:
     values = dict(zip(names, load_reference(every, "reference")(feeds)))
     for _ in range(24):
         count = int(rng.integers(1, len(whole.nodes) + 1))
-        part = whole.extract_prefix(count)
-        if part is not None and rng.random() < 0.7:
-            kept = [k for k in range(count) if rng.random() < 0.8]
-            part = whole.extract_submodel(kept, [value.name or "" for value in part.model.graph.outputs][:2])
-        if part is None:
+        submodel = whole.extract_prefix(count)
+        if submodel is not None and rng.random() < 0.7:
+            indices = [k for k in range(count) if rng.random() < 0.8]
+            submodel = whole.extract_submodel(indices, [value.name or "" for value in submodel.model.graph.outputs][:2])
+        if submodel is None:
             continue
         seen += 1
-        proto = ir.to_proto(part.model)
+        proto = ir.to_proto(submodel.model)
         onnx.checker.check_model(proto)
-        assert all(array.dtype.kind in "biufc" for array in part.feeds.values())
-        results = load_reference(load_model(proto), "reference")(part.feeds)
-        for value, result in zip(part.model.graph.outputs, results):
+        assert all(array.dtype.kind in "biufc" for array in submodel.feeds.values())
+        results = load_reference(load_model(proto), "reference")(submodel.feeds)
+        for value, result in zip(submodel.model.graph.outputs, results):
             np.testing.assert_array_equal(result, values[value.name or ""])
     assert seen > 8
 
 
 def test_a_needle() -> None:
-    """Of an export the two nodes that are to blame if they are there together; few of its parts are asked for."""
+    """Two nodes of an export are to blame if both are present; few submodels are tried."""
     model, feeds = sample("t5-dynamo18")
-    wanted = [node.outputs[0].name for node in model.graph if node.op_type == "Softmax"][1]
-    softmax = next(node for node in model.graph if node.outputs[0].name == wanted)
+    softmax_output = [node.outputs[0].name for node in model.graph if node.op_type == "Softmax"][1]
+    softmax = next(node for node in model.graph if node.outputs[0].name == softmax_output)
     before = softmax.inputs[0]
     assert before is not None
     asked = []
 
-    def blamed(part: ir.Model, _: Feeds) -> Collection[str]:
-        asked.append(part)
-        made = {value.name for node in part.graph for value in node.outputs}
-        return [value.name or "" for value in part.graph.outputs] if {wanted, before.name} <= made else ()
+    def blamed(candidate: ir.Model, _: Feeds) -> Collection[str]:
+        asked.append(candidate)
+        outputs = {value.name for node in candidate.graph for value in node.outputs}
+        return (
+            [value.name or "" for value in candidate.graph.outputs] if {softmax_output, before.name} <= outputs else ()
+        )
 
-    part = reduce_model(model, feeds, "reference", blamed)
-    assert part is not None and {v.name for n in part.model.graph for v in n.outputs} == {wanted, before.name}
+    reduced = reduce_model(model, feeds, "reference", blamed)
+    assert reduced is not None and {v.name for n in reduced.model.graph for v in n.outputs} == {
+        softmax_output,
+        before.name,
+    }
     assert len(asked) < 40 < len(list(model.graph))
     assert reduce_model(model, feeds, "reference", lambda *_: ()) is None
 

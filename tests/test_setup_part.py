@@ -1,4 +1,4 @@
-"""What depends on an encoder's output alone runs once: the setup, what it takes out of a decoder, and what stays."""
+"""Computations that depend on an encoder's output alone run once: in the setup. A decoder keeps the rest."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ B, S, E, H, D = 2, 3, 5, 2, 4
 SIZES = {"B": B, "S": S, "E": E}
 
 
-def parts(text: str, called: Collection[str] = ("q",)) -> tuple[ir.Model, ir.Model | None]:
-    """The decoder that is left of a model, and its setup, after a check that both compute what the model did."""
+def split_model(text: str, called: Collection[str] = ("q",)) -> tuple[ir.Model, ir.Model | None]:
+    """Return the decoder that is left of a model, and its setup, after a check that both compute the same as it."""
     whole = onnx.parser.parse_model(f"{HEAD} {text}")
     for name, *shape in (("Wk", H * D, H * D), ("Wv", H * D, H * D)):
         whole.graph.initializer.append(
@@ -32,10 +32,10 @@ def parts(text: str, called: Collection[str] = ("q",)) -> tuple[ir.Model, ir.Mod
     setup = split_setup(decoder, called)
     feeds = {value.name: array_for(value) for value in whole.graph.input}
     expected = run(whole, feeds)
-    kept = {} if setup is None else run(ir.to_proto(setup), feeds)
-    found = {**kept, **run(ir.to_proto(decoder), {**feeds, **kept})}
-    for name in expected.keys() & found.keys():
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5)
+    setup_outputs = {} if setup is None else run(ir.to_proto(setup), feeds)
+    results = {**setup_outputs, **run(ir.to_proto(decoder), {**feeds, **setup_outputs})}
+    for name in expected.keys() & results.keys():
+        np.testing.assert_allclose(results[name], expected[name], rtol=1e-5, atol=1e-5)
     return decoder, setup
 
 
@@ -62,9 +62,9 @@ FLAT = """
 """
 
 
-def test_flat_keys_and_values_are_kept_by_heads() -> None:
+def test_flat_keys_and_values_are_stored_by_heads() -> None:
     """With the number of keys of each source, which attention without a mask reads then."""
-    decoder, setup = parts(
+    decoder, setup = split_model(
         f"""g (float[B,S,8] q, float[B,E,8] states) => (float[B,S,8] y) {{ {FLAT}
         y = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v) }}"""
     )
@@ -76,7 +76,7 @@ def test_flat_keys_and_values_are_kept_by_heads() -> None:
 
 
 def test_keys_that_are_outputs_keep_their_names_and_leave_the_decoder() -> None:
-    decoder, setup = parts(
+    decoder, setup = split_model(
         f"""g (float[B,S,8] q, float[B,E,8] states) => (float[B,S,8] y, float[B,2,E,4] key, float[B,2,E,4] value) {{
         {FLAT} y, key, value = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v) }}"""
     )
@@ -88,7 +88,7 @@ def test_keys_that_are_outputs_keep_their_names_and_leave_the_decoder() -> None:
 
 def test_keys_that_are_passed_on_leave_the_decoder() -> None:
     """Nothing is left to compute once, and nothing to copy at every step."""
-    decoder, setup = parts(
+    decoder, setup = split_model(
         """g (float[B,2,S,4] q, float[B,2,E,4] key) => (float[B,2,S,4] y, float[B,2,E,4] same) {
         y = Attention (q, key, key) same = Identity (key) }"""
     )
@@ -97,7 +97,7 @@ def test_keys_that_are_passed_on_leave_the_decoder() -> None:
 
 def test_a_mask_of_the_source_stays_in_the_decoder() -> None:
     """It needs no matmul. Sizes that the model asks the tokens for are those of the source as well."""
-    decoder, setup = parts(
+    decoder, setup = split_model(
         """g (float[B,2,S,4] q, float[B,E,8] states, bool[B,E] mask) => (float[B,2,S,4] y) {
         batch = Shape <start = 0, end = 1> (q)
         rest = Constant <value_ints = [-1, 2, 4]> ()
@@ -135,7 +135,7 @@ def test_a_mask_of_the_source_stays_in_the_decoder() -> None:
     ids=["no-matmul", "a-row-for-each-token", "no-source"],
 )
 def test_nothing_to_compute_once(text: str) -> None:
-    decoder, setup = parts(f"g {text}")
+    decoder, setup = split_model(f"g {text}")
     assert setup is None and "q" in names(decoder.graph.inputs)
 
 
@@ -151,7 +151,7 @@ def states() -> np.ndarray:
 
 def test_steps_compute_nothing_of_the_source(model: lowering.Model) -> None:
     assert model.setup is not None
-    kernels = [[k for k in part.manifest.kernels if "encoder" in k.flops] for part in (model, model.setup)]
+    kernels = [[k for k in module.manifest.kernels if "encoder" in k.flops] for module in (model, model.setup)]
     assert not kernels[0] and any(kernel.kind == "matmul" for kernel in kernels[1])
     assert {t.name for t in model.setup.outputs} <= {t.name for t in model.inputs}
 
@@ -185,10 +185,10 @@ def test_sequences_go_on_from_others(model: lowering.Model, states: np.ndarray) 
         assert addresses == [cache.ctypes.data for cache in decoder._memory.values()]
         histories, sources = np.concatenate([histories[rows], ids[:, step : step + 1]], axis=1), sources[rows]
         fork = decoder.fork()
-        found = decoder.step(ids[:, step])
+        logits = decoder.step(ids[:, step])
         fixed = {"encoder_hidden_states": states[sources], "source_lengths": np.array([7, 4])[sources]}
-        np.testing.assert_allclose(found, model.decoder(fixed=fixed).prefill(histories)[:, -1], rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(found, fork.step(ids[:, step]))
+        np.testing.assert_allclose(logits, model.decoder(fixed=fixed).prefill(histories)[:, -1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(logits, fork.step(ids[:, step]))
 
 
 def test_another_source(model: lowering.Model, states: np.ndarray) -> None:
@@ -202,14 +202,14 @@ def test_another_source(model: lowering.Model, states: np.ndarray) -> None:
     np.testing.assert_array_equal(decoder.prefill([[1, 2, 3]]), first)
 
 
-def test_what_the_setup_gave_is_taken_in_place_of_the_source(model: lowering.Model, states: np.ndarray) -> None:
+def test_outputs_of_the_setup_replace_the_source(model: lowering.Model, states: np.ndarray) -> None:
     assert model.setup is not None
     expected = model.decoder(fixed={"encoder_hidden_states": states}).prefill([[1, 2], [3, 4]])
-    made = model.setup.run({"encoder_hidden_states": states})
-    np.testing.assert_array_equal(model.decoder(fixed=made).prefill([[1, 2], [3, 4]]), expected)
-    made.popitem()
+    setup_outputs = model.setup.run({"encoder_hidden_states": states})
+    np.testing.assert_array_equal(model.decoder(fixed=setup_outputs).prefill([[1, 2], [3, 4]]), expected)
+    setup_outputs.popitem()
     with pytest.raises(lowering.InputError, match="cannot know input 'encoder_hidden_states'"):
-        model.decoder(fixed=made)
+        model.decoder(fixed=setup_outputs)
 
 
 def test_refusals(model: lowering.Model, states: np.ndarray) -> None:

@@ -38,7 +38,7 @@ def test_sizes_are_as_one_writes_them(body: str, size: str) -> None:
 
 @pytest.mark.parametrize("name", ["T.int64(3)", "encoder.T.max(0)", "T.weight"])
 def test_names_stay_what_they_are(name: str) -> None:
-    """Of nodes, and of values, which errors quote."""
+    """The names of nodes, and of values, which errors quote."""
     body = "p = Constant <value = int64[2] {7, 5}> () y = Reshape (t, p)"
     model = parser.parse_model(MODEL.replace("BODY", body))
     model.graph.node[1].output[0] = model.graph.node[-1].input[0] = name

@@ -50,13 +50,13 @@ class Graph:
         return name
 
     def grow(self) -> str:
-        some = self.draw.choice(list(self.values))
-        inputs = [some, self.operand()]
+        operand = self.draw.choice(list(self.values))
+        inputs = [operand, self.operand()]
         self.draw.shuffle(inputs)
         kind = self.draw.choice(("binary", "binary", "unary", "where"))
         if kind == "unary":
             operator = self.draw.choice(list(UNARY))
-            return self.add(operator, [some], UNARY[operator](self.value(some)))
+            return self.add(operator, [operand], UNARY[operator](self.value(operand)))
         if kind == "binary":
             operator = self.draw.choice(list(BINARY))
             a, b = map(self.value, inputs)
@@ -65,12 +65,12 @@ class Graph:
             return self.add(operator, inputs, BINARY[operator](*map(self.value, inputs)))
         operator = self.draw.choice(list(CONDITIONS))
         condition = self.add(operator, inputs, CONDITIONS[operator](*map(self.value, inputs)))
-        truth = self.values.pop(condition)
+        selected = self.values.pop(condition)
         if self.draw.random() < 0.5:
-            condition, truth = self.add("Not", [condition], ~truth), ~truth
+            condition, selected = self.add("Not", [condition], ~selected), ~selected
             self.values.pop(condition)
-        others = [some, self.draw.choice(list(self.values))]
-        return self.add("Where", [condition, *others], np.where(truth, *map(self.value, others)))
+        operands = [operand, self.draw.choice(list(self.values))]
+        return self.add("Where", [condition, *operands], np.where(selected, *map(self.value, operands)))
 
     def model(self, outputs: list[str]) -> onnx.ModelProto:
         kind = helper.np_dtype_to_tensor_dtype(self.dtype)

@@ -84,7 +84,7 @@ def overflow(decoder: Any) -> None:
 
 
 def test_a_bound_call_is_refused_once_the_slots_are_full(models: tuple[lowering.Model, lowering.Model]) -> None:
-    """What the length holds when it is called counts, not what it held when the arrays were bound."""
+    """The value of the length at the time of the call counts, not its value when the arrays were bound."""
     model = models[1]
     length = np.array(0, np.int64)
     inputs: dict[str, Any] = {"input_ids": np.ones((1, 1), np.int64), "past_length": length}

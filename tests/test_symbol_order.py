@@ -12,18 +12,18 @@ from lowering.passes.hoist_shape_bindings import hoist_shape_bindings
 
 
 def _module(order: tuple[int, ...]) -> tvm.IRModule:
-    """A size from data, a tensor of that size, and a match_cast that asserts the size of what was made of it."""
+    """Return a size from data, a tensor of that size, and a match_cast that asserts that of a tensor made from it."""
     size = tirx.Var("size", "int64")
     count = relax.Var("count", relax.TensorType([1], "int64"))
     shape = relax.Var("shape", relax.ShapeType(ndim=1))
-    known = relax.Var("known", relax.ShapeType([size]))
+    sized = relax.Var("sized", relax.ShapeType([size]))
     rows = relax.Var("rows", relax.TensorType([size], "float32"))
     unknown = relax.Var("unknown", relax.TensorType(dtype="float32", ndim=1))
     checked = relax.Var("checked", relax.TensorType([size], "float32"))
     normalize = relax.BlockBuilder().normalize
     bindings = [
         relax.VarBinding(shape, normalize(relax.op.tensor_to_shape(count))),
-        relax.MatchCast(known, shape, relax.ShapeType([size])),
+        relax.MatchCast(sized, shape, relax.ShapeType([size])),
         relax.VarBinding(rows, normalize(relax.op.ones([size], "float32"))),
         relax.MatchCast(unknown, rows, relax.TensorType(dtype="float32", ndim=1)),
         relax.MatchCast(checked, unknown, relax.TensorType([size], "float32")),
@@ -36,4 +36,4 @@ def _module(order: tuple[int, ...]) -> tvm.IRModule:
 def test_definition_comes_first(order: tuple[int, ...]) -> None:
     ordered = hoist_shape_bindings(_module(order))
     names = [binding.var.name for binding in ordered["main"].body.blocks[0].bindings]
-    assert names == ["shape", "known", "rows", "unknown", "checked"]
+    assert names == ["shape", "sized", "rows", "unknown", "checked"]

@@ -1,4 +1,4 @@
-"""What exporters write for dynamic sizes: compiled once, run at several sizes, compared with onnx's reference."""
+"""Dynamic sizes as exporters write them: compiled once, run at several sizes, compared with onnx's reference."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_positions_from_attention_mask() -> None:
 
 
 def test_relative_buckets_in_both_directions() -> None:
-    """T5's relative bias: half of the buckets are for keys behind the query, which a cast of a comparison selects."""
+    """T5's relative bias: half of the buckets are for keys after the query, which a cast of a comparison selects."""
     proto = model(
         """(float[B, 2, S, 8] x, float[32, 2] table) => (float[B, 2, S, 8] y) {
         zero = Constant<value_int=0>() one = Constant<value_int=1>() two = Constant<value_ints=[2]>()
@@ -193,15 +193,15 @@ def test_relative_buckets_in_both_directions() -> None:
         positions = Range(zero, tokens, one)
         keys = Unsqueeze(positions, first) queries = Unsqueeze(positions, second)
         distance = Sub(keys, queries)
-        behind = Greater(distance, zero) half = Constant<value_int=16>()
-        side_index = Cast<to=7>(behind) side = Mul(side_index, half)
+        is_after = Greater(distance, zero) half = Constant<value_int=16>()
+        side_index = Cast<to=7>(is_after) side = Mul(side_index, half)
         n = Abs(distance) exact = Constant<value_int=8>() near = Less(n, exact)
         positive = Max(n, one) wide = Cast<to=1>(positive) eight = Constant<value_float=8.0>()
         ratio = Div(wide, eight) log = Log(ratio)
         steps = Mul(log, eight) whole = Cast<to=7>(steps) far = Add(whole, exact)
         last = Constant<value_int=15>() limited = Min(far, last)
-        bucket = Where(near, n, limited) place = Add(side, bucket)
-        bias = Gather(table, place) move_heads_first = Transpose<perm=[2, 0, 1]>(bias)
+        bucket = Where(near, n, limited) index = Add(side, bucket)
+        bias = Gather(table, index) move_heads_first = Transpose<perm=[2, 0, 1]>(bias)
         mask = Unsqueeze(move_heads_first, first)
         y = Attention(x, x, x, mask)
     }""",
@@ -273,7 +273,7 @@ def test_either_side_of_expand_may_be_one() -> None:
         lowering.compile(proto).run({"x": floats(2, 3), "y": floats(3, 3)})
 
 
-def test_first_and_last_token_beside_all() -> None:
+def test_first_and_last_token_next_to_all() -> None:
     """A symbolic size that is at most 1 broadcasts as 1."""
     proto = model("""(float[B, S, 4] x) => (float[B, S, 4] a, float[B, S, 4] b, float[B, S, 4] c, float[B, S, S] d) {
         zero = Constant<value_ints=[0]>() one = Constant<value_ints=[1]>() minus = Constant<value_ints=[-1]>()
@@ -348,11 +348,11 @@ def test_slice_of_symbolic_dimension(start: int, end: int, step: int) -> None:
 
 
 def test_slice_bounds_from_another_tensor() -> None:
-    """The length of one tensor cuts another: nothing is known of how the two compare."""
-    proto = model("""(float[N] x, float[M] y) => (float[a] head, float[b] tail) {
+    """The length of one tensor cuts another: how the two compare is unknown."""
+    proto = model("""(float[N] x, float[M] y) => (float[a] head, float[b] rest) {
         m = Shape(y) zero = Constant<value_ints=[0]>() far = Constant<value_ints=[1000]>()
         head = Slice(x, zero, m)
-        tail = Slice(x, m, far)
+        rest = Slice(x, m, far)
     }""")
     agree(proto, [{"x": floats(n), "y": floats(m)} for n, m in ((5, 3), (3, 5), (4, 4), (0, 2), (2, 0))])
 

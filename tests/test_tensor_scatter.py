@@ -63,7 +63,7 @@ def test_kernels_write_the_rows_and_nothing_else(case: Case, seed: int) -> None:
     assert same_bits(arguments[1].numpy(), rows)
 
 
-# The operator. One model holds many nodes, so that one compilation serves them all.
+# The operator. One model contains many nodes, so that one compilation serves them all.
 
 TYPES = {
     "float": "float32", "float16": "float16", "bfloat16": "bfloat16", "double": "float64", "bool": "bool",
@@ -139,13 +139,13 @@ NODES = [
 
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_every_axis_rank_and_mode(symbolic: bool) -> None:
-    inputs, outputs, nodes, arrays, wanted = [], [], [], {}, {}
+    inputs, outputs, nodes, arrays, references = [], [], [], {}, {}
     rng = np.random.default_rng(0)
     for k, n in enumerate(NODES):
         axis = (-2 if n.axis is None else n.axis) % len(n.dims)
         rows = tuple(n.length if a == axis else d for a, d in enumerate(n.dims))
-        given = {f"cache_{k}": n.dims, f"rows_{k}": rows}
-        for name, dims in given.items():
+        shapes = {f"cache_{k}": n.dims, f"rows_{k}": rows}
+        for name, dims in shapes.items():
             text = ", ".join(f"{name}_{a}" if symbolic and a in (0, axis) else str(d) for a, d in enumerate(dims))
             inputs.append(f"float[{text}] {name}")
             arrays[name] = rng.standard_normal(dims).astype(np.float32)
@@ -158,10 +158,10 @@ def test_every_axis_rank_and_mode(symbolic: bool) -> None:
         nodes.append(f"present_{k} = TensorScatter {attributes} ({operands})")
         outputs.append(f"float[{', '.join(f'o{k}_{a}' for a in range(len(n.dims)))}] present_{k}")
         update = CacheUpdate("float32", n.dims, n.length, axis, n.mode == "circular", n.at is not None)
-        wanted[k] = expected(Case(update, n.dims, n.length, n.at or ()), arrays[f"cache_{k}"], arrays[f"rows_{k}"])
+        references[k] = expected(Case(update, n.dims, n.length, n.at or ()), arrays[f"cache_{k}"], arrays[f"rows_{k}"])
     results = lowering.compile(model(inputs, outputs, nodes)).run(arrays)
     for k, n in enumerate(NODES):
-        assert same_bits(results[f"present_{k}"], wanted[k]), n
+        assert same_bits(results[f"present_{k}"], references[k]), n
 
 
 REFUSED = [

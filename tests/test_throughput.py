@@ -46,8 +46,8 @@ def test_requests_per_second(artifact: Path, capsys: pytest.CaptureFixture[str])
     ]
     assert all(re.match(r"latency: p50 [\d.]+ .?s, p90 .*, p99 .*; \d+ requests in ", line) for line in lines[1::2])
     assert main([*command, "--callers", "2", "--json"]) == 0
-    one, many = json.loads(capsys.readouterr().out)
-    assert (one["sizes"]["tokens"], many["sizes"]["tokens"]) == (1, 16) and many["latency"]["p99"] > 0
+    single, many = json.loads(capsys.readouterr().out)
+    assert (single["sizes"]["tokens"], many["sizes"]["tokens"]) == (1, 16) and many["latency"]["p99"] > 0
 
 
 def test_what_requests_refuse(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +75,10 @@ def test_callers_of_a_decoder_have_caches_of_their_own() -> None:
     assert module.manifest.slots is not None
     sizes = {"B": 1, "S": 1, module.manifest.slots.length: 3}
     cache = np.zeros((1, 2, 16, 8), np.float32)
-    given = {name: cache.copy() for name in module.manifest.donated}
-    assert given
-    assert lowering.throughput(module, sizes, given, callers=2, seconds=0, warm_up=0).requests >= 2
-    assert all(not array.any() for array in given.values())  # callers wrote into copies
+    inputs = {name: cache.copy() for name in module.manifest.donated}
+    assert inputs
+    assert lowering.throughput(module, sizes, inputs, callers=2, seconds=0, warm_up=0).requests >= 2
+    assert all(not array.any() for array in inputs.values())  # callers wrote into copies
 
 
 def test_a_model_warms_up(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

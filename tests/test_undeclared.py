@@ -31,20 +31,20 @@ def model(body: str, opset: int = 17) -> onnx.ModelProto:
     return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {body}')
 
 
-def compared(made: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
+def check_equal(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    wanted = onnxruntime.InferenceSession(made.SerializeToString(), options).run(None, feeds)
-    for found, want in zip(lowering.compile(made).run(feeds).values(), wanted, strict=True):
-        assert found.dtype == want.dtype and found.shape == want.shape
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    references = onnxruntime.InferenceSession(proto.SerializeToString(), options).run(None, feeds)
+    for actual, expected in zip(lowering.compile(proto).run(feeds).values(), references, strict=True):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lacks", ["shape", "type", "element type"])
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_outputs_that_declare_less(case: str, lacks: str) -> None:
-    made = model(OUTPUTS[case])
-    (output,) = made.graph.output
+    proto = model(OUTPUTS[case])
+    (output,) = proto.graph.output
     if lacks == "type":
         output.ClearField("type")
     elif lacks == "shape":
@@ -54,25 +54,25 @@ def test_outputs_that_declare_less(case: str, lacks: str) -> None:
         output.type.tensor_type.ClearField("shape")
     x = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
     if lacks == "element type":  # onnxruntime refuses it
-        assert lowering.check(made).ok
+        assert lowering.check(proto).ok
     else:
-        compared(made, {"x": x})
+        check_equal(proto, {"x": x})
 
 
-def test_files_with_weights_beside_them(tmp_path: Path) -> None:
-    made = model("m (float[N, 32] x) => (float[N, 32] y) { y = MatMul (x, w) }")
+def test_files_with_weights_next_to_them(tmp_path: Path) -> None:
+    proto = model("m (float[N, 32] x) => (float[N, 32] y) { y = MatMul (x, w) }")
     w = np.random.default_rng(1).standard_normal((32, 32)).astype(np.float32)
-    made.graph.initializer.append(numpy_helper.from_array(w, "w"))
-    made.graph.output[0].ClearField("type")
-    made.graph.input[0].type.tensor_type.ClearField("shape")
-    made.graph.node.append(helper.make_node("Gemm", ["x", "w"], ["z"]))
-    made.graph.output.append(onnx.ValueInfoProto(name="z"))
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    proto.graph.output[0].ClearField("type")
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    proto.graph.node.append(helper.make_node("Gemm", ["x", "w"], ["z"]))
+    proto.graph.output.append(onnx.ValueInfoProto(name="z"))
     path = tmp_path / "model.onnx"
-    onnx.save(made, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    onnx.save(proto, path, save_as_external_data=True, location="w.bin", size_threshold=0)
     x = np.random.default_rng(2).standard_normal((3, 32)).astype(np.float32)
-    found = lowering.compile(path).run({"x": x})
+    results = lowering.compile(path).run({"x": x})
     for name in "yz":
-        np.testing.assert_allclose(found[name], x.astype(np.float64) @ w, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(results[name], x.astype(np.float64) @ w, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -87,31 +87,31 @@ def test_files_with_weights_beside_them(tmp_path: Path) -> None:
     ],
 )
 def test_inputs_whose_uses_tell_their_rank(body: str, shape: tuple[int, ...]) -> None:
-    made = model(body)
-    made.graph.input[0].type.tensor_type.ClearField("shape")
-    if len(made.graph.output[0].type.tensor_type.shape.dim) == 1:
-        made.graph.output[0].type.tensor_type.ClearField("shape")
+    proto = model(body)
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    if len(proto.graph.output[0].type.tensor_type.shape.dim) == 1:
+        proto.graph.output[0].type.tensor_type.ClearField("shape")
     rng = np.random.default_rng(3)
     feeds = {"x": rng.standard_normal(shape).astype(np.float32)}
-    if len(made.graph.input) > 1:
+    if len(proto.graph.input) > 1:
         feeds["z"] = rng.standard_normal((2, 3)).astype(np.float32)
-    compared(made, feeds)
+    check_equal(proto, feeds)
 
 
 def test_sizes_of_inputs_without_a_shape() -> None:
     """They have names, and `dims` gives them numbers."""
-    made = model("m (float[A] x) => (float[A, B] y) { y = Softmax (x) }")
-    made.graph.input[0].type.tensor_type.ClearField("shape")
-    module = lowering.compile(made, dims={"x_1": 3})
+    proto = model("m (float[A] x) => (float[A, B] y) { y = Softmax (x) }")
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    module = lowering.compile(proto, dims={"x_1": 3})
     assert module.inputs[0].dims == ("x_0", 3)
 
 
 def test_rank_that_nothing_tells() -> None:
-    made = model(f"m (float[A] x) => (float[A] y) {W} {{ y = MatMul (x, w) }}")
-    made.graph.input[0].type.tensor_type.ClearField("shape")
-    made.graph.output[0].type.tensor_type.ClearField("shape")
+    proto = model(f"m (float[A] x) => (float[A] y) {W} {{ y = MatMul (x, w) }}")
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
     with pytest.raises(lowering.ModelError, match=r"Input 'x' has no shape.*1, 2, 3, 4, 5, 6, 7, 8\)\. Declare"):
-        lowering.compile(made)
+        lowering.compile(proto)
 
 
 GELU = """m (float[N, 4] x) => (float[A, B] y) { half = Constant <value_float = 0.5> ()

@@ -7,7 +7,7 @@ import onnx
 
 import lowering
 
-# Positions behind a past: their number is the size of the result, and where they begin is of no tensor.
+# Positions after a past: their number is the size of the result, and their start is the size of no tensor.
 POSITIONS = """<ir_version: 10, opset_import: ["" : 21]> m (float[P] past, float[S] x) => (float[S] y) {
     zero = Constant <value_int = 0> () one = Constant <value_int = 1> ()
     p = Shape (past) s = Shape (x) first = Squeeze (p) count = Squeeze (s)
@@ -15,10 +15,10 @@ POSITIONS = """<ir_version: 10, opset_import: ["" : 21]> m (float[P] past, float
     f = Cast <to = 1> (positions) y = Exp (f) }"""
 
 
-def test_positions_behind_a_past() -> None:
+def test_positions_after_a_past() -> None:
     module = lowering.compile(onnx.parser.parse_model(POSITIONS))
     for past, count in ((3, 4), (0, 2), (5, 0)):
-        found = module.run({"past": np.zeros(past, np.float32), "x": np.zeros(count, np.float32)})["y"]
-        np.testing.assert_allclose(found, np.exp(np.arange(past, past + count, dtype=np.float32)), rtol=1e-6)
+        actual = module.run({"past": np.zeros(past, np.float32), "x": np.zeros(count, np.float32)})["y"]
+        np.testing.assert_allclose(actual, np.exp(np.arange(past, past + count, dtype=np.float32)), rtol=1e-6)
     (kernel,) = (call.name for call in module.manifest.kernels)
     assert "range" in kernel and "exp" in kernel  # they are one kernel, which is why it needs both symbols

@@ -12,5 +12,5 @@ from lowering import units
     [(0, "0 ns"), (4.2e-8, "42 ns"), (9.996e-7, "1 us"), (0.0023456, "2.35 ms"), (0.99961, "1 s"), (1234.5, "1234 s")],
 )
 def test_times(seconds: float, text: str) -> None:
-    """What rounds up to a thousand is one of the next unit."""
+    """A number that rounds up to a thousand becomes one of the next unit."""
     assert units.format_time(seconds) == text

@@ -1,4 +1,4 @@
-"""What `bench` counts as work: what a model computes, not what its weights are stored in."""
+"""`bench` counts the work of the computation of a model, not of the stored form of its weights."""
 
 from __future__ import annotations
 

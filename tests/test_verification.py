@@ -30,23 +30,28 @@ def encoder(seed: int = 0, dtype: Any = np.float32) -> onnx.ModelProto:
     """Embeddings of ids and positions, and two matmuls; what a mask hides is 0."""
     text = """<ir_version: 10, opset_import: ["" : 23]>
         m (int64[B, T] ids, int64[B, T] position_ids, int64[B, T] attention_mask) => (float[B, T, 96] y) {
-          e = Gather (words, ids)
+          e = Gather (token_table, ids)
           flat = Reshape (position_ids, shape)
-          p = Gather (places, flat)
+          p = Gather (position_table, flat)
           like = Shape (e)
           q = Reshape (p, like)
           x = Add (e, q)
           h = MatMul (x, up)
           g = Tanh (h)
           o = MatMul (g, down)
-          kept = Cast <to = TYPE> (attention_mask)
-          wide = Unsqueeze (kept, last)
+          shown = Cast <to = TYPE> (attention_mask)
+          wide = Unsqueeze (shown, last)
           y = Mul (o, wide)
         }"""
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     text = text.replace("TYPE", str(kind)).replace("float[", "float16[" if dtype == np.float16 else "float[")
     model, rng = onnx.parser.parse_model(text), np.random.default_rng(seed)
-    sizes = {"words": (ROWS, WIDTH), "places": (POSITIONS, WIDTH), "up": (WIDTH, WIDTH), "down": (WIDTH, WIDTH)}
+    sizes = {
+        "token_table": (ROWS, WIDTH),
+        "position_table": (POSITIONS, WIDTH),
+        "up": (WIDTH, WIDTH),
+        "down": (WIDTH, WIDTH),
+    }
     arrays = {name: (rng.standard_normal(size) / np.sqrt(WIDTH)).astype(dtype) for name, size in sizes.items()}
     arrays |= {"shape": np.array([-1]), "last": np.array([-1])}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
@@ -54,7 +59,7 @@ def encoder(seed: int = 0, dtype: Any = np.float32) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("shape", ["T", "1,T", "1,1,T", "B,1,1,T", "B,2,1,T"])
-def test_masks_of_one_row_hide_beside_the_future(shape: str) -> None:
+def test_masks_of_one_row_hide_keys_as_well_as_the_future(shape: str) -> None:
     """onnx's evaluator hides from all queries what the first may not see; the standard spreads the mask before."""
     text = f"""<ir_version: 10, opset_import: ["" : 24]>
         m (float[B, 2, S, 8] q, float[B, 2, T, 8] k, bool[{shape}] mask) => (float[B, 2, S, 8] y)
@@ -64,11 +69,11 @@ def test_masks_of_one_row_hide_beside_the_future(shape: str) -> None:
     mask = rng.random([sizes[name] for name in shape.split(",")]) < 0.7
     mask[..., 0] = True  # each query sees a key
     q, k = (rng.standard_normal((batch, 2, tokens, 8)).astype(np.float32) for _ in "qk")
-    found = lowering.verify(onnx.parser.parse_model(text), inputs={"q": q, "k": k, "mask": mask})
-    assert found.first_difference is None, str(found)
+    result = lowering.verify(onnx.parser.parse_model(text), inputs={"q": q, "k": k, "mask": mask})
+    assert result.first_difference is None, str(result)
 
 
-def test_what_is_made_up_fits_the_graph() -> None:
+def test_synthetic_inputs_fit_the_graph() -> None:
     graph, rng = ir.from_proto(encoder()).graph, np.random.default_rng(0)
     sizes = {"B": 40, "T": 16}
     names = ("ids", "position_ids", "attention_mask")
@@ -130,7 +135,7 @@ def test_a_reference_that_cannot_is_asked_first(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the encoder, beside it: with compressed weights, of one batch and 5 to 8 tokens."""
+    """Save the encoder, and an artifact of it next to the file: compressed weights, batch 1, 5 to 8 tokens."""
     folder = tmp_path_factory.mktemp("artifact")
     onnx.save(encoder(), folder / "m.onnx")
     compile_to(folder / "out", encoder(), weights="int8", dims={"B": 1, "T": (5, 8)})
@@ -172,7 +177,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 def test_artifacts_that_will_not_do(
     case: str, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, wanted = BAD[case]
+    options, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     if case == "another model":
@@ -193,7 +198,7 @@ def test_artifacts_that_will_not_do(
     model, chosen = artifact.parent / "m.onnx", [] if options[0] == "--artifact" else ["--artifact", str(artifact)]
     assert main(["verify", str(model), *chosen, *options]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error[") and wanted in error and "Traceback" not in error, error
+    assert error.startswith("error[") and message in error and "Traceback" not in error, error
     assert not Path("new").exists()
 
 
@@ -201,7 +206,7 @@ def save(text: str, folder: str) -> None:
     lowering.compile(onnx.parser.parse_model(text)).save(folder)
 
 
-def test_sizes_that_are_sums_of_others() -> None:
+def test_sizes_that_are_totals_of_others() -> None:
     """As exporters name them."""
     text = """<ir_version: 10, opset_import: ["" : 23]>
         m (float[N, S] x, float[N, P] past, float[N, L] all) => (float[N, L] y) {
@@ -261,7 +266,7 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that come and go, share a block, wait for blocks and are put back: each gets what it gets alone."""
     model = lowering.compile(DECODER, serve=lowering.Serve(40, tokens_per_block=8))
     add, shared = PagedKVCache.add, []
-    monkeypatch.setattr(PagedKVCache, "add", lambda *given: shared.append(add(*given)) or shared[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(PagedKVCache, "add", lambda *arguments: shared.append(add(*arguments)) or shared[-1])  # type: ignore[func-returns-value]
     result = lowering.verify(DECODER, artifact=model)
     assert result.first_difference is None and result.allowed.startswith("of each element")
     assert [c.name for c in result.comparisons][:2] == [f"logits of request {r}, tokens 9 to 16" for r in (0, 1)]
@@ -298,7 +303,7 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_served_decoder_with_sources() -> None:
-    """Of PyTorch, whose mask of padding of the source goes; requests have sources of different lengths."""
+    """A decoder of PyTorch, whose padding mask of the source is removed; requests have sources of different lengths."""
     model = lowering.compile(ENCODED, serve=lowering.Serve(8, tokens_per_block=4), precision="float16")
     result = lowering.verify(ENCODED, "onnxruntime", artifact=model, sizes={"source": 6})
     assert result.first_difference is None and result.inputs["cross_3"].shape == (5, 2, 6, 4)
@@ -310,7 +315,7 @@ def test_a_served_decoder_with_sources() -> None:
     with pytest.raises(lowering.InputError, match="'cross_0' has 1 rows for 5 requests: give one for each"):
         lowering.verify(ENCODED, artifact=model, inputs={"cross_0": sources["cross_0"][:1]})
     other = onnx.load(ENCODED)
-    (ids_of,) = [given for given in other.graph.input if given.name == "decoder_input_ids"]
+    (ids_of,) = [value for value in other.graph.input if value.name == "decoder_input_ids"]
     sizes = [size.dim_param or size.dim_value for size in ids_of.type.tensor_type.shape.dim]
     other.graph.input.append(onnx.helper.make_tensor_value_info("weights", onnx.TensorProto.FLOAT, sizes))
     other.graph.node.append(onnx.helper.make_node("Identity", ["weights"], ["same"]))

@@ -59,15 +59,15 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize(("scheme", "most"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
-def test_matmuls_of_compressed_weights(scheme: Scheme, most: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "limit"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
+def test_matmuls_of_compressed_weights(scheme: Scheme, limit: float, tmp_path: Path) -> None:
     """As with the rounded weights, up to rounding; smaller; said in a note."""
     rng = np.random.default_rng(0)
     model = perceptron(rng)
     module = lowering.compile(model, weights=scheme)
     module.save(tmp_path / "out")
     size = (tmp_path / "out" / "weights.bin").stat().st_size
-    assert size < most * sum(numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer)
+    assert size < limit * sum(numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer)
     (note,) = module.manifest.notes
     assert note.startswith(f"2 constant matrices of matmuls are {scheme}")
 
@@ -82,7 +82,7 @@ def test_matmuls_of_compressed_weights(scheme: Scheme, most: float, tmp_path: Pa
     ("scheme", "name", "most"), [("f16", "float16", 5e-4), ("int8", "int8", 4e-3), ("int4", "int8", 4e-3)]
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_tables_are_rows_of_codes(scheme: Scheme, name: str, most: float, dtype: str, tmp_path: Path) -> None:
+def test_tables_are_quantized_by_rows(scheme: Scheme, name: str, limit: float, dtype: str, tmp_path: Path) -> None:
     """Also one that a matmul reads as well; wrong ids are errors as before, and zeros stay zeros."""
     text = """<ir_version: 10, opset_import: ["" : 21]>
         tied (int64[N] ids) => (T[N, 96] x, T[N, 500] y, T[500, 96] same) {
@@ -104,7 +104,7 @@ def test_tables_are_rows_of_codes(scheme: Scheme, name: str, most: float, dtype:
     x, y, same = module.run({"ids": ids}).values()
     assert x.dtype == y.dtype == np.dtype(dtype) and (same == table).all() and not x[1].any()
     largest = np.abs(table[ids]).max(axis=1, keepdims=True)
-    assert (np.abs(x.astype(np.float64) - table[ids]) <= (most + 5e-4) * largest).all()
+    assert (np.abs(x.astype(np.float64) - table[ids]) <= (limit + 5e-4) * largest).all()
     with pytest.raises(lowering.InputError, match="500"):
         module.run({"ids": np.array([500])})
 
@@ -130,7 +130,7 @@ def test_angles_are_no_embeddings() -> None:
     np.testing.assert_allclose(module.run(call)["y"], want, atol=1e-5)
 
 
-def test_a_table_of_what_codes_cannot_hold_stays() -> None:
+def test_a_table_of_values_that_int8_cannot_represent_stays() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> m (int64[N] ids) => (float[N, 96] x) { x = Gather (table, ids) }'
     )
@@ -145,7 +145,7 @@ def test_a_table_of_what_codes_cannot_hold_stays() -> None:
 
 
 def test_verify_shows_what_it_costs() -> None:
-    """Scales that float16 cannot hold are float32."""
+    """Scales that float16 cannot represent are float32."""
     model = replaced(
         perceptron(np.random.default_rng(0)), {"down": lambda w: w * np.float32(1e-9), "bias": lambda w: w * 0}
     )
@@ -153,7 +153,7 @@ def test_verify_shows_what_it_costs() -> None:
     assert all(0.01 < c.rms < 0.3 for c in comparisons)
 
 
-def test_what_float16_cannot_hold_stays() -> None:
+def test_values_that_float16_cannot_represent_stay() -> None:
     rng = np.random.default_rng(0)
     model = replaced(perceptron(rng), {"up": lambda w: w * 1e6})
     module = lowering.compile(model, weights="f16")

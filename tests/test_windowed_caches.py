@@ -109,7 +109,7 @@ def test_what_sees_all_keys_or_is_read_elsewhere_keeps_all_slots() -> None:
 
 def test_a_mask_that_depends_on_the_length_of_a_call_keeps_all_slots() -> None:
     source = model_of(FORMS["computed mask"])
-    place, less = next((k, node) for k, node in enumerate(source.graph.node) if node.op_type == "Less")
+    index, less = next((k, node) for k, node in enumerate(source.graph.node) if node.op_type == "Less")
     source.graph.initializer.append(onnx.numpy_helper.from_array(np.array(700), "many"))
     near = less.output[0]
     less.output[0] = "near"
@@ -118,5 +118,5 @@ def test_a_mask_that_depends_on_the_length_of_a_call_keeps_all_slots() -> None:
         helper.make_node("Less", ["total", "many"], ["is_short"]),
         helper.make_node("Shape", ["keep"], ["total"], start=1, end=2),
     ):
-        source.graph.node.insert(place + 1, node)
+        source.graph.node.insert(index + 1, node)
     assert full(source)

@@ -1,4 +1,4 @@
-"""What this machine's CPU runs: tests cover every vector width that is here, on whatever machine they run."""
+"""The features of this machine's CPU: tests cover every vector width that is here, on whatever machine they run."""
 
 from lowering.target import host_features, resolve
 
@@ -12,4 +12,4 @@ LEVELS = [
 WIDEST = LEVELS[-1]
 
 TARGETS = ("cpu", *(f"cpu:{level}" for level in LEVELS[1:]))
-"""What compiles for this machine, and for the levels of x86-64 that it runs."""
+"""Targets that compile for this machine, and for the levels of x86-64 that it runs."""

@@ -53,21 +53,21 @@ def all_cases() -> dict[str, Case]:
 
 
 def chosen(patterns: list[str], exports: Path | None = None) -> list[Case]:
-    """The cases that a pattern matches by name or by group; without patterns all, exported models only with `exports`.
+    """Return the cases that match a pattern by name or group; without patterns all; exported models need `exports`.
 
     exports is the folder of the exported models. Raises ValueError for a vain pattern, or models without a folder.
     """
-    found = list(all_cases().values())
+    selected = list(all_cases().values())
     for pattern in patterns:
-        if not any(_matches(case, pattern) for case in found):
+        if not any(_matches(case, pattern) for case in selected):
             raise ValueError(f"no case or group matches '{pattern}'. The groups are {', '.join(groups())}.")
     if patterns:
-        found = [case for case in found if any(_matches(case, pattern) for pattern in patterns)]
-        if exports is None and any(isinstance(case, ExportCase) for case in found):
+        selected = [case for case in selected if any(_matches(case, pattern) for pattern in patterns)]
+        if exports is None and any(isinstance(case, ExportCase) for case in selected):
             raise ValueError("exported models need --exports, the folder that tests/exports/export.py wrote.")
     elif exports is None:
-        found = [case for case in found if not isinstance(case, ExportCase)]
-    return [replace(case, folder=exports) if isinstance(case, ExportCase) else case for case in found]
+        selected = [case for case in selected if not isinstance(case, ExportCase)]
+    return [replace(case, folder=exports) if isinstance(case, ExportCase) else case for case in selected]
 
 
 def groups() -> list[str]:

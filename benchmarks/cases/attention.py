@@ -1,4 +1,4 @@
-"""One Attention node: prefill, short queries behind long keys, decode; masks of every form; three types.
+"""One Attention node: prefill, short queries after long keys, decode; masks of every form; three types.
 
 Symbols: B batch, Hq and Hkv heads, S query rows, T keys, D head size.
 """
@@ -64,7 +64,7 @@ class AttentionCase(Case):
         return None if seen.all() else seen
 
     def bias(self) -> np.ndarray | None:
-        """What is added to the scores, [B or 1, H or 1, S or 1, T] of the case's type, or None."""
+        """Return the array added to the scores, [B or 1, H or 1, S or 1, T] of the case's type, or None."""
         if self.mask != "add":
             return None
         array = self.mask_array()
@@ -153,7 +153,7 @@ _P: dict[str, dict[str, Any]] = {
 }
 _DECODE: dict[str, Any] = {"Hq": 32, "Hkv": 8, "S": 1, "D": 128, "memory": True}
 
-# What is asked of the forms of P1, P2 and P3.
+# The bars of the forms of P1, P2 and P3.
 _FULL = Bar(share=0.88, ratio=1.05, scaling=1.85)
 _CAUSAL = Bar(share=0.82, ratio=1.25, scaling=1.85)
 _MASK = Bar(share=0.78, ratio=1.15, scaling=1.85)
@@ -183,7 +183,7 @@ def _prefill() -> list[AttentionCase]:
 
 def _decode() -> list[AttentionCase]:
     # Ragged lengths must cost what their keys do, to within what repeats of a measurement differ by.
-    ragged = Bar(ratio=1.2, beside=("decode B8 kv 1024", 0.95 / (np.linspace(0.1, 1.0, 8).mean())))
+    ragged = Bar(ratio=1.2, compared_to=("decode B8 kv 1024", 0.95 / (np.linspace(0.1, 1.0, 8).mean())))
     shapes: dict[str, tuple[dict[str, Any], Bar]] = {
         "decode B1 kv 4096": ({"B": 1, "T": 4096}, _READ),
         "decode B8 kv 1024": ({"B": 8, "T": 1024}, _READ),
@@ -215,13 +215,13 @@ def _half() -> list[AttentionCase]:
     for dtype in ("f16", "bf16"):
         # A prefill's bar is a share of our own float32, a decode's a multiple of it.
         for form in ("full", "causal"):
-            bar = Bar(ratio=1.1, beside=(f"P1 {form}", 0.85))
+            bar = Bar(ratio=1.1, compared_to=(f"P1 {form}", 0.85))
             causal = form == "causal"
             cases.append(
                 AttentionCase(name=f"P1 {form} {dtype}", group="half", bar=bar, dtype=dtype, causal=causal, **_P["P1"])
             )
         for shape, fields in {"B1 kv 4096": {"B": 1, "T": 4096}, "B8 kv 1024": {"B": 8, "T": 1024}}.items():
-            bar = Bar(ratio=1.1, beside=(f"decode {shape}", 1.6))
+            bar = Bar(ratio=1.1, compared_to=(f"decode {shape}", 1.6))
             name = f"decode {shape} {dtype}"
             cases.append(AttentionCase(name=name, group="half", bar=bar, dtype=dtype, **{**_DECODE, **fields}))
     return cases

@@ -52,7 +52,7 @@ class ScatterCase(Case):
         return {"present_cache": cache}
 
     def work(self) -> Work:
-        """The cache is not read, and the rows are next to nothing: there is no limit to speak of."""
+        """The cache is not read, and the rows are small: the limit does not matter."""
         return Work(0.0, "byte")
 
 

@@ -1,4 +1,4 @@
-"""What every case says of itself: model, inputs, the right answer, how much work it is, and what it has to reach."""
+"""The contents of every case: model, inputs, expected results, amount of work, and its bar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2}
 
 @dataclass(frozen=True)
 class Work:
-    """How much one call has to do at least: FLOPs of what is visible, or bytes that must be read."""
+    """The least work of one call: FLOPs of visible elements, or bytes that must be read."""
 
     amount: float
     unit: Literal["FLOP", "byte"]
@@ -29,17 +29,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a case has to reach; None asks for nothing.
+    """The speed that a case must reach; None asks for nothing.
 
-    On one thread: share of the limit, ratio of the best peer's time to ours, seconds of a call, and `beside`: the name
-    of another case and the ratio of its time to this one's, both ours. On two threads: scaling, the ratio of our time
-    on one thread to that on two.
+    On one thread: share of the limit, ratio of the best peer's time to ours, seconds of a call, and `compared_to`: the
+    name of another case and the ratio of its time to this one's, both ours. On two threads: scaling, the ratio of our
+    time on one thread to that on two.
     """
 
     share: float | None = None
     ratio: float | None = None
     seconds: float | None = None
-    beside: tuple[str, float] | None = None
+    compared_to: tuple[str, float] | None = None
     scaling: float | None = None
 
     def asks(self, threads: int) -> bool:

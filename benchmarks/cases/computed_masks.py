@@ -29,7 +29,7 @@ _RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedMaskCase(AttentionCase):
-    """rule names the nodes that make the mask; ids int64 [B, S] is 1 for tokens and 0 behind them, or numbers the
+    """rule names the nodes that compute the mask; ids int64 [B, S] is 1 for tokens and 0 after them, or numbers the
     documents."""
 
     rule: str
@@ -38,7 +38,7 @@ class ComputedMaskCase(AttentionCase):
         return {**super().feeds(), "ids": self.ids()[None].repeat(self.B, axis=0)}
 
     def ids(self) -> np.ndarray:
-        """Of every sequence: a fifth of it is padding, or it holds five documents."""
+        """Return the ids of a sequence: a fifth of it is padding, or it consists of five documents."""
         tokens = np.arange(self.S)
         if self.rule == "packed documents":
             return tokens * 5 // self.S

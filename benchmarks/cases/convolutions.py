@@ -19,12 +19,12 @@ from .case import Arrays, Bar, Case, Work
 
 
 class _Graph:
-    """Nodes one behind the other; every method appends to what `x` names, and returns the name of its result."""
+    """Nodes in sequence; every method appends to the value named `x`, and returns the name of its result."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.weights: Arrays = {}
-        self.flops: list[tuple[str, int]] = []  # of a convolution, for each place of its result
+        self.flops: list[tuple[str, int]] = []  # of a convolution, for each element of its result
         self.rng = np.random.default_rng(1)
 
     def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
@@ -148,7 +148,7 @@ def _shufflenet(g: _Graph) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionCase(Case):
-    """x is [batch, *shape]; axes names those of them that are symbolic, by place."""
+    """x is [batch, *shape]; axes names the symbolic ones, by index."""
 
     build: Callable[[_Graph], str]
     shape: tuple[int, ...]
@@ -168,8 +168,8 @@ class ConvolutionCase(Case):
     def _model(self, dtype: int, outputs: list[str]) -> onnx.ModelProto:
         graph, result = self._graph()
         shape: list[int | str] = [self.batch, *self.shape]
-        for place, name in self.axes:
-            shape[place] = name
+        for axis, name in self.axes:
+            shape[axis] = name
         float_type = helper.tensor_dtype_to_np_dtype(dtype)
         model = helper.make_model(
             helper.make_graph(

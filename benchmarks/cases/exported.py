@@ -97,20 +97,20 @@ class PublishedWidths(ExportCase):
 
 
 def cases() -> list[ExportCase]:
-    """By the page's table: model, past, exporter, opset, type."""
-    found = []
+    """Return the cases of the page's table: model, past, exporter, opset, type."""
+    export_cases = []
     for line in _PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:6]]
         if len(cells) < 5 or cells[2] not in ("dynamo", "traced"):
             continue
         model, past, exporter, opset, dtype = cells
         half = dtype == "float16"
-        parts = [model, "past" * bool(past), f"{exporter}{opset}", "f16" * half]
-        name = "-".join(part for part in parts if part)
-        found.append(
+        fields = [model, "past" * bool(past), f"{exporter}{opset}", "f16" * half]
+        name = "-".join(field for field in fields if field)
+        export_cases.append(
             ExportCase(
                 name=name, group="models", bar=Bar(ratio=1.0), dtype="f16" if half else "f32", export=name,
                 past=bool(past),
             )
         )  # fmt: skip
-    return found
+    return export_cases

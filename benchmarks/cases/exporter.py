@@ -1,4 +1,4 @@
-"""Decoders as ONNX Runtime's exporter writes them, whose Attention nodes hold the caches: prefill, and a step.
+"""Decoders as ONNX Runtime's exporter writes them, whose Attention nodes contain the caches: prefill, and a step.
 
 `python tests/exports/mobius_models.py llama@wide ... --folder F` writes them, and --exports is that folder.
 """
@@ -53,9 +53,10 @@ class DecoderCase(ExportCase):
         return onnx.load(self.path())
 
     def work(self) -> Work:
-        """That of the matrices, which is nearly all: a step reads them and the caches, a prefill multiplies each token.
+        """Return the work of the matrices, nearly all of it.
 
-        Not counted where experts are chosen by token, or a source has rows of its own.
+        A step reads them and the caches, a prefill multiplies each token. Work is not
+        counted where experts are chosen by token, or a source has rows of its own.
         """
         graph = onnx.load(self.path(), load_external_data=False).graph
         if any(node.op_type == "TopK" for node in graph.node) or "encoder_hidden_states" in self.feeds():

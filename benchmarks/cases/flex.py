@@ -85,12 +85,12 @@ class FlexCase(Case):
 
     def feeds(self) -> Arrays:
         rng = np.random.default_rng(0)
-        found = {name: rng.standard_normal((1, self.H, self.S, self.D), np.float32) for name in ("q", "k", "v", "dy")}
+        arrays = {name: rng.standard_normal((1, self.H, self.S, self.D), np.float32) for name in ("q", "k", "v", "dy")}
         if not self.gradient:
-            del found["dy"]
+            del arrays["dy"]
         else:
-            found |= {name: np.concatenate([x[name] for x in self._heads()])[None] for name in ("y", "lse")}
-        return {name: x.astype(np.float32) for name, x in found.items()} | self.captures
+            arrays |= {name: np.concatenate([x[name] for x in self._heads()])[None] for name in ("y", "lse")}
+        return {name: x.astype(np.float32) for name, x in arrays.items()} | self.captures
 
     def expected(self) -> Arrays:
         names = ("dq", "dk", "dv") if self.gradient else ("y",)
@@ -107,13 +107,13 @@ class FlexCase(Case):
         return np.broadcast_to(seen, (self.S, self.S))
 
     def _heads(self) -> list[Arrays]:
-        """Results of each head in float64, and what they are made of."""
+        """Return results of each head in float64, and their inputs."""
         rng = np.random.default_rng(0)
         arrays = {name: rng.standard_normal((1, self.H, self.S, self.D), np.float32) for name in ("q", "k", "v", "dy")}
         return [self._head(h, {name: x[0, h].astype(np.float64) for name, x in arrays.items()}) for h in range(self.H)]
 
-    def _head(self, h: int, given: Arrays) -> Arrays:
-        variant, (q, k, v, dy) = VARIANTS[self.variant], (given[name] for name in ("q", "k", "v", "dy"))
+    def _head(self, h: int, inputs: Arrays) -> Arrays:
+        variant, (q, k, v, dy) = VARIANTS[self.variant], (inputs[name] for name in ("q", "k", "v", "dy"))
         scale = 1 / math.sqrt(self.D)
         s = q @ k.T * scale
         i, j = np.arange(self.S)[:, None], np.arange(self.S)
@@ -127,23 +127,27 @@ class FlexCase(Case):
         l = p.sum(axis=1, keepdims=True)
         p /= l
         y = p @ v
-        found = {"y": y[None], "lse": (m + np.log(l))[None, :, 0]}
+        results = {"y": y[None], "lse": (m + np.log(l))[None, :, 0]}
         if not self.gradient:
-            return found
+            return results
         dz = p * (dy @ v.T - (dy * y).sum(axis=1, keepdims=True))
         step = 1e-5
         ds = dz * (changed(s + step) - changed(s - step)) / (2 * step)
-        return found | {"dq": (ds @ k * scale)[None], "dk": (ds.T @ q * scale)[None], "dv": (p.T @ dy)[None]}
+        return results | {"dq": (ds @ k * scale)[None], "dk": (ds.T @ q * scale)[None], "dv": (p.T @ dy)[None]}
 
 
 def cases() -> list[FlexCase]:
-    found = []
+    flex_cases = []
     for variant in VARIANTS:
         name = f"flex {variant}" + (", S 4096" if variant == "window of 256" else "")
         length = 4096 if variant == "window of 256" else 2048
-        beside = ("flex full", 1 / 1.25) if variant in ("soft cap", "ALiBi") else None
-        found.append(FlexCase(name=name, group="flex", variant=variant, S=length, bar=Bar(ratio=2.0, beside=beside)))
+        baseline = ("flex full", 1 / 1.25) if variant in ("soft cap", "ALiBi") else None
+        flex_cases.append(
+            FlexCase(name=name, group="flex", variant=variant, S=length, bar=Bar(ratio=2.0, compared_to=baseline))
+        )
     for variant in ("full", "causal", "window of 256", "soft cap", "ALiBi"):
         name = f"gradients, {variant}"
-        found.append(FlexCase(name=name, group="gradients", variant=variant, S=1024, gradient=True, bar=Bar(ratio=1.5)))
-    return found
+        flex_cases.append(
+            FlexCase(name=name, group="gradients", variant=variant, S=1024, gradient=True, bar=Bar(ratio=1.5))
+        )
+    return flex_cases

@@ -67,16 +67,16 @@ class LinearCase(Case):
         return {name: x.astype(np.float32) for name, x in rows.items()}
 
     def expected(self) -> Arrays:
-        """Token by token."""
-        given = {name: x.astype(np.float64) for name, x in self.feeds().items()}
-        q, k, v = (given[name].reshape(self.L, self.H, self.D) for name in ("query", "key", "value"))
-        state, output = given["state"][0], np.zeros((self.L, self.H, self.D))
+        """Compute token by token."""
+        inputs = {name: x.astype(np.float64) for name, x in self.feeds().items()}
+        q, k, v = (inputs[name].reshape(self.L, self.H, self.D) for name in ("query", "key", "value"))
+        state, output = inputs["state"][0], np.zeros((self.L, self.H, self.D))
         for t in range(self.L):
-            if "decay" in given:
-                state = state * np.exp(given["decay"][0, t].reshape(self.H, -1, 1))
+            if "decay" in inputs:
+                state = state * np.exp(inputs["decay"][0, t].reshape(self.H, -1, 1))
             u = v[t]
-            if "beta" in given:
-                u = given["beta"][0, t][:, None] * (u - np.einsum("hdc,hd->hc", state, k[t]))
+            if "beta" in inputs:
+                u = inputs["beta"][0, t][:, None] * (u - np.einsum("hdc,hd->hc", state, k[t]))
             state = state + k[t][..., None] * u[:, None]
             output[t] = np.einsum("hdc,hd->hc", state, q[t]) / np.sqrt(self.D)
         return {"output": output.reshape(1, self.L, -1), "present": state[None]}
@@ -91,7 +91,7 @@ class LinearCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConvCase(Case):
-    """CausalConvWithState over L tokens [1, L, C], turned before and behind as models do, with windows of 4."""
+    """CausalConvWithState over L tokens [1, L, C], transposed before and after as in models, with windows of 4."""
 
     group: str = "linear"
     L: int
@@ -124,8 +124,8 @@ class CausalConvCase(Case):
         return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
     def expected(self) -> Arrays:
-        given = {name: x.astype(np.float64) for name, x in self.feeds().items()}
-        joined = np.concatenate([given["past"].transpose(0, 2, 1), given["x"]], axis=1)
+        inputs = {name: x.astype(np.float64) for name, x in self.feeds().items()}
+        joined = np.concatenate([inputs["past"].transpose(0, 2, 1), inputs["x"]], axis=1)
         weight = self._weight().astype(np.float64)
         y = sum(joined[:, j : j + self.L] * weight[:, 0, j] for j in range(4))
         return {"y": np.asarray(y / (1 + np.exp(-y))), "present": joined[:, self.L :].transpose(0, 2, 1)}

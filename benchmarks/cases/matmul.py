@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from .attention import port
 from .case import TYPES, Arrays, Case, Work
 
-# The nodes behind x [M, K] of each form, with the shapes of their weights.
+# The nodes after x [M, K] of each form, with the shapes of their weights.
 _FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "plain": ("Y = MatMul (x, w)", {"w": "KN"}),
     "bias": ("p = MatMul (x, w) Y = Add (p, b)", {"w": "KN", "b": "N"}),
@@ -123,25 +123,27 @@ def cases() -> list[Case]:
         (1000, 1000, 1000),
         (77, 576, 1536),
     )
-    found: list[Case] = [MatmulCase(name=f"MatMul {M} x {K} x {N}", group="matmul", M=M, K=K, N=N) for M, K, N in large]
-    found += [
+    matmul_cases: list[Case] = [
+        MatmulCase(name=f"MatMul {M} x {K} x {N}", group="matmul", M=M, K=K, N=N) for M, K, N in large
+    ]
+    matmul_cases += [
         MatmulCase(name=f"MatMul {M} x 4096 x 4096", group="matmul", M=M, K=4096, N=4096, few=True)
         for M in (1, 2, 4, 8)
     ]
-    found.append(MatmulCase(name="MatMul 1 x 1024 x 32000", group="matmul", M=1, K=1024, N=32000, few=True))
-    found += [
+    matmul_cases.append(MatmulCase(name="MatMul 1 x 1024 x 32000", group="matmul", M=1, K=1024, N=32000, few=True))
+    matmul_cases += [
         MatmulCase(
             name=f"MatMul {M} x 4096 x 4096 {dtype}", group="matmul", M=M, K=4096, N=4096, few=M < 16, dtype=dtype
         )
         for dtype in ("f16", "bf16")
         for M in (1, 128)
     ]
-    found += [
+    matmul_cases += [
         MatmulCase(name=f"{form}, 384 x 768 x 3072", group="matmul", M=384, K=768, N=3072, form=form)
         for form in ("bias", "gelu", "residual", "SwiGLU")
     ]
-    found.append(
+    matmul_cases.append(
         MatmulCase(name="SwiGLU, 1 x 1024 x 2816", group="matmul", M=1, K=1024, N=2816, form="SwiGLU", few=True)
     )
     batched = BatchedCase(name="batched MatMul 12 x 384 x 64 x 384", group="matmul", B=12, M=384, K=64, N=384)
-    return [*found, batched]
+    return [*matmul_cases, batched]

@@ -28,9 +28,9 @@ _TOKENS = "tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCase(PublishedWidths):
-    """One export at the sizes that a caller asks for: a prompt, or one token behind a past.
+    """One export at the sizes that a caller asks for: a prompt, or one token after a past.
 
-    slots: ours keeps the past in caches of so many slots, written in place; peers have it grow, which is their way.
+    slots: ours stores the past in caches of so many slots, written in place; peers let it grow, as is their way.
     Only the length of the past is symbolic there in the form "fixed", which is made of the export with batch 1.
     """
 
@@ -41,12 +41,12 @@ class PublishedCase(PublishedWidths):
 
     @property
     def checkpoint(self) -> str:
-        """Whose widths it has."""
+        """The checkpoint whose widths it has."""
         return _WIDTHS[self.model_name].checkpoint
 
     @property
     def task(self) -> str:
-        """What is asked: rows of the table in docs/results.md."""
+        """The task: rows of the table in docs/results.md."""
         return f"decode, {SLOTS}" if self.slots else "decode, growing" if self.past else "prefill"
 
     def model(self) -> onnx.ModelProto:
@@ -80,23 +80,23 @@ class PublishedCase(PublishedWidths):
 
 
 def cases() -> list[PublishedCase]:
-    """By model: the prompt, then decoding with a growing past, then with slots."""
-    found: list[PublishedCase] = []
+    """Return, by model: the prompt, then decoding with a growing past, then with slots."""
+    published: list[PublishedCase] = []
     for export in _EXPORTS.published():
         (setting,) = export.settings()
         shared: dict[str, Any] = {
             "group": GROUP, "bar": Bar(ratio=1.0), "export": export.name, "past": export.past,
             "model_name": export.model, "opset": export.opset, "form": export.form,
         }  # fmt: skip
-        found.append(PublishedCase(name=export.name, **shared))
+        published.append(PublishedCase(name=export.name, **shared))
         if export.past:
-            if export.form == "fixed":  # such a past has no room for another row
+            if export.form == "fixed":  # such a past leaves no room for another row
                 shared["export"] = replace(export, form="batch1").name
-            found.append(PublishedCase(name=f"{export.name}, {SLOTS}", slots=2 * setting.past, **shared))
-    return found
+            published.append(PublishedCase(name=f"{export.name}, {SLOTS}", slots=2 * setting.past, **shared))
+    return published
 
 
 def quick(cases: list[Any]) -> list[Any]:
-    """Of the opsets of a model one: every other model is left at the older one."""
+    """Keep one opset of each model: every other model has the older one."""
     opsets = {name: _EXPORTS.DYNAMO_OPSETS[k % 2] for k, name in enumerate(_WIDTHS)}
     return [case for case in cases if not isinstance(case, PublishedCase) or case.opset == opsets[case.model_name]]

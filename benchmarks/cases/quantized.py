@@ -39,13 +39,13 @@ class QuantizedCase(PublishedWidths):
 
     @cached_property
     def tolerance(self) -> float:
-        """Of quantization. With scales of one call and random weights the tool's own runtime may be further off than
-        0.1: whoever is a fifth further than that is wrong."""
+        """The tolerance of quantization. With scales of one call and random weights the tool's own runtime may be off
+        by more than 0.1: a result that is a fifth further off than that is wrong."""
         import onnxruntime
 
         session = onnxruntime.InferenceSession(self._quantized.SerializeToString(), create_session_options())
         answers = dict(zip((output.name for output in session.get_outputs()), session.run(None, self.feeds())))
-        return max(0.1, 1.2 * max(error(answers[name], wanted) for name, wanted in self.expected().items()))
+        return max(0.1, 1.2 * max(error(answers[name], expected) for name, expected in self.expected().items()))
 
     def model(self) -> onnx.ModelProto:
         return self._quantized
@@ -55,20 +55,20 @@ class QuantizedCase(PublishedWidths):
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
         weights, by_column, form = _WAYS[self.way]
-        given: dict[str, Any] = {"weight_type": QuantType[weights], "per_channel": by_column}
+        options: dict[str, Any] = {"weight_type": QuantType[weights], "per_channel": by_column}
         logging.getLogger().setLevel(logging.ERROR)  # the tools ask for a pre-processing that changes nothing here
         with tempfile.TemporaryDirectory() as folder:
             source, path = self.path() / "model.onnx", Path(folder) / "model.onnx"
             if form:
                 reader = _Once(self.feeds())
-                quantize_static(source, path, reader, quant_format=QuantFormat[form], **given)
+                quantize_static(source, path, reader, quant_format=QuantFormat[form], **options)
             else:
-                quantize_dynamic(source, path, **given)
+                quantize_dynamic(source, path, **options)
             return onnx.load(path)
 
 
 class _Once:
-    """What calibration reads: one call."""
+    """A reader for calibration: one call."""
 
     def __init__(self, feeds: Arrays) -> None:
         self.calls: Iterator[Arrays] = iter([feeds])
@@ -78,16 +78,16 @@ class _Once:
 
 
 def cases() -> list[QuantizedCase]:
-    """Encoders with a prompt, decoders with a token behind a past."""
-    found = []
+    """Return encoders with a prompt, and decoders with a token after a past."""
+    quantized_cases = []
     for export in _EXPORTS.published():
         decodes = export.model not in ("bert", "vit")
         if export.model in _MODELS and export.opset == 18 and export.form == "symbolic" and export.past == decodes:
-            found += [
+            quantized_cases += [
                 QuantizedCase(
                     name=f"{export.name}, {way}", group=GROUP, bar=Bar(ratio=1.0), export=export.name,
                     past=export.past, way=way,
                 )
                 for way in _WAYS
             ]  # fmt: skip
-    return found
+    return quantized_cases

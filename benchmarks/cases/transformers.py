@@ -70,7 +70,7 @@ class BertCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaCase(Case):
-    """`lowering.demo.decoder` of 8 layers: S new tokens behind `past` ones in caches with `capacity` slots.
+    """`lowering.demo.decoder` of 8 layers: S new tokens after `past` ones in caches with `capacity` slots.
 
     weights compresses ours alone; peers run float32.
     """
@@ -144,11 +144,11 @@ def bert(config: BertConfig = BERT) -> onnx.ModelProto:
         names = g.constant(scale, f"{name}.weight"), g.constant(bias, f"{name}.bias")
         return g.node("LayerNormalization", x, *names, name=name, axis=-1, epsilon=1e-12)
 
-    words = g.constant(g.rng.standard_normal((c.vocabulary, c.hidden), np.float32), "words")
+    table = g.constant(g.rng.standard_normal((c.vocabulary, c.hidden), np.float32), "token_table")
     positions = g.constant(g.rng.standard_normal((512, c.hidden), np.float32), "positions")
     length = g.node("Shape", "ids", name="length", start=1, end=2)
     bounds = (g.constant(np.array([0]), "zero"), length)
-    x = g.node("Add", g.node("Gather", words, "ids", name="word"), g.node("Slice", positions, *bounds, name="position"),
+    x = g.node("Add", g.node("Gather", table, "ids", name="word"), g.node("Slice", positions, *bounds, name="position"),
                name="embedded")  # fmt: skip
     x = norm(x, "embedded.norm")
     split = g.constant(np.array([0, 0, c.heads, c.hidden // c.heads]), "split")
@@ -196,7 +196,7 @@ def evaluated(model: onnx.ModelProto, feeds: Arrays, outputs: tuple[str, ...]) -
 
 def cases() -> list[Case]:
     prefill = Bar(share=0.85, ratio=1.1, scaling=1.85)
-    found: list[Case] = [
+    transformer_cases: list[Case] = [
         BertCase(name="BERT 128 tokens", group="transformers", bar=prefill, S=128),
         BertCase(name="BERT 384 tokens", group="transformers", bar=prefill, S=384),
         BertCase(name="BERT 8 x 128 tokens", group="transformers", B=8, S=128),
@@ -204,15 +204,15 @@ def cases() -> list[Case]:
     ]
     decode = {
         1024: Bar(share=0.9, ratio=1.05),
-        4096: Bar(share=0.9, ratio=1.05, beside=("Llama decode, 1024 slots", 0.95)),
+        4096: Bar(share=0.9, ratio=1.05, compared_to=("Llama decode, 1024 slots", 0.95)),
     }
-    found += [
+    transformer_cases += [
         LlamaCase(name=f"Llama decode, {n} slots", group="transformers", bar=bar, S=1, past=959, capacity=n)
         for n, bar in decode.items()
     ]
-    found += [
+    transformer_cases += [
         LlamaCase(name=f"Llama decode, {kind} weights", group="weights", bar=bar, S=1, past=959,
                   capacity=1024, weights=kind)
         for kind, bar in (("f16", Bar()), ("int8", Bar(ratio=2.5)), ("int4", Bar(ratio=4.0)))
     ]  # fmt: skip
-    return found
+    return transformer_cases

@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def draw(path: Path) -> None:
-    """The table and the picture of a results file. The cases are those of this version."""
+    """Print the table and draw the picture of a results file. The cases are those of this version."""
     from . import report, results
     from .bundling import cases
     from .plan import Plan
 
-    found = results.read(path)
-    plan = Plan(found.bundle, *cases.plan())
-    print(report.table(plan, found))
-    report.draw(plan, found, path.with_suffix(".png"))
+    stored = results.read(path)
+    plan = Plan(stored.bundle, *cases.plan())
+    print(report.table(plan, stored))
+    report.draw(plan, stored, path.with_suffix(".png"))

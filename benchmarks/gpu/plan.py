@@ -1,4 +1,4 @@
-"""What a bundle holds and what is to be measured with it: plain data, written by the compiler's side as plan.json."""
+"""The contents of a bundle, and its measurements: plain data, written by the compiler's side as plan.json."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 FILE = "plan.json"
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""Largest error of a right answer, as `attention.error` measures it. Y is rounded to half a unit in the last place, and
+"""Largest error of a right answer, as `attention.error` measures it. Y is rounded to half a unit of the last digit, and
 so is P."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is symbolic in a kernel. lengths holds the valid keys of each batch, or the write indices of an update; of a
+    """The symbolic sizes of a kernel. lengths are the valid keys of each batch, or the write indices of an update; of a
     matmul only q_len counts, the rows of A."""
 
     batch: int
@@ -43,7 +43,7 @@ class Kernel:
     """One library with one function, `kernel`.
 
     operation is "attention", "update", "matmul" or "read", whose problem (AttentionProblem, CacheUpdate, Matmul, Read)
-    is JSON; parameters are in the order of the function, and result is the one that holds the answer. variant is the
+    is JSON; parameters are in the order of the function, and result is the one with the answer. variant is the
     schedule and tiles what is not its default, by which contender, the column among those of a case, may differ from
     variant. checks are small and odd, the first one the smallest.
     """
@@ -68,7 +68,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a contender has to reach; one of: work per second, share of the limit, best peer's time by its own."""
+    """The speed to reach, as one of: work per second, share of the limit, best peer's time by its own."""
 
     contender: str
     rate: float | None = None
@@ -153,8 +153,8 @@ class Plan:
             if not any(_matches(case, pattern) for case in self.cases.values()):
                 groups = ", ".join(dict.fromkeys(case.group for case in self.cases.values()))
                 raise ValueError(f"no case or group matches '{pattern}'. The groups are {groups}.")
-        found = list(self.cases.values())
-        return [case for case in found if not patterns or any(_matches(case, p) for p in patterns)]
+        cases = list(self.cases.values())
+        return [case for case in cases if not patterns or any(_matches(case, p) for p in patterns)]
 
 
 def _matches(case: Case, pattern: str) -> bool:
@@ -162,11 +162,11 @@ def _matches(case: Case, pattern: str) -> bool:
 
 
 def read(folder: Path) -> Plan:
-    """The plan of a bundle."""
+    """Read the plan of a bundle."""
     data = json.loads((folder / FILE).read_text())
     readers = {"kernels": _kernel, "cases": _case, "programs": lambda fields: Program(**fields)}
-    parts = {part: {name: reader(fields) for name, fields in data[part].items()} for part, reader in readers.items()}
-    return Plan(**{**data, **parts, "sanitized": tuple(data["sanitized"])})
+    records = {key: {name: reader(fields) for name, fields in data[key].items()} for key, reader in readers.items()}
+    return Plan(**{**data, **records, "sanitized": tuple(data["sanitized"])})
 
 
 def _kernel(fields: dict[str, Any]) -> Kernel:

@@ -1,4 +1,4 @@
-"""What was found, as a table and a picture."""
+"""Results as a table and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 12  # kernels of a profile that are shown
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel in one case; None where there is no figure. ratio is the best peer's time by ours, and gain the time
+    """One kernel in one case; figures may be None. ratio is the best peer's time by ours, and gain the time
     with default tiles by that with these."""
 
     case: Case
@@ -31,9 +31,9 @@ class Row:
 
 
 def rows(plan: Plan, results: Results) -> list[Row]:
-    """Of the cases that were measured, in the order of the plan; variants of a kernel by their time."""
+    """Return the rows of the measured cases, in the order of the plan; variants of a kernel by their time."""
     limits = limits_of(plan, results)
-    found = []
+    table_rows = []
     for case in plan.cases.values():
         entry = results.found["cases"].get(case.name)
         if entry is None:
@@ -42,12 +42,12 @@ def rows(plan: Plan, results: Results) -> list[Row]:
         of_case = [_row(case, kernel, kernels, entry, limits) for kernel in kernels]
         if plan.has_variants(case):
             of_case.sort(key=lambda row: row.seconds or float("inf"))
-        found += of_case
-    return found
+        table_rows += of_case
+    return table_rows
 
 
 def limits_of(plan: Plan, results: Results) -> dict[str, float]:
-    """The work in a second that the GPU could do, by unit, as far as it was measured."""
+    """Return the work in a second that the GPU could do, by unit, as far as it was measured."""
     entries = results.found["limits"]
     names = {"FLOP": "matmul", "copy": "copy"}
     limits = {unit: entries[name]["rate"] for unit, name in names.items() if "rate" in entries.get(name, {})}
@@ -56,23 +56,23 @@ def limits_of(plan: Plan, results: Results) -> dict[str, float]:
 
 
 def read_rates(plan: Plan, results: Results) -> dict[str, dict[str, float]]:
-    """Bytes in a second by case that only reads, and contender."""
-    found: dict[str, dict[str, float]] = {}
+    """Return bytes in a second by case that only reads, and contender."""
+    rates: dict[str, dict[str, float]] = {}
     for case in plan.cases.values():
         entry = results.found["cases"].get(case.name, {})
         if case.group == LIMITS and entry:
             medians = {plan.kernels[k].contender: _median(entry, plan.kernels[k].contender) for k in case.kernels}
-            found[case.name] = {name: case.amount / median for name, median in medians.items() if median}
-    return found
+            rates[case.name] = {name: case.amount / median for name, median in medians.items() if median}
+    return rates
 
 
 def _row(case: Case, kernel: Kernel, kernels: list[Kernel], entry: dict[str, Any], limits: dict[str, float]) -> Row:
     contender = kernel.contender
     seconds, limit = _median(entry, contender), limits.get(case.unit)
-    others = [time for peer in case.peers if (time := _median(entry, peer)) is not None]
+    peer_times = [time for peer in case.peers if (time := _median(entry, peer)) is not None]
     rate = case.amount / seconds if seconds else None
     share = rate / limit if rate and limit else None
-    ratio = min(others) / seconds if seconds and others else None
+    ratio = min(peer_times) / seconds if seconds and peer_times else None
     default = next((k for k in kernels if k.variant == kernel.variant and not k.tiles), None)
     untuned = _median(entry, default.contender) if default is not None and kernel.tiles else None
     gain = untuned / seconds if untuned and seconds else None
@@ -86,7 +86,7 @@ def _median(entry: dict[str, Any], contender: str) -> float | None:
 
 
 def _judged(bar: Bar, unit: str, rate: float | None, share: float | None, ratio: float | None) -> tuple[str, bool]:
-    """What is asked in words, and whether it is met; a figure that is missing meets nothing."""
+    """Return the text of a bar, and whether it is met; a missing figure meets nothing."""
     if bar.rate is not None:
         scale, name = _UNITS[unit]
         return f"{bar.rate / scale:g} {name}", (rate or 0.0) >= bar.rate
@@ -96,28 +96,28 @@ def _judged(bar: Bar, unit: str, rate: float | None, share: float | None, ratio:
 
 
 def table(plan: Plan, results: Results) -> str:
-    """All rows, a part for each group of cases, and programs; then what failed or is missing, and the limits."""
-    found, lines = rows(plan, results), []
-    for group in dict.fromkeys(row.case.group for row in found):
-        members = [row for row in found if row.case.group == group]
-        others = list(dict.fromkeys(peer for row in members for peer in row.case.peers))
+    """Return all rows, a table for each group of cases, and programs; then failures, missing facts, and the limits."""
+    table_rows, lines = rows(plan, results), []
+    for group in dict.fromkeys(row.case.group for row in table_rows):
+        members = [row for row in table_rows if row.case.group == group]
+        peers = list(dict.fromkeys(peer for row in members for peer in row.case.peers))
         has_variants = any(row.gain is not None for row in members)
         headings = [group, "", "us", "spread", "speed", "of limit", "ratio", "of default" if has_variants else ""]
-        headings += [*others, "error", "bars"]
-        lines += [*_aligned([headings, *(_cells(row, others) for row in members)]), ""]
-    lines += [*_best(plan, results, found), *_steps(results), *_programs(plan, results)]
-    lines += _failures(found, results)
+        headings += [*peers, "error", "bars"]
+        lines += [*_aligned([headings, *(_cells(row, peers) for row in members)]), ""]
+    lines += [*_best(plan, results, table_rows), *_steps(results), *_programs(plan, results)]
+    lines += _failures(table_rows, results)
     lines += [f"missing: {what}: {entry['note']}" for what, entry in results.found["missing"].items()]
     lines += _limits(plan, results)
-    bars = [met for row in found for _, met in row.bars]
+    bars = [met for row in table_rows for _, met in row.bars]
     return "\n".join([*lines, f"bars met: {sum(bars)} of {len(bars)}; kernels {plan.digest}"])
 
 
-def _best(plan: Plan, results: Results, found: list[Row]) -> list[str]:
-    """Of each case whose kernels differ in their tiles: the fastest tiles beside the default."""
+def _best(plan: Plan, results: Results, table_rows: list[Row]) -> list[str]:
+    """Return, for each case whose kernels differ in their tiles, the fastest tiles compared with the default."""
     lines = []
-    for case in {row.case.name: row.case for row in found if plan.has_variants(row.case)}.values():
-        timed = [row for row in found if row.case is case and row.seconds is not None]
+    for case in {row.case.name: row.case for row in table_rows if plan.has_variants(row.case)}.values():
+        timed = [row for row in table_rows if row.case is case and row.seconds is not None]
         defaults = [row for row in timed if not _tiles(plan, row)]
         if not timed or not defaults:
             continue
@@ -134,10 +134,10 @@ def _tiles(plan: Plan, row: Row) -> Any:
     return next(plan.kernels[k].tiles for k in row.case.kernels if plan.kernels[k].contender == row.contender)
 
 
-def _failures(found: list[Row], results: Results) -> list[str]:
-    """What failed of each kind, and how many of it did not."""
+def _failures(table_rows: list[Row], results: Results) -> list[str]:
+    """Return the failures of each kind, and how many jobs of it did not fail."""
     lines = []
-    for row in found:
+    for row in table_rows:
         if why := row.entry.get(row.contender, {}).get("problem"):
             lines.append(f"cases: {row.case.name}: {row.contender}: {why}")
     for kind, entries in results.found.items():
@@ -163,7 +163,7 @@ def _limits(plan: Plan, results: Results) -> list[str]:
 
 
 def _steps(results: Results) -> list[str]:
-    """Of decoders: what each fact of a step says."""
+    """Return a line for each fact of a decoder's step."""
     lines = []
     for name, entry in results.found["steps"].items():
         if "rounds" in entry:
@@ -172,8 +172,8 @@ def _steps(results: Results) -> list[str]:
         elif "kernels" in entry:
             lines += _profile(name, entry)
         elif "ours" in entry:
-            ours = entry["ours"]["timing"]["median"]
-            times = (f"{who} {_time(e)} us, {e['timing']['median'] / ours:.2f}x" for who, e in entry.items())
+            own = entry["ours"]["timing"]["median"]
+            times = (f"{who} {_time(e)} us, {e['timing']['median'] / own:.2f}x" for who, e in entry.items())
             lines.append(f"step of {name}: {'; '.join(times)}")
     return lines
 
@@ -184,14 +184,14 @@ def _profile(name: str, entry: dict[str, Any]) -> list[str]:
         f"{sum(kernel['launches'] for kernel in entry['kernels'].values()):.4g} launches"
     ]
     cells = [["us a step", "launches", "us each", "kernel"]]
-    for kernel, found in list(entry["kernels"].items())[:_LONGEST]:
-        times = f"{found['seconds'] * 1e6:.4g}", f"{found['launches']:.4g}", f"{found['median'] * 1e6:.4g}"
+    for kernel, figures in list(entry["kernels"].items())[:_LONGEST]:
+        times = f"{figures['seconds'] * 1e6:.4g}", f"{figures['launches']:.4g}", f"{figures['median'] * 1e6:.4g}"
         cells.append([*times, kernel[:60]])
     return [*lines, *_aligned(cells), ""]
 
 
 def _programs(plan: Plan, results: Results) -> list[str]:
-    """Microseconds of whole artifacts, a table for each kind: programs by what was timed."""
+    """Return microseconds of whole artifacts, a table for each kind: programs by what was timed."""
     lines = []
     for kind in ("weights", "experts", "flex", "decoders"):
         entries = {name: entry for name, entry in results.found[kind].items() if "times" in entry}
@@ -205,21 +205,21 @@ def _programs(plan: Plan, results: Results) -> list[str]:
     return lines
 
 
-def _cells(row: Row, others: list[str]) -> list[str]:
+def _cells(row: Row, peers: list[str]) -> list[str]:
     scale, unit = _UNITS[row.case.unit]
-    mine = row.entry if "problem" in row.entry else row.entry.get(row.contender, {})
-    peers = [_time(row.entry.get(peer, {})) if "problem" not in row.entry else "" for peer in others]
+    own = row.entry if "problem" in row.entry else row.entry.get(row.contender, {})
+    times = [_time(row.entry.get(peer, {})) if "problem" not in row.entry else "" for peer in peers]
     bars = "; ".join(f"{text} {'met' if met else 'NOT MET'}" for text, met in row.bars)
     return [
-        *(row.case.name, row.contender, _time(mine), _spread(mine)),
+        *(row.case.name, row.contender, _time(own), _spread(own)),
         *("-" if row.rate is None else f"{row.rate / scale:.4g} {unit}", _number(row.share), _number(row.ratio)),
         "" if row.gain is None else f"{row.gain:.3f}",
-        *(*peers, f"{mine['error']:.0e}" if "error" in mine else "-", bars),
+        *(*times, f"{own['error']:.0e}" if "error" in own else "-", bars),
     ]
 
 
 def _time(entry: dict[str, Any]) -> str:
-    """Microseconds; a dash where it refused or was not there, else why there is no time."""
+    """Return microseconds; a dash where it refused or was missing, else the reason for the missing time."""
     timing = entry.get("timing")
     if timing is None:
         return "wrong" if "error" in entry else "-"
@@ -243,9 +243,9 @@ def _aligned(lines: list[list[str]]) -> list[str]:
 
 
 def draw(plan: Plan, results: Results, path: Path) -> None:
-    """The picture of all kernels that were timed."""
-    found = [row for row in rows(plan, results) if row.seconds is not None]
-    if found:
-        names = [f"{row.case.name}, {row.contender}" for row in found]
+    """Draw the picture of all kernels that were timed."""
+    timed = [row for row in rows(plan, results) if row.seconds is not None]
+    if timed:
+        names = [f"{row.case.name}, {row.contender}" for row in timed]
         title = f"onnx-lowering, {results.device}, {results.date}"
-        draw_bars(title, names, [row.ratio or 0.0 for row in found], [row.share or 0.0 for row in found], path)
+        draw_bars(title, names, [row.ratio or 0.0 for row in timed], [row.share or 0.0 for row in timed], path)

@@ -32,7 +32,7 @@ class Results:
         self.found = {kind: self.found.get(kind, {}) for kind in KINDS}
 
     def has(self, kind: str, name: str) -> bool:
-        """Whether the job is done and need not be tried again."""
+        """Return whether the job is done and need not be tried again."""
         entry = self.found[kind].get(name)
         return entry is not None and "problem" not in entry
 
@@ -41,7 +41,7 @@ class Store:
     """The results of a bundle on a GPU, in a file of their own in several folders."""
 
     def __init__(self, folders: list[Path], bundle: str, device: str) -> None:
-        """Goes on with what the first folder that has the file holds.
+        """Continue with the contents of the first folder that has the file.
 
         Raises OSError where the first folder cannot be made.
         """
@@ -53,7 +53,7 @@ class Store:
         self.results = read(there[0]) if there else Results(bundle, device, date.today().isoformat())
 
     def add(self, kind: str, name: str, entry: dict[str, Any]) -> None:
-        """Keeps an entry in every folder; says which folder cannot be written, and goes on."""
+        """Store an entry in every folder; print which folder cannot be written, and go on."""
         self.results.found[kind][name] = entry
         for path in self._paths:
             try:

@@ -1,4 +1,4 @@
-"""Models of GPU tiles beside timings of an H200: `python -m benchmarks.gpu.tile_models --page`.
+"""Models of GPU tiles compared with timings of an H200: `python -m benchmarks.gpu.tile_models --page`.
 
 benchmarks/results/gpu/h200_tiles.jsonl has the timings: microseconds of a kernel for a problem, with tiles. The page
 docs/cuda_tile_models.md shows how well the models of schedules/cuda order the tiles of a shape when its timings take no
@@ -46,17 +46,17 @@ class Model:
 
     title: str
     rough: Any
-    """Constants to begin a fit with, of which no timing is known."""
+    """Constants to begin a fit with, independent of all timings."""
     timings: dict[str, list[Timing]]
     """By shape."""
 
     def errors(self, constants: Any, shapes: Sequence[str]) -> list[float]:
         """Return by how much estimates are off, in logarithms, but for a factor that is each shape's own."""
-        found: list[float] = []
+        residuals: list[float] = []
         for shape in shapes:
-            each = [t.tiles.estimate(t.problem, GPU, constants) - math.log(t.us) for t in self.timings[shape]]
-            found += [error - sum(each) / len(each) for error in each]
-        return found
+            differences = [t.tiles.estimate(t.problem, GPU, constants) - math.log(t.us) for t in self.timings[shape]]
+            residuals += [error - sum(differences) / len(differences) for error in differences]
+        return residuals
 
     def fitted(self, shapes: Sequence[str]) -> Any:
         """Return the constants that fit these shapes best."""
@@ -67,7 +67,7 @@ class Model:
             return dataclasses.replace(self.rough, **dict(zip(names, np.exp(logarithms).tolist())))
 
         def residuals(logarithms: np.ndarray) -> list[float]:
-            # Data need not settle every constant: the last terms keep it where it is.
+            # Data need not determine every constant: the last terms keep it where it is.
             return [*self.errors(constants(logarithms), shapes), *(0.01 * (logarithms - start))]
 
         return constants(least_squares(residuals, start, loss="soft_l1", f_scale=0.03).x)
@@ -82,7 +82,7 @@ class Model:
 
 
 def _of_weights(shape: str) -> str:
-    """Return what shapes that differ in rows alone share."""
+    """Return the common key of shapes that differ in rows alone."""
     return shape.partition(" rows of ")[2] or shape
 
 
@@ -91,7 +91,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def decode_model() -> Model:
-    found: dict[str, list[Timing]] = {}
+    timings: dict[str, list[Timing]] = {}
     for row in rows():
         if row["kernel"] == "decode":
             p = AttentionProblem(
@@ -99,11 +99,11 @@ def decode_model() -> Model:
                 dtype="float16", v_dtype="float16", acc_dtype="float32", scale=128**-0.5,
             )  # fmt: skip
             timing = Timing(p, DecodeTiles(**row["tiles"]), row["us"])
-            found.setdefault(f"{row['batch']} x {row['keys']}", []).append(timing)
+            timings.setdefault(f"{row['batch']} x {row['keys']}", []).append(timing)
     return Model(
         "Decode attention: 32 heads on 8, head size 128; batch x keys",
         DecodeTiming(3000, 700, 1.0, 3000, 3000, 100, 0.1),
-        found,
+        timings,
     )
 
 
@@ -111,15 +111,15 @@ def many_rows() -> dict[str, list[Timing]]:
     return matmul_timings("many rows", WgmmaMatmulTiles, 1 << 20)
 
 
-def matmul_timings(kernel: str, kind: type, most: int) -> dict[str, list[Timing]]:
+def matmul_timings(kernel: str, kind: type, max_rows: int) -> dict[str, list[Timing]]:
     """Return timings of GEMMs with at most so many rows, by shape."""
-    found: dict[str, list[Timing]] = {}
+    timings: dict[str, list[Timing]] = {}
     for row in rows():
-        if row["kernel"] == kernel and row["m"] <= most:
+        if row["kernel"] == kernel and row["m"] <= max_rows:
             shape = MatmulShape("float16", 1, row["m"], row["n"], row["k"], row["matmuls"])
             name = f"{row['m']} rows of {row['n']} x {row['k']}{' (gate)' if row['matmuls'] > 1 else ''}"
-            found.setdefault(name, []).append(Timing(shape, kind(**row["tiles"]), row["us"]))
-    return found
+            timings.setdefault(name, []).append(Timing(shape, kind(**row["tiles"]), row["us"]))
+    return timings
 
 
 def few_rows_model() -> Model:

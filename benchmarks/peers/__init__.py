@@ -18,7 +18,7 @@ OURS = "onnx-lowering"
 TUNED = "onnx-lowering, tuned"  # the same with a database of `onnx-lowering tune`
 PEERS = ("torch", "onnxruntime", "openvino")
 
-ONE_THREAD = ", one thread"  # behind the name of a form that runs on several as well
+ONE_THREAD = ", one thread"  # after the name of a form that also runs on several
 
 
 @dataclass(frozen=True)

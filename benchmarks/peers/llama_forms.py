@@ -88,14 +88,14 @@ def _rewritten(
                 nodes += layer(f"layer{k}", f"cache_k.{k}", f"cache_v.{k}", k)
         if node.name not in gone:
             nodes.append(node)
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del model.graph.node[:]
-    model.graph.node.extend(kept)
+    model.graph.node.extend(copies)
     return model
 
 
 def _drop_dead(graph: onnx.GraphProto) -> None:
-    """Backwards, since nodes stand behind what they read."""
+    """Go backwards, since nodes come after their inputs."""
     used = {output.name for output in graph.output}
     for k in reversed(range(len(graph.node))):
         if used & set(graph.node[k].output):

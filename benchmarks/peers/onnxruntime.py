@@ -24,25 +24,25 @@ class Peer:
         self._threads = threads
 
     def forms(self, case: Case) -> dict[str, Form]:
-        """The model as callers run it; with outputs bound to the caches they update; and its own operators."""
+        """Return the model as callers run it; with outputs bound to the caches they update; and its own operators."""
         if isinstance(case, PublishedCase):
             return {"bound": self._form(lambda: self._bound(case.model(), case.feeds(), {}))}
-        found = {"model": self._form(lambda: self._run(case.model(), case.feeds()))}
+        forms = {"model": self._form(lambda: self._run(case.model(), case.feeds()))}
         if case.in_place:
-            found["in place"] = self._form(lambda: self._bound(case.model(), case.feeds(), case.in_place))
+            forms["in place"] = self._form(lambda: self._bound(case.model(), case.feeds(), case.in_place))
         if isinstance(case, AttentionCase):
             for name, build in microsoft.OPERATORS.items():
                 special = build(case)
                 if special is not None:
-                    found[name] = self._form(partial(self._special, special))
+                    forms[name] = self._form(partial(self._special, special))
         if isinstance(case, LinearCase):
-            found["com.microsoft"] = self._form(lambda: self._run(case.model("com.microsoft"), case.feeds()))
+            forms["com.microsoft"] = self._form(lambda: self._run(case.model("com.microsoft"), case.feeds()))
         if isinstance(case, LlamaCase):
-            found["grown cache"] = self._form(lambda: self._run(*llama_forms.grown(case)))
-            found["GroupQueryAttention"] = self._form(
+            forms["grown cache"] = self._form(lambda: self._run(*llama_forms.grown(case)))
+            forms["GroupQueryAttention"] = self._form(
                 lambda: self._bound(*llama_forms.group_query(case), case.in_place)
             )
-        return found
+        return forms
 
     def _form(self, make: Callable[[], Contender]) -> Form:
         return Form(make, self._threads)

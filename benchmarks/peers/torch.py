@@ -28,7 +28,7 @@ from .torch_flex import flex_forms
 class Peer:
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is timed
+        torch._inductor.config.compile_threads = 1  # no pool of compilers while calls are timed
 
     def forms(self, case: Case) -> dict[str, Form]:
         """Eager, and compiled where that is worth its while."""
@@ -72,7 +72,7 @@ class Peer:
     def _sdpa(self, case: AttentionCase) -> Contender:
         feeds, seen, bias = case.feeds(), case.visible(), case.bias()
         q, k, v = (tensor_of(feeds[name]) for name in "QKV")
-        # What SDPA calls causal is aligned at the first key.
+        # SDPA's causal mask is aligned at the first key.
         causal = case.causal and not case.end and case.window is None and not case.mask
         what = seen if bias is None else bias
         mask = None if causal or what is None else tensor_of(what)

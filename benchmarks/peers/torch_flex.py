@@ -74,7 +74,7 @@ def _gradients(case: FlexCase, threads: int, attend: Callable[..., Any]) -> Cont
         torch.set_num_threads(threads)
         return torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
 
-    return Contender(call, lambda found: {name: x.numpy() for name, x in zip(("dq", "dk", "dv"), found)})
+    return Contender(call, lambda gradients: {name: x.numpy() for name, x in zip(("dq", "dk", "dv"), gradients)})
 
 
 def _fused(case: FlexCase, threads: int) -> Contender:
@@ -87,8 +87,8 @@ def _written_out(case: FlexCase, threads: int) -> Contender:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         s = q @ k.transpose(2, 3) / math.sqrt(case.D)
-        place = torch.arange(1)[:, None, None, None], torch.arange(case.H)[:, None, None]
-        pair = *place, torch.arange(case.S)[:, None], torch.arange(case.S)
+        indices = torch.arange(1)[:, None, None, None], torch.arange(case.H)[:, None, None]
+        pair = *indices, torch.arange(case.S)[:, None], torch.arange(case.S)
         if score is not None:
             s = score(s, *pair)
         if mask is not None:

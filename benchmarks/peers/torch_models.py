@@ -14,13 +14,13 @@ from ..cases.transformers import BERT, LLAMA, BertCase, LlamaCase
 
 
 def weights_of(model: onnx.ModelProto) -> dict[str, torch.Tensor]:
-    """By name; matrices of linear layers transposed to [outputs, inputs], as PyTorch's own layers keep them."""
-    found = {}
+    """Return weights by name; matrices of linear layers transposed to [outputs, inputs], as PyTorch stores them."""
+    weights = {}
     for tensor in model.graph.initializer:
         array = torch.from_numpy(np.array(onnx.numpy_helper.to_array(tensor)))
-        embedding = tensor.name in ("embedding", "words", "positions", "cos_cache", "sin_cache")
-        found[tensor.name] = array if array.ndim != 2 or embedding else array.T.contiguous()
-    return found
+        embedding = tensor.name in ("embedding", "token_table", "positions", "cos_cache", "sin_cache")
+        weights[tensor.name] = array if array.ndim != 2 or embedding else array.T.contiguous()
+    return weights
 
 
 def bert(case: BertCase) -> Callable[[], Any]:
@@ -34,7 +34,7 @@ def bert(case: BertCase) -> Callable[[], Any]:
         return F.layer_norm(x, (BERT.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
 
     def forward() -> torch.Tensor:
-        x = norm(F.embedding(ids, w["words"]) + w["positions"][: case.S], "embedded.norm")
+        x = norm(F.embedding(ids, w["token_table"]) + w["positions"][: case.S], "embedded.norm")
         for k in range(BERT.layers):
             p = f"layer{k}"
             q, key, v = (linear(x, f"{p}.{name}").view(shape).transpose(1, 2) for name in "qkv")
@@ -57,8 +57,8 @@ def llama(case: LlamaCase) -> Callable[[], Any]:
         return F.rms_norm(x, (c.hidden,), w[f"{name}.weight"], 1e-5)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
-        one, two = x.chunk(2, dim=-1)
-        return torch.cat((one * cos - two * sin, one * sin + two * cos), dim=-1)
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)
 
     def forward() -> torch.Tensor:
         x = F.embedding(feeds["ids"], w["embedding"])

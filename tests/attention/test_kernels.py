@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import tvm
-from attention_cases import TARGET, Case, arrays, check, made, run
+from attention_cases import TARGET, Case, arrays, check, draw_cases, run
 from record_cases import ON_CPU, PAGE, page
 
 import schedules
@@ -37,7 +37,7 @@ def scheduled_module(problem: AttentionProblem) -> tvm.IRModule:
 
 def sweep(make: Make, seeds: Iterable[int]) -> None:
     for seed in seeds:
-        for case in made(seed, CALLS):
+        for case in draw_cases(seed, CALLS):
             inputs = arrays(case)
             try:
                 check(case, inputs, run(case, inputs, make))

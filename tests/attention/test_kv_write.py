@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from attention_cases import TARGET
-from kv_write_cases import Case, arrays, expected, made, same
+from kv_write_cases import Case, are_equal, arrays, draw_cases, expected
 from placed_arrays import borrow, guarded
 
 from lowering.attention.kv_write import copy_and_write, write_in_place
@@ -16,7 +16,7 @@ CALLS = 6
 
 
 def check(seed: int) -> None:
-    cases = made(seed, CALLS)
+    cases = draw_cases(seed, CALLS)
     record = cases[0].record
     functions = {"in_place": write_in_place(record), "copying": copy_and_write(record)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
@@ -36,7 +36,7 @@ def check(seed: int) -> None:
 
 def compare(case: Case, actual: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
     for name, array in want.items():
-        assert same(case, actual[name], array), f"{name}: {case}"
+        assert are_equal(case, actual[name], array), f"{name}: {case}"
 
 
 @pytest.mark.parametrize("first", range(0, 16, 8))

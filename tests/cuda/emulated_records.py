@@ -5,15 +5,16 @@ from __future__ import annotations
 import cuda_emulation as emulated
 import ml_dtypes
 import numpy as np
-from attention_cases import arrays, check, made, outputs
+from attention_cases import arrays, check, draw_cases, outputs
 from record_cases import CALLS
 
 
 def equals_the_reference(module: emulated.Module, seed: int, tensor_cores: bool) -> None:
     """Call the module's function attention_{seed}, a kernel of the problem that the seed draws, and check its results.
 
-    Tensor cores take probabilities that are rounded to the type of V."""
-    for case in made(seed, CALLS, tensor_cores):
+    Tensor cores take probabilities that are rounded to the type of V.
+    """
+    for case in draw_cases(seed, CALLS, tensor_cores):
         inputs = arrays(case)
         results = outputs(case, inputs)
         names = case.problem.parameters()

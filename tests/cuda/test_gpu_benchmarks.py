@@ -316,7 +316,7 @@ def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) ->
                 return Answer(problem=problem, doing=contender)
         return Answer({"mma": errands.timed(1.0)}, doing="timing")
 
-    monkeypatch.setattr(jobs, "alone", run_alone)
+    monkeypatch.setattr(jobs, "run_isolated", run_alone)
     record = results.Results("digest", "a GPU", "2000-01-01")
     record.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
     answer = jobs.timed(Path(), PLAN, PLAN.cases["full"], record, 60)

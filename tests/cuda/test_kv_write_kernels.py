@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from kv_write_cases import arrays, expected, made, same
+from kv_write_cases import are_equal, arrays, draw_cases, expected
 
 from lowering.attention.kv_write import write_in_place
 from schedules.cuda.kv_write import kv_write
@@ -22,7 +22,7 @@ SEEDS, CALLS = range(12), 4
 def kernels() -> emulated.Module:
     functions = {}
     for seed in SEEDS:
-        variants = kv_write(write_in_place(made(seed, CALLS)[0].record), TARGET)
+        variants = kv_write(write_in_place(draw_cases(seed, CALLS)[0].record), TARGET)
         assert variants
         functions[f"append_{seed}"] = variants[0].make()
     return emulated.module(functions, arch="sm_80")
@@ -31,7 +31,7 @@ def kernels() -> emulated.Module:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_writes_new_rows_and_nothing_else(seed: int) -> None:
     print(f"seed {seed}")
-    for case in made(seed, CALLS):
+    for case in draw_cases(seed, CALLS):
         inputs = arrays(case)
         want = expected(case, inputs)
         # compiled code takes float8 as bytes
@@ -40,5 +40,5 @@ def test_writes_new_rows_and_nothing_else(seed: int) -> None:
             results = dict(zip(inputs, kernels().call(f"append_{seed}", passed, order=order)))
             for name, array in inputs.items():
                 result = results[name].view(array.dtype)
-                fine = same(case, result, want[name]) if name in want else result.tobytes() == array.tobytes()
+                fine = are_equal(case, result, want[name]) if name in want else result.tobytes() == array.tobytes()
                 assert fine, f"{name}: {case}"

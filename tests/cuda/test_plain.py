@@ -8,7 +8,7 @@ import functools
 import cuda_emulation as emulated
 import numpy as np
 import pytest
-from attention_cases import made
+from attention_cases import draw_cases
 from emulated_records import equals_the_reference
 from record_cases import CALLS, ON_CUDA
 
@@ -23,7 +23,7 @@ SEEDS = range(19)
 
 @functools.cache
 def kernels(seeds: range) -> emulated.Module:
-    functions = {f"attention_{seed}": rows_kernel(made(seed, CALLS)[0].problem, TILES) for seed in seeds}
+    functions = {f"attention_{seed}": rows_kernel(draw_cases(seed, CALLS)[0].problem, TILES) for seed in seeds}
     return emulated.module(functions, arch="sm_80")
 
 
@@ -42,11 +42,11 @@ def test_equals_the_reference_at_length(first: int) -> None:
 
 @pytest.mark.no_gpu
 def test_the_drawn_problems_are_of_many_kinds() -> None:
-    problems = [made(seed, CALLS)[0].problem for seed in SEEDS]
+    problems = [draw_cases(seed, CALLS)[0].problem for seed in SEEDS]
     rows = {
         case.batch * case.problem.q_heads * case.q_len
         for seed in SEEDS
-        for case in made(seed, CALLS)
+        for case in draw_cases(seed, CALLS)
         if case.problem.qk_mode is None and case.kv_len > 2 * TILES.split
     }
     assert min(rows - {0}) * 5 < TILES.warps < max(rows)

@@ -8,7 +8,7 @@ import functools
 
 import cuda_emulation as emulated
 import pytest
-from attention_cases import made
+from attention_cases import draw_cases
 from emulated_records import equals_the_reference
 from record_cases import CALLS, ON_TENSOR_CORES, SMALL_M
 
@@ -27,7 +27,7 @@ SEEDS = range(13)
 def kernels(seeds: range, arch: str) -> emulated.Module:
     functions, gpu = {}, DEVICES[arch]
     for seed in seeds:
-        p = made(seed, CALLS, tensor_cores=True)[0].problem
+        p = draw_cases(seed, CALLS, tensor_cores=True)[0].problem
         assert can_prefill(p)
         prefill = ON_HOPPER if gpu.generation == 90 and p.is_dense else PREFILL
         decode = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=SMALL_M)
@@ -42,7 +42,7 @@ def test_equals_the_reference(seed: int) -> None:
 
 @pytest.mark.no_gpu
 def test_the_drawn_problems_are_of_many_kinds() -> None:
-    problems = [made(seed, CALLS, tensor_cores=True)[0].problem for seed in SEEDS]
+    problems = [draw_cases(seed, CALLS, tensor_cores=True)[0].problem for seed in SEEDS]
     assert {p.is_ragged for p in problems} == {False, True}
     assert {p.layout.has_lookup for p in problems} == {False, True}
     assert {type(p.layout.slots).__name__ for p in problems} == {"Whole", "Offset", "Pages"}

@@ -47,8 +47,8 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("package", ["tvm", "tvm_ffi"])
 def test_packages_that_cannot_be_imported(package: str, tmp_path: Path) -> None:
     (tmp_path / f"{package}.py").write_text("raise OSError('libodd.so: undefined symbol')\n")
-    places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    status, text = doctor(PYTHONPATH=places)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    status, text = doctor(PYTHONPATH=paths)
     assert status == 1
     assert "PROBLEM: the compiler, apache-tvm, cannot be imported: OSError: libodd.so: undefined symbol." in text
     assert install_command(options="--force-reinstall") in text
@@ -131,7 +131,7 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
     usage: Any = type("Usage", (), {"free": 2**20})
     monkeypatch.setattr(here.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(here.os, "access", lambda place, _: place != tmp_path / "cache")
+    monkeypatch.setattr(here.os, "access", lambda path, _: path != tmp_path / "cache")
     report = DiagnosisReport()
     here.examine(report)
     assert report.facts["folders"]["cache"].endswith("holds 3.0 MiB")

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from packaging.utils import parse_wheel_filename
-from test_package import check_host, clean, made
+from test_package import check_host, clean, make_model
 from test_runtime_wheel import MODEL, check_record, commands
 
 from lowering.commands.cli import main
@@ -46,7 +46,7 @@ def machine(code: bytes) -> int:
 
 def test_a_host_is_cross_built_and_runs(tmp_path: Path) -> None:
     """By both ways that its README names, after it was moved."""
-    compile_to(tmp_path / "out", made(), "cpu:aarch64")
+    compile_to(tmp_path / "out", make_model(), "cpu:aarch64")
     first = tmp_path / "first"
     assert main(["package", str(tmp_path / "out"), "--to", str(first), "--runtime", str(LIBRARIES)]) == 0
     text = (first / "README.md").read_text()
@@ -74,7 +74,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """That of the runtime and that of a model, by their names."""
+    """Return the wheels of the runtime and of a model, by their names."""
     dist = tmp_path_factory.mktemp("dist")
     making = [sys.executable, "-m", "lowering.packaging.runtime_wheel", dist, "--runtime", LIBRARIES]
     subprocess.run(making, check=True)
@@ -90,7 +90,7 @@ def wheels(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     ],
 )
 def test_wheels_are_of_one_machine(name: str, platforms: str, libraries: list[str], wheels: dict[str, Path]) -> None:
-    """What their names say, their metadata say, and all code in them is."""
+    """Their names, their metadata, and all code in them are of the same machine."""
     check_record(wheels[name])
     tags = {str(tag) for tag in parse_wheel_filename(wheels[name].name)[3]}
     assert tags and all(re.fullmatch(f"py3-none-{platforms}", tag) for tag in tags)
@@ -103,10 +103,10 @@ def test_wheels_are_of_one_machine(name: str, platforms: str, libraries: list[st
 
 
 def python_for_aarch64(folder: Path) -> Path:
-    """A root folder with Debian's Python, unpacked; packages of this system are neither looked at nor changed."""
+    """Unpack Debian's Python into a root folder; packages of this system are neither read nor changed."""
     state, root = folder / "state", folder / "root"
-    for place in ("lists/partial", "archives/partial"):
-        (state / place).mkdir(parents=True)
+    for name in ("lists/partial", "archives/partial"):
+        (state / name).mkdir(parents=True)
     (state / "status").touch()
     options = {"APT::Architecture": "arm64", "APT::Architectures::": "arm64", "Dir::State": state, "Dir::Cache": state}
     options |= {"Dir::State::status": state / "status", "APT::Sandbox::User": ""}

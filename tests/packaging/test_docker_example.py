@@ -20,7 +20,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_stages_copy_what_there_is() -> None:
-    arguments, stages, made = set(), set(), {"/dist", "/artifact"}
+    arguments, stages, outputs = set(), set(), {"/dist", "/artifact"}
     for word, rest in instructions():
         if word == "FROM":
             image, *named = rest.split(" AS ")
@@ -31,10 +31,10 @@ def test_stages_copy_what_there_is() -> None:
         elif word == "COPY":
             *sources, _ = rest.split()
             if sources[0].startswith("--from="):
-                assert sources.pop(0).removeprefix("--from=") in stages and set(sources) <= made
+                assert sources.pop(0).removeprefix("--from=") in stages and set(sources) <= outputs
             for source in sources:
                 variable = re.fullmatch(r"\$\{(\w+)\}", source)
-                assert variable[1] in arguments if variable else source in made or (ROOT / source).exists()
+                assert variable[1] in arguments if variable else source in outputs or (ROOT / source).exists()
     readme = (EXAMPLE / "README.md").read_text()
     assert set(re.findall(r"--build-arg (\w+)=", readme)) == arguments == {"MODEL"}
     assert {word for word, _ in instructions()} <= {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENTRYPOINT"}
@@ -42,10 +42,10 @@ def test_stages_copy_what_there_is() -> None:
 
 def test_commands_take_these_options() -> None:
     commands = [shlex.split(rest) for word, rest in instructions() if word == "RUN"]
-    ours = [command[1:] for command in commands if command[0] == "onnx-lowering"]
+    compile_commands = [command[1:] for command in commands if command[0] == "onnx-lowering"]
     modules = [command[2] for command in commands if command[:2] == ["python", "-m"]]
-    assert [command[0] for command in ours] == ["compile"] and len(modules) == 1
-    (options,) = [create_parser().parse_args(command) for command in ours]
+    assert [command[0] for command in compile_commands] == ["compile"] and len(modules) == 1
+    (options,) = [create_parser().parse_args(command) for command in compile_commands]
     assert str(options.output) == "/artifact" and importlib.util.find_spec(modules[0]) is not None
     (entry,) = [json.loads(rest) for word, rest in instructions() if word == "ENTRYPOINT"]
     ((_, said),) = re.findall(r"^docker run (.*?) my-model (.*)$", (EXAMPLE / "README.md").read_text(), re.M)

@@ -26,7 +26,7 @@ model (float[n, 256] x, int64[m] rows) => (float[m, 256] y, float[n, 256] total)
   total = Add (x, x)
 }
 """
-# Names that are no identifiers, or not alike when they have become some, or words of Python.
+# Names that are not identifiers, or become equal to another one, or are Python keywords.
 RENAMED = {"x": 'past.0/"key"\'\n\\', "rows": "lambda", "y": "count", "total": "past.0/key"}
 
 
@@ -70,8 +70,8 @@ def site(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_installed_and_runs(site: Path, tmp_path: Path) -> None:
-    places = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", APPLICATION], check=True, env={**os.environ, "PYTHONPATH": places})
+    paths = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", APPLICATION], check=True, env={**os.environ, "PYTHONPATH": paths})
     metadata = (site / "odd_names-1.2.0rc1.dist-info" / "METADATA").read_text()
     assert "\nRequires-Dist: onnx-lowering-runtime==0.1.*\n" in metadata
 
@@ -89,11 +89,11 @@ def test_it_is_typed(site: Path, tmp_path: Path) -> None:
 
 def test_identifiers() -> None:
     names = ["x", "x.", "_x_", "x_2", "", "123", "class", "np", "\u00e4", "\u00f6", "index"]
-    found = make_identifiers(names)
-    assert found == [
+    identifiers = make_identifiers(names)
+    assert identifiers == [
         "x", "x_2", "x_3", "x_2_2", "tensor", "tensor_123", "class_", "np_", "tensor_2", "tensor_3", "index_",
     ]  # fmt: skip
-    assert len(set(found)) == len(names)
+    assert len(set(identifiers)) == len(names)
 
 
 def test_sources_of_models_without_inputs_and_of_every_type(artifact: Path) -> None:

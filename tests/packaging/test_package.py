@@ -36,7 +36,7 @@ WEIGHTS = np.random.default_rng(0).standard_normal((256, 64), np.float32)
 CLEAN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 
 
-def made() -> onnx.ModelProto:
+def make_model() -> onnx.ModelProto:
     model = onnx.parser.parse_model(MODEL)
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(WEIGHTS, "w"))
     return model
@@ -45,12 +45,12 @@ def made() -> onnx.ModelProto:
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("artifact") / "out"
-    compile_to(folder, made())
+    compile_to(folder, make_model())
     return folder
 
 
 def clean(command: list[str | Path] | str, folder: Path) -> str:
-    """What a command prints that sees no Python packages, nor libraries of this environment."""
+    """Return the output of a command that sees no Python packages, nor libraries of this environment."""
     shell = isinstance(command, str)
     done = subprocess.run(command, cwd=folder, env=CLEAN, shell=shell, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,15 +58,15 @@ def clean(command: list[str | Path] | str, folder: Path) -> str:
 
 
 def check_host(host: list[str | Path], app: Path) -> None:
-    """The command `host` computes with app's model what float64 does."""
+    """Check that the command `host` computes with app's model the same as float64."""
     x, rows = np.random.default_rng(1).standard_normal((5, 256), np.float32), np.array([4, 1])
     x.tofile(app.parent / "x.bin")
     rows.tofile(app.parent / "rows.bin")
-    said = clean([*host, app / "model", "n=5", "m=2", "x=x.bin", "rows=rows.bin"], app.parent)
+    output = clean([*host, app / "model", "n=5", "m=2", "x=x.bin", "rows=rows.bin"], app.parent)
     expected = x[rows].astype(np.float64) @ WEIGHTS
-    found = re.fullmatch(r"y: float32 \[ 2 64 \] (.*)\n", said)
-    assert found is not None, said
-    np.testing.assert_allclose(np.array(found[1].split(), np.float32), expected.ravel()[:8], rtol=1e-4, atol=1e-5)
+    match = re.fullmatch(r"y: float32 \[ 2 64 \] (.*)\n", output)
+    assert match is not None, output
+    np.testing.assert_allclose(np.array(match[1].split(), np.float32), expected.ravel()[:8], rtol=1e-4, atol=1e-5)
 
 
 def test_a_folder_is_built_and_run_without_python(artifact: Path, tmp_path: Path) -> None:
@@ -135,11 +135,11 @@ def test_licenses(artifact: Path, tmp_path: Path) -> None:
 def test_the_same_artifact_makes_the_same_files(artifact: Path, tmp_path: Path) -> None:
     for name in ("first.tar.gz", "second.tar.gz"):
         assert main(["package", str(artifact), "--to", str(tmp_path / name)]) == 0
-    found = []
+    contents = []
     for name in ("first", "second"):
         with tarfile.open(tmp_path / f"{name}.tar.gz") as tar:
-            found.append({m.name.removeprefix(name): (m.mtime, m.uid, m.size) for m in tar})
-    assert found[0] == found[1] and sorted(os.listdir(tmp_path)) == ["first.tar.gz", "second.tar.gz"]
+            contents.append({m.name.removeprefix(name): (m.mtime, m.uid, m.size) for m in tar})
+    assert contents[0] == contents[1] and sorted(os.listdir(tmp_path)) == ["first.tar.gz", "second.tar.gz"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -149,7 +149,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return said
 
 
-def test_places_that_hold_something(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_not_empty(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "main.cc").write_text("int main() {}")
     assert "[argument.folder_not_empty]" in refused(capsys, artifact, "--to", tmp_path / "app")
@@ -164,24 +164,24 @@ def test_damaged_artifacts(artifact: Path, tmp_path: Path, capsys: pytest.Captur
     shutil.copytree(artifact, tmp_path / "out")
     with (tmp_path / "out" / "weights.bin").open("r+b") as file:
         file.write(b"other")
-    for place in ("app", "app.tar.gz"):
-        assert "weights.bin' is not the file that" in refused(capsys, tmp_path / "out", "--to", tmp_path / place)
+    for name in ("app", "app.tar.gz"):
+        assert "weights.bin' is not the file that" in refused(capsys, tmp_path / "out", "--to", tmp_path / name)
     assert os.listdir(tmp_path) == ["out"]
 
 
 def wheels_of(machine: int, folder: Path) -> Path:
-    """What pip --target would make of wheels for a machine, by its number in ELF, as far as it matters."""
+    """Write the installed files of wheels for a machine, as pip --target does, by the machine's number in ELF."""
     for name in ("apache-tvm", "apache-tvm-ffi"):
         for path in libraries.metadata.distribution(name).files or []:
             said = path.name.startswith(("LICENSE", "NOTICE")) or ".dist-info" in path.parts[0]
             header = path.parts[:2] == ("tvm_ffi", "include")
             if said or header or path.name.startswith(("libtvm_ffi.so", "libtvm_runtime")):
-                place = folder / path
-                place.parent.mkdir(parents=True, exist_ok=True)
+                target = folder / path
+                target.parent.mkdir(parents=True, exist_ok=True)
                 content = bytearray(Path(str(path.locate())).read_bytes())
                 if path.suffix == ".so":
                     content[18:20] = machine.to_bytes(2, "little")
-                place.write_bytes(content)
+                target.write_bytes(content)
     return folder
 
 
@@ -189,7 +189,7 @@ def wheels_of(machine: int, folder: Path) -> Path:
 def test_artifacts_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are shipped with libraries of that machine, which the message says how to get."""
     out, app = tmp_path / "out", tmp_path / "app"
-    compile_to(out, made(), "cpu:aarch64")
+    compile_to(out, make_model(), "cpu:aarch64")
     said = refused(capsys, out, "--to", app)
     assert "the artifact is for aarch64, but the runtime libraries installed here are for x86_64" in said
     assert "--platform manylinux_2_28_aarch64 apache-tvm==" in said and "--runtime FOLDER." in said

@@ -1,4 +1,4 @@
-"""What a release is made by: `python -m build`, and workflows, which run elsewhere and are read here."""
+"""The tools that make a release: `python -m build`, and workflows, which run elsewhere and are read here."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
-def test_both_archives_hold_all_sources(dist: Path) -> None:
-    """Headers, C code and presets among them; the wheel was built from what the sdist holds."""
-    wanted = {
+def test_both_archives_contain_all_sources(dist: Path) -> None:
+    """They include headers, C code and presets; the wheel was built from the contents of the sdist."""
+    expected = {
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {Path(name).suffix for name in wanted} >= {".py", ".c", ".cc", ".hpp", ".json"}
+    assert {Path(name).suffix for name in expected} >= {".py", ".c", ".cc", ".hpp", ".json"}
     with zipfile.ZipFile(dist / f"onnx_lowering-{VERSION}-py3-none-any.whl") as wheel:
-        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
+        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
     with tarfile.open(dist / f"onnx_lowering-{VERSION}.tar.gz") as sdist:
-        assert wanted <= {name.partition("/")[2] for name in sdist.getnames()}
+        assert expected <= {name.partition("/")[2] for name in sdist.getnames()}
 
 
 def test_what_is_published_is_described(dist: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_libraries_that_are_not_there(tmp_path: Path) -> None:
 def commands(
     python: list[str | Path], artifact: Path, environment: dict[str, str], folder: Path, bench: bool = True
 ) -> None:
-    """What the runtime can do, and what it says of the rest; an emulator takes minutes for `bench`."""
+    """Run all commands of the runtime, and its refusals of the rest; an emulator takes minutes for `bench`."""
 
     def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [*python, *arguments]
@@ -120,7 +120,7 @@ def test_it_runs_artifacts_where_there_is_no_compiler(wheel: Path, artifact: Pat
 
 
 def test_what_it_imports_is_in_it(wheel: Path) -> None:
-    """Of lowering, at the top of its files: what functions import may need the compiler."""
+    """lowering imports it at the top of its files: imports inside functions may need the compiler."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         sources = {name: archive.read(name) for name in names if name.endswith(".py")}
@@ -128,8 +128,8 @@ def test_what_it_imports_is_in_it(wheel: Path) -> None:
         for node in ast.parse(source).body:
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = [*name.split("/")[: -node.level], *(node.module.split(".") if node.module else [])]
-                found = {"/".join(base) + ".py", "/".join([*base, "__init__.py"])}
-                assert found & names, f"{name} imports {'.'.join(base)}"
+                candidates = {"/".join(base) + ".py", "/".join([*base, "__init__.py"])}
+                assert candidates & names, f"{name} imports {'.'.join(base)}"
 
 
 @pytest.mark.slow

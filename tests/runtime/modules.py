@@ -112,7 +112,7 @@ def _storage_dims(tensor: TensorSpec) -> tuple[int | str, ...]:
 
 
 def dense(folder: Path, **fields: object) -> Path:
-    """y[n, 32] = relu(x[n, 64] w + b), and its row sums s[n]."""
+    """Build y[n, 32] = relu(x[n, 64] w + b), and its row totals s[n]."""
     rng = np.random.default_rng(0)
     w, b = rng.standard_normal((64, 32)).astype("f"), rng.standard_normal(32).astype("f")
 
@@ -125,7 +125,7 @@ def dense(folder: Path, **fields: object) -> Path:
 
 
 def shared(folder: Path) -> Path:
-    """For x[4]: x itself, the weight w = [0, 1, 2, 3], -x twice, and the constant [9, 9, 9, 9]."""
+    """Build, for x[4]: x itself, the weight w = [0, 1, 2, 3], -x twice, and the constant [9, 9, 9, 9]."""
 
     def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
         y = builder.emit(relax.op.negative(inputs[0]))
@@ -135,14 +135,14 @@ def shared(folder: Path) -> Path:
     return build(folder, [spec("x", "float32", 4)], outputs, body, {"w": np.arange(4, dtype="f")})
 
 
-def sums(folder: Path, dtype: str = "float32", shape: Sequence[int | str] = ("n", "m"), **fields: object) -> Path:
-    """z = x + y, elementwise, through vectorized code."""
+def addition(folder: Path, dtype: str = "float32", shape: Sequence[int | str] = ("n", "m"), **fields: object) -> Path:
+    """Build z = x + y, elementwise, through vectorized code."""
     inputs = [spec(name, dtype, *shape) for name in "xy"]
     return build(folder, inputs, [spec("z", dtype, *shape)], lambda b, i, w: [b.emit(relax.op.add(*i))], **fields)
 
 
 def inside(folder: Path) -> Path:
-    """z = x + y of sizes that must be equal, which only the code finds out."""
+    """Build z = x + y of sizes that must be equal, which only the code can check."""
 
     def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
         x, y = inputs
@@ -152,7 +152,7 @@ def inside(folder: Path) -> Path:
 
 
 def move(folder: Path, dtype: str, storage: str, **fields: object) -> Path:
-    """y[n, 3] = x[:, ::-1]: moves elements of any type, with their bits as they are."""
+    """Build y[n, 3] = x[:, ::-1]: move elements of any type, with their bits as they are."""
     width = 2 if dtype == "complex128" else 1
 
     @T.prim_func(s_tir=True)

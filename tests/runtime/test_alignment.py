@@ -24,7 +24,7 @@ TARGETS = [f"cpu:{level}" for level in LEVELS[1:]]
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "float16"])
 def test_every_offset(artifact: Callable[..., Path], target: str, dtype: str) -> None:
     """Static shapes of whole vectors, where code generation makes the most of alignment."""
-    module = lowering.load(artifact("sums", dtype, (16, 64), target=target))
+    module = lowering.load(artifact("addition", dtype, (16, 64), target=target))
     size = np.dtype(dtype).itemsize
     buffer = np.random.default_rng(0).integers(-50, 50, 3 * 1024 + 512).astype(dtype)
     start = -(buffer.__array_interface__["data"][0] // size) % (64 // size)
@@ -41,7 +41,7 @@ def test_every_offset(artifact: Callable[..., Path], target: str, dtype: str) ->
 def test_without_the_pass_it_crashes(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should TVM stop assuming alignment one day, the pass may go."""
     monkeypatch.setattr(modules, "assume_alignment", lambda state: state)
-    folder = modules.sums(tmp_path / "m", "float32", (16, 64), target=target)
+    folder = modules.addition(tmp_path / "m", "float32", (16, 64), target=target)
     code = f"""
 import lowering, numpy as np
 x = np.zeros(1026, "f")
@@ -62,11 +62,11 @@ def test_only_memory_from_outside_is_changed() -> None:
                 T.reads(x[vi, 0:16])
                 T.writes(y[vi, 0:16])
                 row = T.match_buffer(x[vi, 0:16], (16,), "float16", offset_factor=1)
-                kept = T.sblock_alloc_buffer((16,), "float32")
+                copied = T.sblock_alloc_buffer((16,), "float32")
                 for j in range(16):
-                    kept[j] = T.cast(row[j], "float32")
+                    copied[j] = T.cast(row[j], "float32")
                 for j in range(16):
-                    y[vi, j] = kept[j]
+                    y[vi, j] = copied[j]
 
     before = tvm.IRModule({"copy": copy})
     after = assume_alignment(make_state(before)).module["copy"]

@@ -127,7 +127,7 @@ def test_versions(folder: Path) -> None:
 
 
 def test_versions_of_the_runtime_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """apache-tvm is not installed there; its library's version is beside it."""
+    """apache-tvm is not installed there; its library's version is in a file next to it."""
 
     def version(name: str) -> str:
         if name == "apache-tvm":
@@ -160,7 +160,7 @@ def test_another_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_code_that_cannot_be_loaded(folder: Path) -> None:
-    """A library that is no model."""
+    """A library that is not a model."""
     path = folder / "model.so"
     subprocess.run(["gcc", "-shared", "-o", path, "-x", "c", os.devnull], check=True)
     hashes = json.loads((folder / "manifest.json").read_text())["hashes"]
@@ -174,12 +174,12 @@ def test_no_runtime_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     refused(
         folder, r"no installed apache-tvm has the TVM runtime library libtvm_runtime\.so\. Install apache-tvm, or put"
     )
-    # One beside the artifact is code that no digest covers, and is not touched.
+    # A library next to the artifact is code that no digest covers, and stays untouched.
     (folder / "libtvm_runtime.so").write_bytes(b"no library")
     refused(folder, r"no installed apache-tvm has the TVM runtime library libtvm_runtime\.so\.")
-    place = folder.parent / "tvm" / "lib"
-    place.mkdir(parents=True)
-    (place / "libtvm_runtime.so").write_bytes(b"no library")
+    libraries = folder.parent / "tvm" / "lib"
+    libraries.mkdir(parents=True)
+    (libraries / "libtvm_runtime.so").write_bytes(b"no library")
     monkeypatch.setattr(sys, "path", [str(folder.parent)])
     refused(folder, r"libtvm_runtime\.so' cannot be loaded: ")
 
@@ -216,7 +216,7 @@ assert (lowering.load({str(folder)!r}).run({{"x": x}})["y"] == y).all() and (mod
 
 
 def test_a_model_outlives_its_folder(folder: Path) -> None:
-    """What it needs is in memory or held open: its files may be removed, and it can still be saved."""
+    """All it needs is in memory or in open files: its files may be removed, and it can still be saved."""
     module = lowering.load(folder)
     call = module.bind({"x": np.ones((1, 64), "f")})
     before = call()["y"]
@@ -239,7 +239,7 @@ def test_files_are_closed_with_the_model(folder: Path) -> None:
 
 def test_an_artifact_is_replaced_whole(folder: Path, artifact: Callable[..., Path]) -> None:
     module = lowering.load(folder)
-    lowering.load(artifact("sums")).save(folder)
+    lowering.load(artifact("addition")).save(folder)
     assert "weights.bin" not in os.listdir(folder) and [t.name for t in lowering.load(folder).inputs] == ["x", "y"]
     x = np.ones((1, 64), "f")
     right = lowering.load(artifact("dense")).run({"x": x})["y"]
@@ -304,7 +304,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_damage_of_weights_is_found(seed: int, large: Path, tmp_path: Path) -> None:
-    """A bit, a page of zeros, a block of another place: by a load, and before anything is copied or signed."""
+    """A bit, a page of zeros, a block of another offset: by a load, and before anything is copied or signed."""
     loaded = lowering.load(large)
     loaded.save(tmp_path / "m")
     model = lowering.load(tmp_path / "m")

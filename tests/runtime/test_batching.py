@@ -185,9 +185,9 @@ def test_sixteen_threads_with_errors_among_them(two: lowering.Model, way: str) -
             begun.append((inputs, words, (batching if way == "batching" else two).submit(inputs)))
         for inputs, words, future in begun:
             if words is None:
-                outputs, alone = future.result(60), two.run(inputs)
+                outputs, expected = future.result(60), two.run(inputs)
                 for name in ("y", "w"):
-                    np.testing.assert_array_equal(outputs[name], alone[name])
+                    np.testing.assert_array_equal(outputs[name], expected[name])
             else:
                 with pytest.raises(InputError, match=words):
                     future.result(60)

@@ -1,4 +1,4 @@
-"""model.h holds names of others' choice, and is C++ whatever they are."""
+"""model.h contains names that others chose, and is C++ whatever they are."""
 
 from __future__ import annotations
 

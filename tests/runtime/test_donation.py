@@ -139,10 +139,10 @@ def test_one_array_twice(two: lowering.Model, p: int, q: int, x: int) -> None:
 
 def test_arrays_that_are_only_read_may_share_memory(model: Load) -> None:
     x = np.ones((2, 3), "f")
-    assert (model("sums").run({"x": x, "y": x})["z"] == 2).all()
+    assert (model("addition").run({"x": x, "y": x})["z"] == 2).all()
 
 
-def test_a_model_does_not_hold_on_to_arrays(model: Load) -> None:
+def test_a_model_does_not_keep_arrays_alive(model: Load) -> None:
     """Neither the caches of a finished generation nor outputs stay alive until the next call."""
     module = model("cache")
     arrays = inputs()
@@ -167,7 +167,7 @@ def test_bound_outputs_that_share_memory(two: lowering.Model, p1: int, q1: int) 
 
 @pytest.mark.parametrize(("p1", "q1"), [(8, 24), (24, 0), (15, 24), (24, 7), (1, 24)])
 def test_outputs_bound_to_donated_memory(two: lowering.Model, p1: int, q1: int) -> None:
-    """Of another output, or of a part of the same."""
+    """Memory of another output, or a range of the same memory."""
     buffer = np.arange(48, dtype="f")
     arrays = {"p": buffer[:8], "q": buffer[8:16], "x": buffer[16:24]}
     with pytest.raises(
@@ -189,7 +189,7 @@ def test_outputs_bound_to_their_own_inputs(two: lowering.Model) -> None:
         np.testing.assert_array_equal(array, expected[name])
 
 
-def test_an_input_that_is_an_output_beside_one_that_is_bound_to_it(tmp_path: Path) -> None:
+def test_an_input_that_is_an_output_and_has_another_bound_to_it(tmp_path: Path) -> None:
     def body(builder: relax.BlockBuilder, arrays: list, weights: list) -> list:
         return [builder.emit(relax.op.add(arrays[0], arrays[0])), arrays[0]]
 

@@ -52,7 +52,7 @@ def called(model: lowering.Model, way: str, inputs: dict[str, np.ndarray]) -> di
 
 
 def feeds(model: lowering.Model, length: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Rows of tokens behind others that a cache holds."""
+    """Draw rows of tokens after others that are in a cache."""
     rows, past = 1 + length % 2, int(rng.integers(0, 40))
     sizes = {"batch": rows, "tokens": length, "past": past, "total": past + length}
     arrays = {}

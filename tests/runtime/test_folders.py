@@ -48,7 +48,7 @@ def test_this_kernel_exchanges_folders(tmp_path: Path) -> None:
 def test_a_failed_rename_leaves_the_old_artifact(
     step: int, folder: Path, artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, module = contents(folder), lowering.load(artifact("sums"))
+    before, module = contents(folder), lowering.load(artifact("addition"))
     monkeypatch.setattr(folders, "_exchange", lambda first, second: False)
     rename, calls = Path.rename, []
 
@@ -73,7 +73,7 @@ def test_a_failed_exchange_leaves_the_old_artifact(
     monkeypatch.setattr(folders, "_exchange", fail)
     before = contents(folder)
     with pytest.raises(ArtifactError, match=r"out' cannot be written: Device or resource busy"):
-        lowering.load(artifact("sums")).save(folder)
+        lowering.load(artifact("addition")).save(folder)
     assert contents(folder) == before and os.listdir(folder.parent) == ["out"]
 
 
@@ -165,13 +165,14 @@ def test_savers_and_loaders(way: str, artifact: Callable[..., Path], folder: Pat
     """Two processes replace an artifact by another and back while two load it: no load fails, and none is mixed."""
     fields = {
         "two": way == "two renames",
-        "sources": [str(artifact(n)) for n in ("dense", "sums")],
+        "sources": [str(artifact(n)) for n in ("dense", "addition")],
         "folder": str(folder),
     }
-    codes = [SAVER.format(**fields)] * 2 + [LOADER.format(**fields)] * 2
+    scripts = [SAVER.format(**fields)] * 2 + [LOADER.format(**fields)] * 2
     pipe = subprocess.PIPE
     children = [
-        subprocess.Popen([sys.executable, "-c", c], cwd=modules.ROOT, stdin=pipe, stdout=pipe, text=True) for c in codes
+        subprocess.Popen([sys.executable, "-c", c], cwd=modules.ROOT, stdin=pipe, stdout=pipe, text=True)
+        for c in scripts
     ]
     for child in children:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -196,19 +197,19 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "latest"
     link.symlink_to("../out")
-    lowering.load(artifact("sums")).save(link)
+    lowering.load(artifact("addition")).save(link)
     assert link.is_symlink() and [t.name for t in lowering.load(folder).inputs] == ["x", "y"]
     assert os.listdir(link.parent) == ["latest"] and sorted(os.listdir(tmp_path)) == ["links", "out"]
 
 
 def test_links_to_nothing_and_to_each_other(artifact: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere/yet")
-    lowering.load(artifact("sums")).save(tmp_path / "link")
+    lowering.load(artifact("addition")).save(tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and lowering.load(tmp_path / "nowhere" / "yet").inputs
     for a, b in ("pq", "qp"):
         (tmp_path / a).symlink_to(b)
     with pytest.raises(ArtifactError, match=r"p' cannot be written: .*symbolic links"):
-        lowering.load(artifact("sums")).save(tmp_path / "p")
+        lowering.load(artifact("addition")).save(tmp_path / "p")
     with pytest.raises(ArtifactError, match=r"p' cannot be read: .*symbolic links"):
         lowering.load(tmp_path / "p")
 
@@ -216,8 +217,8 @@ def test_links_to_nothing_and_to_each_other(artifact: Callable[..., Path], tmp_p
 # -- what cannot be written -------------------------------------------------------------------------------------------
 
 
-def test_places_that_cannot_be_written(folder: Path, artifact: Callable[..., Path]) -> None:
-    module = lowering.load(artifact("sums"))
+def test_paths_that_cannot_be_written(folder: Path, artifact: Callable[..., Path]) -> None:
+    module = lowering.load(artifact("addition"))
     with pytest.raises(ArtifactError, match=r"model\.so/deeper/out' cannot be written: Not a directory"):
         module.save(folder / "model.so" / "deeper" / "out")
     with pytest.raises(ArtifactError, match="cannot be written: File name too long"):
@@ -227,7 +228,7 @@ def test_places_that_cannot_be_written(folder: Path, artifact: Callable[..., Pat
 
 
 def test_a_limit_of_the_size_of_files(folder: Path) -> None:
-    """What a full disk does, in the middle of the weights: an error that says what and where, and nothing is lost."""
+    """A limit acts as a full disk does, in the middle of the weights: the error names the file; no data are lost."""
     before = contents(folder)
     code = f"""
 import resource, lowering
@@ -244,13 +245,13 @@ assert "out' cannot be written: File too large" in message and "before is unchan
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB; needs root."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    options = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
     if subprocess.run(options, capture_output=True).returncode != 0:
         pytest.skip("no file system can be mounted")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk(small_disk: Path, artifact: Callable[..., Path]) -> None:

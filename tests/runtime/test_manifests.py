@@ -67,19 +67,19 @@ OTHERS: list[Any] = [
 ]
 
 
-def places(data: Any, path: tuple = ()) -> Iterator[tuple]:
+def list_paths(data: Any, path: tuple = ()) -> Iterator[tuple]:
     """The paths to all values inside plain data."""
     yield path
     if isinstance(data, dict | list):
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
-            yield from places(value, (*path, key))
+            yield from list_paths(value, (*path, key))
 
 
 def mutated(data: Any, rng: random.Random) -> Any:
     """A copy in which one to three values are others, gone, or repeated."""
     data = copy.deepcopy(data)
     for _ in range(rng.randint(1, 3)):
-        path = rng.choice(list(places(data))[1:])
+        path = rng.choice(list(list_paths(data))[1:])
         parent = data
         for key in path[:-1]:
             parent = parent[key]
@@ -214,8 +214,10 @@ def test_pools_that_the_code_does_not_have(change: dict[str, Any], folder: Path)
     )  # fmt: skip
     assert not list(find_contradictions(right))
     wrong = dataclasses.replace(states, **change)
-    found = list(find_contradictions(dataclasses.replace(right, served=dataclasses.replace(served, states=(wrong,)))))
-    assert len(found) == 1 and "is a pool of" in found[0]
+    contradictions = list(
+        find_contradictions(dataclasses.replace(right, served=dataclasses.replace(served, states=(wrong,))))
+    )
+    assert len(contradictions) == 1 and "is a pool of" in contradictions[0]
     absent = dataclasses.replace(served, per_token=("hidden",), fixed=("gate",))
     said = ["input 'hidden' holds the tokens of requests", "all requests share input 'gate'"]
     assert list(find_contradictions(dataclasses.replace(right, served=absent))) == said
@@ -266,7 +268,7 @@ def test_storage_types_are_those_of_the_compiler() -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.sig", "model.h", "host.hpp", "model.so"])
 def test_files_of_a_size_that_none_has(name: str, folder: Path) -> None:
-    """Sparse, so that they take no place on the disk."""
+    """Sparse, so that they use no space on the disk."""
     (folder / name).touch()
     os.truncate(folder / name, 300 * 2**30)
     if name == "manifest.sig":

@@ -23,10 +23,10 @@ def test_a_call_costs_what_a_few_additions_do(model: Load) -> None:
     """`run` takes as long as about 15 additions of tiny arrays, and a bound call as 7; the bars are four times that."""
     x = np.ones((2, 4), "f")
     arrays = {"x": x, "y": x}
-    sums = model("sums")
+    module = model("addition")
     addition = best(lambda: np.add(x, x))
-    assert best(lambda: sums.run(arrays)) < 60 * addition
-    assert best(sums.bind(arrays)) < 28 * addition
+    assert best(lambda: module.run(arrays)) < 60 * addition
+    assert best(module.bind(arrays)) < 28 * addition
 
 
 def test_donated_memory_costs_nothing() -> None:

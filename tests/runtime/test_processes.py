@@ -36,7 +36,7 @@ def exp(tmp_path_factory: pytest.TempPathFactory) -> lowering.Model:
 @pytest.mark.parametrize("used", ["submit", "Batching", "both", "neither"])
 @pytest.mark.parametrize("then", ["submit", "Batching"])
 def test_a_forked_child_has_threads_of_its_own(exp: lowering.Model, used: str, then: str, tmp_path: Path) -> None:
-    """Whatever its parent has used before, and whoever holds what lock."""
+    """A process works whatever its parent has used before, and whichever lock another thread has taken."""
     exp.save(tmp_path / "m")
     code = f"""
 import os, signal, threading, warnings, lowering, numpy as np
@@ -72,29 +72,29 @@ stop.set(); thread.join()
 @pytest.mark.parametrize("kind", ["submit", "Batching"])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_callbacks_may_wait(exp: lowering.Model, kind: str, depth: int) -> None:
-    """For what they submit themselves, with others beside and behind it, in a call or in calls that fail."""
+    """Calls that callbacks submit themselves work with others before and after them, also in calls that fail."""
     batching = lowering.Batching(exp, most=4, wait=0.01)
     submit: Callable[..., Future[Any]] = exp.submit if kind == "submit" else batching.submit
-    found, done = list[float](), threading.Event()
+    values, done = list[float](), threading.Event()
 
     def then(future: Future[Any], left: int) -> None:
         value = future.result()["y"]
-        found.append(float(value[0, 0]))
+        values.append(float(value[0, 0]))
         if not left:
             done.set()
             return
-        others = [submit({"x": np.full((1, 4), k, np.float32)}) for k in (7, 8)]
+        futures = [submit({"x": np.full((1, 4), k, np.float32)}) for k in (7, 8)]
         following = submit({"x": np.zeros_like(X)})
         last = submit({"y": X})  # is refused
         following.add_done_callback(lambda future: then(future, left - 1))
-        assert [round(float(np.log(other.result()["y"][0, 0])), 4) for other in reversed(others)] == [8, 7]
+        assert [round(float(np.log(other.result()["y"][0, 0])), 4) for other in reversed(futures)] == [8, 7]
         assert isinstance(last.exception(), lowering.InputError)
         following.result()
 
     first = [submit({"x": X}) for _ in range(3)]
     first[0].add_done_callback(lambda future: first[2].result() and then(future, depth))
     assert done.wait(60)
-    assert len(found) == depth + 1 and found[1:] == [1.0] * depth
+    assert len(values) == depth + 1 and values[1:] == [1.0] * depth
     batching.close()
 
 

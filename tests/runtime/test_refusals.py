@@ -1,4 +1,4 @@
-"""What a model does not take: each refusal names the input, what was expected and what was given."""
+"""Inputs that a model rejects: each refusal names the input, the requirement and the actual value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("inputs", "message"), REFUSED)
 def test_inputs(model: Load, inputs: dict[str, Any], message: str) -> None:
-    module = model("sums")
+    module = model("addition")
     for refuse in (module.run, module.bind):
         with pytest.raises(InputError, match=message):
             refuse(inputs)
@@ -49,7 +49,7 @@ def test_inputs(model: Load, inputs: dict[str, Any], message: str) -> None:
 
 def test_graphs_are_for_gpus(model: Load) -> None:
     with pytest.raises(InputError, match=r"graphs are for models on GPUs.*bind without graph=True"):
-        model("sums").bind({"x": ONES, "y": ONES}, graph=True)
+        model("addition").bind({"x": ONES, "y": ONES}, graph=True)
 
 
 def test_static_sizes(model: Load) -> None:
@@ -58,7 +58,7 @@ def test_static_sizes(model: Load) -> None:
 
 
 def test_ranges(tmp_path: Path) -> None:
-    module = lowering.load(modules.sums(tmp_path / "m", shape=("n",), ranges={"n": (1, 8)}))
+    module = lowering.load(modules.addition(tmp_path / "m", shape=("n",), ranges={"n": (1, 8)}))
     assert module.run({"x": np.ones(8, "f"), "y": np.ones(8, "f")})["z"].sum() == 16
     for size, refuse in itertools.product((0, 9), (module.run, module.bind)):
         with pytest.raises(InputError, match=rf"dimension 'n' is {size} in input 'x' \(axis 0\); the model takes 1 to"):
@@ -69,26 +69,26 @@ def test_ranges(tmp_path: Path) -> None:
 def test_threads(model: Load, artifact: Callable[..., Path], threads: Any) -> None:
     message = "threads must be a whole number from 1 to 1024, not"
     with pytest.raises(InputError, match=message):
-        model("sums").run({"x": ONES, "y": ONES}, threads=threads)
+        model("addition").run({"x": ONES, "y": ONES}, threads=threads)
     with pytest.raises(InputError, match=message):
-        model("sums").bind({"x": ONES, "y": ONES}, threads=threads)
+        model("addition").bind({"x": ONES, "y": ONES}, threads=threads)
     with pytest.raises(InputError, match=message):
-        lowering.load(artifact("sums"), threads=threads)
+        lowering.load(artifact("addition"), threads=threads)
 
 
 def test_numpy_integers_are_numbers(model: Load, artifact: Callable[..., Path]) -> None:
     for two in (np.int64(2), np.uint8(2), np.array(2)):
-        assert (model("sums").run({"x": ONES, "y": ONES}, threads=two)["z"] == 2).all()  # type: ignore[arg-type]
-        assert (model("sums").bind({"x": ONES, "y": ONES}, threads=two)()["z"] == 2).all()  # type: ignore[arg-type]
-        lowering.load(artifact("sums"), threads=two, device=np.int32(0))  # type: ignore[arg-type]
+        assert (model("addition").run({"x": ONES, "y": ONES}, threads=two)["z"] == 2).all()  # type: ignore[arg-type]
+        assert (model("addition").bind({"x": ONES, "y": ONES}, threads=two)()["z"] == 2).all()  # type: ignore[arg-type]
+        lowering.load(artifact("addition"), threads=two, device=np.int32(0))  # type: ignore[arg-type]
     for device in (-1, 1.0, 2**31):
         with pytest.raises(InputError, match="device must be a whole number from 0 to 2147483647, not"):
-            lowering.load(artifact("sums"), device=device)  # type: ignore[arg-type]
+            lowering.load(artifact("addition"), device=device)  # type: ignore[arg-type]
 
 
 def test_masked_arrays(model: Load) -> None:
-    """What has a mask would lose it; other subclasses of NumPy's arrays have the values that are in their memory."""
-    module = model("sums")
+    """A masked array would lose its mask; other subclasses of NumPy's arrays have the values in their memory."""
+    module = model("addition")
     for masked in (np.ma.masked_equal(ONES, 1), np.ma.array(ONES)):
         for refuse in (module.run, module.bind):
             with pytest.raises(InputError, match=r"input 'x' is a masked array, and its mask would be lost\. Pass"):
@@ -106,7 +106,7 @@ def test_subclasses_of_arrays(model: Load, tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "x", "f", "w+", shape=(2, 3))
     mapped[:] = x
     for other in (np.matrix(x), x.view(Odd), mapped, np.matrix(x.T).T, x.T.copy().view(Odd).T):
-        assert (model("sums").run({"x": other, "y": ONES})["z"] == x + 1).all()
+        assert (model("addition").run({"x": other, "y": ONES})["z"] == x + 1).all()
     pairs = np.matrix([[1 + 2j, 3j, 4]] * 2)
     assert (model("move", "complex128", "uint64").run({"x": pairs})["y"] == np.asarray(pairs)[:, ::-1]).all()
 
@@ -121,26 +121,26 @@ def test_strings_are_nothing_else(tmp_path: Path) -> None:
 
 
 def test_bound_arrays(model: Load) -> None:
-    module = model("sums")
-    both = {"x": ONES, "y": ONES}
+    module = model("addition")
+    inputs = {"x": ONES, "y": ONES}
     with pytest.raises(InputError, match=r"input 'x' is not C-contiguous, but a bound call reads it in place\."):
         module.bind({"x": np.ones((3, 2), "f").T, "y": ONES})
     with pytest.raises(InputError, match=r"there is no output 'x'\. The outputs are z\."):
-        module.bind(both, {"x": ONES.copy()})
+        module.bind(inputs, {"x": ONES.copy()})
     with pytest.raises(InputError, match=r"output 'z' must be float32, not float64"):
-        module.bind(both, {"z": np.ones((2, 3))})
+        module.bind(inputs, {"z": np.ones((2, 3))})
     with pytest.raises(InputError, match=r"dimension 'm' is 4 in output 'z' \(axis 1\) but 3 in input 'x'"):
-        module.bind(both, {"z": np.ones((2, 4), "f")})
+        module.bind(inputs, {"z": np.ones((2, 4), "f")})
     with pytest.raises(InputError, match=r"output 'z' is not C-contiguous, but a bound call writes results to it\."):
-        module.bind(both, {"z": np.ones((3, 2), "f").T})
+        module.bind(inputs, {"z": np.ones((3, 2), "f").T})
     frozen = ONES.copy()
     frozen.flags.writeable = False
     with pytest.raises(InputError, match=r"output 'z' is read-only, but a bound call writes results to it\."):
-        module.bind(both, {"z": frozen})
+        module.bind(inputs, {"z": frozen})
 
 
 def test_sizes_that_do_not_fit_together_inside(model: Load) -> None:
-    """What only the compiled code can know is an InputError too, and the model runs on."""
+    """A check that only the compiled code can do is an InputError too, and the model runs on."""
     module = model("inside")
     for _ in range(2):
         with pytest.raises(InputError, match="the model cannot run on these inputs: "):
@@ -149,7 +149,7 @@ def test_sizes_that_do_not_fit_together_inside(model: Load) -> None:
 
 
 def test_bound_lengths_are_those_that_are_read(tmp_path: Path) -> None:
-    """The room in slot caches is that of the arrays that were bound, whatever becomes of the caller's dictionary."""
+    """The room in slot caches is that of the bound arrays, whatever happens to the caller's dictionary."""
     specs = [modules.spec("x", "int64", "t"), modules.spec("n", "int64")]
     slots = SlotCaches(4, "n", ("x", 0), {}, None)
     out = [modules.spec("y", "int64", "t")]
@@ -172,7 +172,7 @@ def test_bound_lengths_are_those_that_are_read(tmp_path: Path) -> None:
 
 
 def test_results_that_do_not_fit_the_bound_array(tmp_path: Path) -> None:
-    """The size of a data-dependent output is only known after the call."""
+    """The size of a data-dependent output exists only after the call."""
     x_spec = modules.spec("x", "int64", 4)
 
     def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
@@ -201,7 +201,7 @@ def test_arrays_whose_own_code_fails(error: type[Exception], model: Load) -> Non
         def __dlpack_device__(self) -> tuple[int, int]:
             return 1, 0
 
-    module = model("sums")
+    module = model("addition")
     for refuse in (module.run, module.bind):
         with pytest.raises(InputError, match=r"input 'x' cannot be read through DLPack: .*broken"):
             refuse({"x": Broken(), "y": ONES})
@@ -209,4 +209,4 @@ def test_arrays_whose_own_code_fails(error: type[Exception], model: Load) -> Non
 
 def test_outputs_that_are_no_mapping(model: Load) -> None:
     with pytest.raises(InputError, match="outputs must map names to arrays, not list"):
-        model("sums").bind({"x": ONES, "y": ONES}, [1])  # type: ignore[arg-type]
+        model("addition").bind({"x": ONES, "y": ONES}, [1])  # type: ignore[arg-type]

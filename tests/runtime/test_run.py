@@ -76,7 +76,7 @@ def test_strings(tmp_path: modules.Path) -> None:
 
 
 def test_run_call_and_symbolic_sizes(model: Load) -> None:
-    module = model("sums")
+    module = model("addition")
     assert str(module) == "Model(x: float32[n, m], y: float32[n, m] -> z: float32[n, m])"
     for n, m in ((3, 5), (1, 1), (3, 5), (64, 33), (0, 4), (4, 0)):
         x, y = np.random.default_rng(n).standard_normal((2, n, m)).astype("f")
@@ -85,7 +85,7 @@ def test_run_call_and_symbolic_sizes(model: Load) -> None:
 
 
 def test_scalars_of_numpy_are_arrays(model: Load) -> None:
-    z = model("sums", "float64", ()).run({"x": np.float64(2.5), "y": np.array(1.0)})["z"]
+    z = model("addition", "float64", ()).run({"x": np.float64(2.5), "y": np.array(1.0)})["z"]
     assert isinstance(z, np.ndarray) and z.shape == () and z == 3.5
 
 
@@ -113,7 +113,7 @@ def test_misaligned_elements_are_copied(model: Load) -> None:
 
 
 def test_outputs_own_their_memory(artifact: Callable) -> None:
-    module = lowering.load(artifact("sums"))
+    module = lowering.load(artifact("addition"))
     x = np.ones((200, 300), "f")
     z = module.run({"x": x, "y": x})["z"]
     again = module.run({"x": z, "y": z})["z"]
@@ -148,7 +148,7 @@ def test_weights_are_not_written_to(model: Load, artifact: Callable) -> None:
 
 
 def test_bind(model: Load) -> None:
-    module = model("sums")
+    module = model("addition")
     x, y = np.ones((4, 8), "f"), np.ones((4, 8), "f")
     y.flags.writeable = False
     call = module.bind({"x": x, "y": y})
@@ -184,10 +184,10 @@ class TestAnotherLibrary:
 
     def test_mixed_with_numpy(self, model: Load) -> None:
         x = np.ones((2, 3), "f")
-        assert isinstance(model("sums").run({"x": x, "y": xp.asarray(x)})["z"], type(xp.asarray(x)))
+        assert isinstance(model("addition").run({"x": x, "y": xp.asarray(x)})["z"], type(xp.asarray(x)))
 
     def test_refusals(self, model: Load) -> None:
-        module, x = model("sums"), np.ones((2, 3), "f")
+        module, x = model("addition"), np.ones((2, 3), "f")
         with pytest.raises(InputError, match=r"input 'y' must be float32, not float64"):
             module.run({"x": x, "y": xp.ones((2, 3), dtype=xp.float64)})
         with pytest.raises(InputError, match=r"dimension 'm' is 4 in input 'y' \(axis 1\) but 3 in input 'x'"):
@@ -216,19 +216,19 @@ class TestTorch:
         assert module.run({"x": x[:0]})["y"].shape == (0, 3)
 
     def test_lazy_bits(self, model: Load) -> None:
-        """Tensors whose memory holds the negative or the conjugate of what they are."""
+        """Tensors whose memory contains the negated or conjugated values."""
         torch = self.torch
         x = torch.complex(torch.arange(6.0).reshape(2, 3), torch.arange(1.0, 7.0).reshape(2, 3))
         negative = x.conj().imag
         assert negative.is_neg() and x.conj().is_conj()
-        z = model("sums").run({"x": negative, "y": torch.zeros(2, 3)})["z"]
+        z = model("addition").run({"x": negative, "y": torch.zeros(2, 3)})["z"]
         assert torch.equal(z, -torch.arange(1.0, 7.0).reshape(2, 3))
         y = model("move", "complex64", "uint64").run({"x": x.conj()})["y"]
         assert torch.equal(y, x.conj().resolve_conj().flip(1))
         contiguous = torch._neg_view(torch.ones(2, 3))
         assert contiguous.is_neg() and contiguous.is_contiguous()
         with pytest.raises(InputError, match="input 'x' has its negative or conjugate bit set, but a bound call reads"):
-            model("sums").bind({"x": contiguous, "y": torch.zeros(2, 3)})
+            model("addition").bind({"x": contiguous, "y": torch.zeros(2, 3)})
         past = torch._neg_view(torch.zeros(2, 3, 4))
         inputs = {"new": np.ones((2, 4), "f"), "index": np.zeros(2, "int64")}
         with pytest.raises(InputError, match="input 'past' has its negative or conjugate bit set, but it is donated"):
@@ -241,12 +241,12 @@ class TestTorch:
         message = r"input 'x' (cannot be read|is a \w+ that has no memory|is a \w+, which computes)"
         for odd in (x.to_sparse(), x.to_mkldnn(), torch._efficientzerotensor((2, 3)), fake, x.to("meta")):
             with pytest.raises(InputError, match=message) as caught:
-                model("sums").run({"x": odd, "y": x})
+                model("addition").run({"x": odd, "y": x})
             assert "\n" not in str(caught.value)
         masked = torch.masked.masked_tensor(x, x > 2)
         with pytest.raises(InputError, match="input 'x' is a MaskedTensor, which computes what it holds"):
-            model("sums").run({"x": masked, "y": x})
-        assert (model("sums").run({"x": torch.nn.Parameter(x), "y": x})["z"] == 2).all()
+            model("addition").run({"x": masked, "y": x})
+        assert (model("addition").run({"x": torch.nn.Parameter(x), "y": x})["z"] == 2).all()
 
     def test_bytes_for_types_torch_lacks(self, model: Load) -> None:
         x = self.torch.arange(6, dtype=self.torch.int8).reshape(2, 3)
@@ -254,10 +254,10 @@ class TestTorch:
 
     def test_mixed_with_numpy(self, model: Load) -> None:
         x, y = np.ones((2, 3), "f"), self.torch.ones(2, 3)
-        assert isinstance(model("sums").run({"x": x, "y": y})["z"], self.torch.Tensor)
+        assert isinstance(model("addition").run({"x": x, "y": y})["z"], self.torch.Tensor)
 
     def test_refusals(self, model: Load) -> None:
-        torch, module, x = self.torch, model("sums"), np.ones((2, 3), "f")
+        torch, module, x = self.torch, model("addition"), np.ones((2, 3), "f")
         with pytest.raises(InputError, match=r"input 'y' must be float32, not float64"):
             module.run({"x": x, "y": torch.ones(2, 3, dtype=torch.float64)})
         with pytest.raises(InputError, match=r"dimension 'm' is 4 in input 'y' \(axis 1\) but 3 in input 'x'"):
@@ -297,20 +297,20 @@ def test_arrays_elsewhere_are_refused(model: Load, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, Foreign.__module__, np)
     x = np.ones((2, 3), "f")
     with pytest.raises(InputError, match=r"input 'y' is not in the CPU's memory"):
-        model("sums").run({"x": x, "y": OnDevice(x)})
+        model("addition").run({"x": x, "y": OnDevice(x)})
 
 
 def test_arrays_without_a_way_back_are_refused(model: Load) -> None:
     x = np.ones((2, 3), "f")
     with pytest.raises(InputError, match=r"of Foreign arrays has no from_dlpack"):
-        model("sums").run({"x": x, "y": Foreign(x)})
+        model("addition").run({"x": x, "y": Foreign(x)})
 
 
 def test_read_only_arrays_of_other_libraries(model: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, Foreign.__module__, np)
     x = np.ones((2, 3), "f")
     x.flags.writeable = False
-    assert (model("sums").run({"x": Foreign(x), "y": Foreign(x)})["z"] == 2).all()
+    assert (model("addition").run({"x": Foreign(x), "y": Foreign(x)})["z"] == 2).all()
     past = np.zeros((2, 3, 4), "f")
     past.flags.writeable = False
     inputs = {"new": np.ones((2, 4), "f"), "index": np.zeros(2, "int64")}

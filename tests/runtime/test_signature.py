@@ -79,7 +79,7 @@ def test_what_is_not_signed_with_the_key(folder: Path, artifact: Callable[..., P
 
 
 def test_new_digests_do_not_help(folder: Path) -> None:
-    """What an attacker would write, who can make all digests right."""
+    """An attacker can make all digests right."""
     path = folder / "manifest.json"
     manifest = Manifest.from_dict(json.loads(path.read_text()))
     (folder / "model.h").write_text("#error other text")

@@ -37,10 +37,10 @@ def workers() -> int:
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_of_a_call_a_model_and_an_artifact(artifact: Callable[..., Path], tmp_path: Path, threads: int) -> None:
     module = lowering.load(artifact("threads"), threads=threads)
-    mine = threading.get_native_id()
+    own_id = threading.get_native_id()
     for _ in range(3):
         outputs = module.run({"x": X})
-        assert threads_of(outputs) == threads and outputs["who"][0] == mine
+        assert threads_of(outputs) == threads and outputs["who"][0] == own_id
         assert threads_of(module.run({"x": X}, threads=2)) == 2
         assert threads_of(module.bind({"x": X})()) == threads
         assert threads_of(module.bind({"x": X}, threads=3)()) == 3
@@ -118,14 +118,14 @@ def hammer(callers: int, work: Callable[[int], None]) -> None:
 def test_eight_threads_on_one_model(model: Load) -> None:
     """Their inputs, sizes, errors and numbers of threads stay apart."""
     dense, observed = model("dense"), model("threads")
-    alone = {k: dense.run({"x": np.full((k + 1, 64), k, "f")})["y"] for k in range(8)}
+    expected = {k: dense.run({"x": np.full((k + 1, 64), k, "f")})["y"] for k in range(8)}
 
     def work(k: int) -> None:
         x = np.full((k + 1, 64), k, "f")
         bound = dense.bind({"x": x})
         for _ in range(100):
-            np.testing.assert_array_equal(dense.run({"x": x})["y"], alone[k])
-            np.testing.assert_array_equal(bound()["y"], alone[k])
+            np.testing.assert_array_equal(dense.run({"x": x})["y"], expected[k])
+            np.testing.assert_array_equal(bound()["y"], expected[k])
             with pytest.raises(InputError, match=f"not {k + 2}:"):
                 dense.run({"x": np.zeros([1] * (k + 2), "f")} if k else {"x": np.zeros((1, 2), "f")})
             who = observed.run({"x": np.zeros(16, "int32")}, threads=k % 3 + 1)["who"]
@@ -135,7 +135,7 @@ def test_eight_threads_on_one_model(model: Load) -> None:
 
 
 def test_calls_overlap(model: Load) -> None:
-    """Python's lock is not held while the compiled code runs: four calls of 0.2 s that wait for nothing."""
+    """Python's lock is free while the compiled code runs: four calls of 0.2 s that wait for nothing."""
     module = model("threads")
     start = time.perf_counter()
     hammer(4, lambda k: module.run({"x": np.full(4, 50_000, "int32")}, threads=1))
@@ -144,7 +144,7 @@ def test_calls_overlap(model: Load) -> None:
 
 def test_one_bound_call_from_several_threads(model: Load) -> None:
     x = np.ones((64, 64), "f")
-    call = model("sums").bind({"x": x, "y": x})
+    call = model("addition").bind({"x": x, "y": x})
     hammer(4, lambda k: [np.testing.assert_array_equal(call()["z"], 2 * x) for _ in range(200)])
 
 
@@ -199,7 +199,7 @@ def test_errors_in_workers_are_raised(tmp_path: Path) -> None:
 
 
 def test_the_most_threads_from_a_small_stack(artifact: Callable[..., Path]) -> None:
-    """Also beside other callers, and with fewer than the machine would make."""
+    """This is true next to other callers, and with fewer threads than the machine would make."""
     code = f"""
 import threading, lowering, numpy as np
 model = lowering.load({os.fspath(artifact("threads"))!r})

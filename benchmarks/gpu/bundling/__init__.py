@@ -1,1 +1,1 @@
-"""What writes a bundle: everything here needs the compiler."""
+"""The modules that write a bundle: everything here needs the compiler."""

@@ -30,10 +30,10 @@ from . import cases, decoders, experts, flashinfer, flexes, kernels, llama, mode
 TARGET = "cuda:sm_90a"
 
 PROCESSES = 2
-"""That build at a time."""
+"""How many processes build at a time."""
 
 PROGRAMS = (llama.write, decoders.write, weights.write, experts.write, flexes.write, models.write)
-"""What write artifacts, those that take longest first."""
+"""The functions that write artifacts, slowest first."""
 
 _ROOT = Path(__file__).parents[3]
 _RUNTIMES = ("libtvm_runtime.so", "libtvm_runtime_cuda.so")
@@ -103,28 +103,28 @@ def write(folder: Path, python: str) -> Plan:
 
 
 def libraries(folder: Path, kernels: dict[str, Kernel], chosen: dict[str, Case], pool: Executor) -> Plan:
-    """Builds a library for each kernel into `folder`. What else is among them goes."""
-    place = folder / "libraries"
-    place.mkdir(parents=True, exist_ok=True)
-    started = {name: pool.submit(library, place, kernel) for name, kernel in kernels.items()}
-    found = {}
+    """Build a library for each kernel into `folder`, and remove other files."""
+    target = folder / "libraries"
+    target.mkdir(parents=True, exist_ok=True)
+    started = {name: pool.submit(library, target, kernel) for name, kernel in kernels.items()}
+    built = {}
     for number, (name, future) in enumerate(started.items(), 1):
-        found[name] = replace(kernels[name], library=f"libraries/{future.result()}")
+        built[name] = replace(kernels[name], library=f"libraries/{future.result()}")
         print(f"[{number}/{len(kernels)}] {name}", file=sys.stderr, flush=True)
-    kept = {folder / kernel.library for kernel in found.values()}
-    for path in set(place.iterdir()) - kept:
+    current = {folder / kernel.library for kernel in built.values()}
+    for path in set(target.iterdir()) - current:
         if not path.name.startswith(flashinfer.PREFIX):
             path.unlink()
-    digest = hashlib.sha256("".join(sorted(path.name for path in kept)).encode()).hexdigest()[:12]
-    return Plan(digest, found, chosen)
+    digest = hashlib.sha256("".join(sorted(path.name for path in current)).encode()).hexdigest()[:12]
+    return Plan(digest, built, chosen)
 
 
-def library(place: Path, kernel: Kernel) -> str:
-    """Builds the kernel's library into a folder, unless it is there; its name."""
+def library(libraries_folder: Path, kernel: Kernel) -> str:
+    """Build the kernel's library into a folder, unless it is there, and return its name."""
     target = resolve(TARGET)[0]
     function = kernels.function(kernel, target)
     digest = hashlib.sha256(f"{target.name} {function.script(show_meta=True)}".encode()).hexdigest()[:12]
-    path = place / f"{re.sub('[ /]+', '-', kernel.name)}-{digest}.so"
+    path = libraries_folder / f"{re.sub('[ /]+', '-', kernel.name)}-{digest}.so"
     if not path.exists():
         partial = path.with_suffix(".partial")
         partial.write_bytes(build(tvm.IRModule({"kernel": function}), target, KernelCompiler(target)))
@@ -132,11 +132,11 @@ def library(place: Path, kernel: Kernel) -> str:
     return path.name
 
 
-def copy_sources(place: Path) -> None:
-    """What measure.py imports of this repository."""
-    shutil.rmtree(place, ignore_errors=True)
+def copy_sources(target_folder: Path) -> None:
+    """Copy the modules of this repository that measure.py imports."""
+    shutil.rmtree(target_folder, ignore_errors=True)
     for name in _SOURCES:
-        source, target = _ROOT / name, place / name
+        source, target = _ROOT / name, target_folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
@@ -145,21 +145,23 @@ def copy_sources(place: Path) -> None:
 
 
 def _copy_runtime(folder: Path, python: str) -> None:
-    """TVM's runtime beside measure.py, what its Python side needs in `site`, and CUDA's runtime in `cuda`."""
+    """Copy TVM's runtime next to measure.py, packages of its Python side to `site`, and CUDA's runtime to `cuda`."""
     package = importlib.util.find_spec("tvm")
     assert package is not None and package.origin is not None
     for name in _RUNTIMES:
         shutil.copy(Path(package.origin).parent / "lib" / name, folder)
     cudart = find_cudart()
     if cudart is not None:
-        place = folder / "cuda" / "nvidia" / "cu13" / "lib"
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.copy(cudart, place / CUDART)
+        cuda_libraries = folder / "cuda" / "nvidia" / "cu13" / "lib"
+        cuda_libraries.mkdir(parents=True, exist_ok=True)
+        shutil.copy(cudart, cuda_libraries / CUDART)
     shutil.rmtree(folder / "site", ignore_errors=True)
-    wanted = [f"{name}=={metadata.version(name)}" for name in _WHEELS]
+    requirements = [f"{name}=={metadata.version(name)}" for name in _WHEELS]
     options = ["--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", "--python-version", python]
     options += [f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", *wanted], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", *requirements], check=True
+    )
 
 
 def size(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""What is measured: kernels, and the sizes at which they take part in a case. The most telling cases come first."""
+"""The measured kernels, and the sizes at which they take part in a case. The most telling cases come first."""
 
 from __future__ import annotations
 
@@ -29,19 +29,27 @@ LENGTHS = (4096, 8192, 16384)
 TOKENS = 16384  # of the batch of a prefill
 
 CAUSAL = Window(right=0)
-_MATH_BYTES = 4 << 30  # of scores in float32, several of which the backend "math" keeps: beyond that it has no turn
+_MATH_BYTES = 4 << 30  # of scores in float32, several of which the backend "math" stores: beyond that it is left out
 
 # Small and odd: no multiple of a tile; more rows than keys; one row; blocks that work through several tiles.
 _CHECKS = ((1, 131, 147), (2, 197, 331), (3, 65, 40), (1, 1, 300), (1, 1031, 1100))
 
 
 def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
-    """Kernels and cases by name."""
-    others = (("f16", 64), ("f16", 256), ("bf16", 128))
-    parts = [*sweeps.parts(), _decode("f16"), _matmuls(), _variants(), _decode("bf16"), _updates(), _fallbacks()]
-    parts += [_prefill("f16", 128), *(_prefill(*other) for other in others)]
-    kernels = {kernel.name: kernel for found, _ in parts for kernel in found}
-    return kernels, {case.name: case for _, found in parts for case in found}
+    """Return kernels and cases by name."""
+    shapes = (("f16", 64), ("f16", 256), ("bf16", 128))
+    sweeps_and_cases = [
+        *sweeps.list_sweeps(),
+        _decode("f16"),
+        _matmuls(),
+        _variants(),
+        _decode("bf16"),
+        _updates(),
+        _fallbacks(),
+    ]
+    sweeps_and_cases += [_prefill("f16", 128), *(_prefill(*other) for other in shapes)]
+    kernels = {kernel.name: kernel for group, _ in sweeps_and_cases for kernel in group}
+    return kernels, {case.name: case for _, group in sweeps_and_cases for case in group}
 
 
 def sanitized(kernels: dict[str, Kernel]) -> tuple[str, ...]:
@@ -54,7 +62,7 @@ def sanitized(kernels: dict[str, Kernel]) -> tuple[str, ...]:
 
 
 def _peers(p: AttentionProblem, sizes: Sizes, flex: bool) -> tuple[str, ...]:
-    """Backends of SDPA, none of which has a soft cap; FlexAttention has no mask tensors."""
+    """Return the backends of SDPA, all without a soft cap, and FlexAttention, which has no mask tensors."""
     keeps = 4 * sizes.batch * p.q_heads * sizes.q_len * sizes.kv_len <= _MATH_BYTES
     backends = () if p.softcap else ("cudnn", "flash", "efficient", *(("math",) if keeps else ()))
     return (*backends, *(("flex",) if flex and p.mask is None else ()))
@@ -90,10 +98,10 @@ def _contest(
 
 
 def _variants() -> Parts:
-    """What real models add, in float16 with D 128."""
+    """Return the variants of real models, in float16 with D 128."""
     long, short = Sizes(1, 16384, 16384), Sizes(4, 4096, 4096)
     mask = Mask("bool", (1, 1, None, None))
-    found: dict[str, tuple[AttentionProblem, Sizes]] = {
+    problems: dict[str, tuple[AttentionProblem, Sizes]] = {
         "GQA 32/8 causal": (attention_problem("f16", 128, window=CAUSAL, **GQA), Sizes(2, 8192, 8192)),
         "window 1024": (attention_problem("f16", 128, window=Window(left=1023, right=0)), long),
         "bool mask": (attention_problem("f16", 128, mask=mask), short),
@@ -103,7 +111,7 @@ def _variants() -> Parts:
     }
     kernels: list[Kernel] = []
     cases: list[Case] = []
-    for name, (p, sizes) in found.items():
+    for name, (p, sizes) in problems.items():
         kernels.append(attention_kernel(name, "wgmma", p, _CHECKS))
         cases.append(_contest(f"{name} S{sizes.q_len}", "variants", p, sizes, (f"wgmma {name}",)))
     return kernels, cases
@@ -134,13 +142,13 @@ def _stream(name: str, group: str, p: AttentionProblem, sizes: Sizes, kernel: st
 
 
 def _matmuls() -> Parts:
-    """Of Llama 3 8B: what is projected down, and the gate; the square that everybody quotes; and odd sizes, checked."""
+    """Return the down projection of Llama 3 8B, and its gate; the square of 8192; and odd sizes, for checks."""
     kernels: list[Kernel] = []
     cases: list[Case] = []
 
     def add(name: str, dtype: str, n: int, k: int, form: tuple[bool, str], rows: dict[str, tuple[int, ...]]) -> None:
-        """form is whether B is [N, K], and the epilogue; rows are those that are timed: "many" in every variant, "few"
-        in one, as few rows have one kernel for all."""
+        """form is whether B is [N, K], and the epilogue; rows are timed: "many" in every variant, "few" in
+        one, as all of these are served by one kernel."""
         p = matmul_of(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
         full = f"matmul {dtype} {name}"
         contenders = ("wgmma", "mma") if name == "8192" else ("wgmma",)
@@ -189,7 +197,7 @@ def _updates() -> Parts:
 
 
 def _fallbacks() -> Parts:
-    """What serves any problem. They are checked; only decoding in float32 is timed."""
+    """Return the fallback kernels, which serve any problem. They are checked; only decoding in float32 is timed."""
     p = attention_problem("f32", 80, q_heads=8, kv_heads=4, v_head_dim=40, window=CAUSAL)
     step = attention_problem("f32", 128, **GQA)
     kernels = [

@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static cache, float32": {"static_cache": CAPACITY},
     "Batcher, float32": {"serve": lowering.Serve(context=CAPACITY)},
 }
-"""Of `lowering.compile`, by program."""
+"""Options of `lowering.compile`, by program."""
 
 
 def write(
@@ -45,8 +45,8 @@ def write(
     """Programs of these names in folders below `folder` / "decoders"; none where a package of NEEDED is missing."""
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         return []
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "decoder.onnx"
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "decoder.onnx"
         recorded = _export(path, sizes or SIZES)
         return [_write(folder, target, path, name, OPTIONS[name], recorded) for name in names]
 
@@ -54,14 +54,14 @@ def write(
 def _write(
     folder: Path, target: str, path: Path, name: str, options: dict[str, Any], recorded: dict[str, np.ndarray]
 ) -> Program:
-    place = make_empty(folder / "decoders" / name.replace(", ", "-").replace(" ", "-"))
-    lowering.compile(path, target=target, **options).save(place / "artifact")
-    pack(place / "artifact")
-    np.savez_compressed(place / "tokens.npz", allow_pickle=False, **recorded)
+    target_folder = make_empty(folder / "decoders" / name.replace(", ", "-").replace(" ", "-"))
+    lowering.compile(path, target=target, **options).save(target_folder / "artifact")
+    pack(target_folder / "artifact")
+    np.savez_compressed(target_folder / "tokens.npz", allow_pickle=False, **recorded)
     details = {"prompt": PROMPT, "tolerance": TOLERANCE[options.get("precision", "float32")]}
     kind = "batcher" if "serve" in options else "decoder"
     details |= {"blocks": BLOCKS, "context": CAPACITY} if kind == "batcher" else {}
-    return Program(name, kind, str(place.relative_to(folder)), details)
+    return Program(name, kind, str(target_folder.relative_to(folder)), details)
 
 
 def _export(path: Path, sizes: dict[str, int]) -> dict[str, np.ndarray]:

@@ -29,16 +29,16 @@ def write(
     folder: Path, target: str, *, sizes: Mapping[str, Mapping[str, int]] = SIZES, tokens: Sequence[int] = TOKENS
 ) -> list[Program]:
     """A program for each mixture, in folders below `folder` / "experts"."""
-    found = []
+    programs = []
     for number, (name, size) in enumerate(sizes.items()):
-        place = make_empty(folder / "experts" / str(number))
+        target_folder = make_empty(folder / "experts" / str(number))
         tile = (np.random.default_rng(number).standard_normal(PERIOD) * size["width"] ** -0.5).astype(np.float16)
-        compile_to(place / "artifact", _model(tile, size), target)
-        pack(place / "artifact")
-        np.savez(place / "tiles.npz", allow_pickle=False, values=tile)
+        compile_to(target_folder / "artifact", _model(tile, size), target)
+        pack(target_folder / "artifact")
+        np.savez(target_folder / "tiles.npz", allow_pickle=False, values=tile)
         details = {**size, "tokens": list(tokens), "tolerance": TOLERANCE}
-        found.append(Program(name, "experts", f"experts/{number}", details))
-    return found
+        programs.append(Program(name, "experts", f"experts/{number}", details))
+    return programs
 
 
 def _model(tile: np.ndarray, size: Mapping[str, int]) -> onnx.ModelProto:

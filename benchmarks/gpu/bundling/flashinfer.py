@@ -46,9 +46,9 @@ def build_decode(folder: Path, arch: str) -> tuple[str, str]:
     digest = hashlib.sha256(f"{version} {arch} {_FLAGS} {_fields()}".encode()).hexdigest()[:12]
     library = folder / f"{PREFIX}decode-{digest}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory() as place:
-            sources = _write_sources(data / "csrc", Path(place))
-            built = Path(place) / "library.so"
+        with tempfile.TemporaryDirectory() as temporary:
+            sources = _write_sources(data / "csrc", Path(temporary))
+            built = Path(temporary) / "library.so"
             code = f"arch=compute_{arch.removeprefix('sm_')},code={arch}"
             command = [nvcc, *_FLAGS, "-gencode", code, *_includes(data), *map(str, sources), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -80,19 +80,19 @@ def _fields() -> dict[str, str]:
     }
 
 
-def _write_sources(csrc: Path, place: Path) -> list[Path]:
+def _write_sources(csrc: Path, target_folder: Path) -> list[Path]:
     """Write the sources with their templates filled in; return those that are compiled."""
     import jinja2
 
     for name in _SOURCES:
-        (place / name).write_text((csrc / name).read_text())
+        (target_folder / name).write_text((csrc / name).read_text())
     for template, name in _TEMPLATES.items():
-        (place / name).write_text(jinja2.Template((csrc / template).read_text()).render(_fields()))
-    return sorted(place.glob("*.cu"))
+        (target_folder / name).write_text(jinja2.Template((csrc / template).read_text()).render(_fields()))
+    return sorted(target_folder.glob("*.cu"))
 
 
 def _includes(data: Path) -> list[str]:
-    places = [data / "include", data / "csrc", *sorted((data / "cccl").rglob("include"))]
-    places += [data / "cutlass" / "include", data / "spdlog" / "include"]
-    ours = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-    return [f"-I{place}" for place in (*places, *ours)]
+    folders = [data / "include", data / "csrc", *sorted((data / "cccl").rglob("include"))]
+    folders += [data / "cutlass" / "include", data / "spdlog" / "include"]
+    own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    return [f"-I{path}" for path in (*folders, *own)]

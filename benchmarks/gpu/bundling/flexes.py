@@ -30,8 +30,8 @@ def write(
     dtype: str = "bfloat16",
 ) -> list[Program]:
     """A program for each of them, in folders below `folder` / "flex"."""
-    made = [(name, False) for name in names] + [(name, True) for name in names if name in BLOCKED]
-    return [_write(folder, target, name, blocked, shape, dtype) for name, blocked in made]
+    variants = [(name, False) for name in names] + [(name, True) for name in names if name in BLOCKED]
+    return [_write(folder, target, name, blocked, shape, dtype) for name, blocked in variants]
 
 
 def _write(
@@ -47,9 +47,9 @@ def _write(
         captures=arrays, target=target, dtype=dtype,
     )  # fmt: skip
     title = f"{name} by blocks" if blocked else name
-    place = make_empty(folder / "flex" / title.replace(" ", "-"))
-    module.save(place / "artifact")
+    target_folder = make_empty(folder / "flex" / title.replace(" ", "-"))
+    module.save(target_folder / "artifact")
     recorded = {**arrays, **({"block_states": block_mask.states} if block_mask is not None else {})}
-    np.savez(place / "inputs.npz", allow_pickle=False, **recorded)
+    np.savez(target_folder / "inputs.npz", allow_pickle=False, **recorded)
     details = {"mods": name, "shape": list(shape), "dtype": dtype}
-    return Program(title, "flex", str(place.relative_to(folder)), details)
+    return Program(title, "flex", str(target_folder.relative_to(folder)), details)

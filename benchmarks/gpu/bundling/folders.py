@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_empty(folder: Path) -> Path:
-    """The folder, without what it held."""
+    """Return the folder, emptied."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

@@ -29,49 +29,49 @@ _DATA = "model.data"
 
 
 class _Drawn(ModelBuilder):
-    """Weights go to a file beside the model; what they are is in `parts`."""
+    """Weights go to a file next to the model; `tensors` lists them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(0)
         self.file = (folder / _DATA).open("wb")
-        self.parts: list[drawn.Part] = []
+        self.tensors: list[drawn.DrawnTensor] = []
 
     def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
-        part = drawn.Part(name, shape, float(shape[0] ** -0.5 if scale is None else scale))
-        self.parts.append(part)
-        tensor = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT16)
-        tensor.data_location = TensorProto.EXTERNAL
-        data = part.draw()
+        tensor = drawn.DrawnTensor(name, shape, float(shape[0] ** -0.5 if scale is None else scale))
+        self.tensors.append(tensor)
+        proto = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT16)
+        proto.data_location = TensorProto.EXTERNAL
+        data = tensor.draw()
         for key, value in (("location", _DATA), ("offset", self.file.tell()), ("length", data.nbytes)):
-            tensor.external_data.add(key=key, value=str(value))
+            proto.external_data.add(key=key, value=str(value))
         self.file.write(data.data)
-        self.initializers.append(tensor)
+        self.initializers.append(proto)
         return name
 
 
 def write(folder: Path, target: str, config: DecoderConfig = LLAMA) -> list[Program]:
-    """The artifact, in a folder below `folder` / "steps"."""
+    """Write the artifact into a folder below `folder` / "steps"."""
     artifact(make_empty(folder / "steps" / NAME), target, config)
     return [Program(NAME, "step", f"steps/{NAME}")]
 
 
 def artifact(folder: Path, target: str, config: DecoderConfig = LLAMA) -> None:
-    """With weights.json and others.bin in place of weights.bin, of which `drawn.fill` makes it again.
+    """Write it with weights.json and others.bin instead of weights.bin, which `drawn.fill` makes again from them.
 
     A step of it reads a token at half of the caches, which have room for half of its positions.
     """
-    with tempfile.TemporaryDirectory() as place:
-        graph = _Drawn(Path(place))
+    with tempfile.TemporaryDirectory() as temporary:
+        graph = _Drawn(Path(temporary))
         model = in_half(build_decoder(config, graph))
         graph.file.close()
-        onnx.save(model, Path(place) / "model.onnx")
-        compile_to(folder, Path(place) / "model.onnx", target, donate=["cache_.*"])
+        onnx.save(model, Path(temporary) / "model.onnx")
+        compile_to(folder, Path(temporary) / "model.onnx", target, donate=["cache_.*"])
     manifest = Manifest.from_dict(json.loads((folder / FILE).read_text()))
     data = np.memmap(folder / WEIGHTS, np.uint8, "r")
-    found = drawn.recipe(data, [(weight.offset, weight.nbytes) for weight in manifest.weights], graph.parts)
+    recipe = drawn.recipe(data, [(weight.offset, weight.nbytes) for weight in manifest.weights], graph.tensors)
     capacity = config.positions // 2
     about = {**dataclasses.asdict(config), "capacity": capacity, "place": capacity // 2}
-    found.write(folder, graph.parts, about)
+    recipe.write(folder, graph.tensors, about)
     drawn.fill(folder)
     if digest((folder / WEIGHTS).read_bytes()) != manifest.hashes[WEIGHTS]:
         raise AssertionError("weights drawn again differ from those of the artifact")

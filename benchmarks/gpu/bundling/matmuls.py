@@ -26,7 +26,7 @@ class Matmul:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Of the function, in order."""
+        """The parameters of the function, in order."""
         return ("a", *self.factors, *(("bias",) if self.epilogue == "bias" else ()), "c")
 
     def to_json(self) -> str:
@@ -34,11 +34,11 @@ class Matmul:
 
     @staticmethod
     def from_json(text: str) -> Matmul:
-        """What `to_json` wrote."""
+        """Read the text of `to_json`."""
         return decode(Matmul, json.loads(text), "the matmul")
 
     def function(self) -> tirx.PrimFunc:
-        """Unscheduled."""
+        """Return the unscheduled function."""
         m, n, k = tirx.Var("m", "int64"), *(tirx.IntImm("int64", size) for size in (self.columns, self.depth))
         a = te.placeholder((m, k), self.dtype, "a")
         bs = [te.placeholder((n, k) if self.transposed else (k, n), self.dtype, name) for name in self.factors]
@@ -52,16 +52,16 @@ class Matmul:
 
             return topi.cast(te.compute((m, n), element, b.op.name), self.dtype)
 
-        given, sums = [a, *bs], [matmul(b) for b in bs]
-        result = sums[0]
+        arguments, matmuls = [a, *bs], [matmul(b) for b in bs]
+        result = matmuls[0]
         if self.epilogue == "bias":
-            given.append(te.placeholder((n,), self.dtype, "bias"))
-            result = topi.add(result, given[-1])
+            arguments.append(te.placeholder((n,), self.dtype, "bias"))
+            result = topi.add(result, arguments[-1])
         elif self.epilogue == "gate":
-            result = topi.multiply(topi.multiply(result, topi.sigmoid(result)), sums[1])
+            result = topi.multiply(topi.multiply(result, topi.sigmoid(result)), matmuls[1])
         elif self.epilogue == "none":
             result = topi.identity(result)
-        func = te.create_prim_func([*given, result])
+        func = te.create_prim_func([*arguments, result])
         return func.with_attr(WEIGHTS, [1 + n for n, _ in enumerate(bs)])
 
 

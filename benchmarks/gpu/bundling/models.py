@@ -29,13 +29,15 @@ def write(folder: Path, target: str) -> list[Program]:
     models = {"decoder": build_decoder(_DECODER), "encoder": bert(_ENCODER)}
     calls = {"decoder": [_decoder_feeds(37, 0), _decoder_feeds(1, 150)], "encoder": [_encoder_feeds(2, 77)]}
     for name, model in models.items():
-        rounded, place = _with_half_weights(model), make_empty(folder / "models" / name)
-        compile_to(place / "artifact", in_half(rounded), target, donate=["cache_.*"] if name == "decoder" else [])
+        rounded, target_folder = _with_half_weights(model), make_empty(folder / "models" / name)
+        compile_to(
+            target_folder / "artifact", in_half(rounded), target, donate=["cache_.*"] if name == "decoder" else []
+        )
         for number, feeds in enumerate(calls[name]):
             outputs = tuple(output.name for output in model.graph.output)
             right = evaluated(rounded, {key: _wide(array) for key, array in feeds.items()}, outputs)
             arrays = {f"in.{key}": x for key, x in feeds.items()} | {f"out.{key}": x for key, x in right.items()}
-            np.savez(place / f"call-{number}.npz", allow_pickle=False, **arrays)
+            np.savez(target_folder / f"call-{number}.npz", allow_pickle=False, **arrays)
     return [Program(name, "model", f"models/{name}", {"tolerance": TOLERANCE}) for name in models]
 
 

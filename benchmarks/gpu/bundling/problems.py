@@ -15,7 +15,7 @@ TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 GQA = {"q_heads": 32, "kv_heads": 8}
 
 SHORT = 512
-"""The largest depth of a matmul that stores as long as it multiplies."""
+"""The largest depth of a matmul whose stores take as long as its multiplications."""
 
 DECODE_CHECKS = ((1, 1, 77), (3, 1, 1031), (2, 2, 333), (1, 1, 9000))
 """Batch, rows and keys: small and odd, and blocks that work through several tiles."""
@@ -53,9 +53,9 @@ def attention_kernel(
 
 
 def pairs(p: AttentionProblem, sizes: Sizes) -> int:
-    """Of queries and keys that window and lengths leave visible, over all query heads. Mask tensors hide none here:
-    they must be read to know."""
-    i, found = np.arange(sizes.q_len), 0
+    """Return how many pairs of queries and keys window and lengths leave visible, over all query heads. Mask tensors
+    hide none here: they must be read to know."""
+    i, count = np.arange(sizes.q_len), 0
     for length in sizes.lengths or (sizes.kv_len,) * sizes.batch:
         end, first = np.full_like(i, min(length, sizes.kv_len)), np.zeros_like(i)
         if p.window is not None:
@@ -64,8 +64,8 @@ def pairs(p: AttentionProblem, sizes: Sizes) -> int:
                 end = np.minimum(end, at + p.window.right + 1)
             if p.window.left is not None:
                 first = np.maximum(first, at - p.window.left)
-        found += int(np.maximum(end - first, 0).sum())
-    return found * p.q_heads
+        count += int(np.maximum(end - first, 0).sum())
+    return count * p.q_heads
 
 
 def flops(p: AttentionProblem, sizes: Sizes) -> float:

@@ -35,13 +35,13 @@ _WIDE = {"consumers": 2, "n": 256, "stages": 4, "consumer_registers": 232, "prod
 _NEVER = 1000  # steps, more than there are: k is not split
 
 
-def parts() -> list[Parts]:
-    """Kernels and cases of each sweep."""
+def list_sweeps() -> list[Parts]:
+    """Return kernels and cases of each sweep."""
     return [_reads(), _decode(), _few_rows(), _some_rows(), _short_depth(), _large()]
 
 
 def _reads() -> Parts:
-    """The limit of what only reads: by so many blocks on an SM."""
+    """Return the limit of kernels that only read: by blocks on an SM."""
     blocks = {per: per * SM_COUNT for per in (8, 4, 16)}
     read = Read(max(blocks.values()) * THREADS // WARP)
     checks = (Sizes(1, 1, 5), Sizes(1, 1, 1_000_003))
@@ -93,9 +93,9 @@ def _few_rows() -> Parts:
     for name, matrix in _MATRICES.items():
         p = _matmul(matrix)
         few = _FEW if matrix[0] < 1 << 16 else _FEW[1:3]
-        made = _variants(name, "few", p, ((_name(_FEW_FIELDS, v), {"rows": _few(v)}) for v in few))
-        kernels += made
-        cases += [_few_case(f"few rows {name} m {m}", "few rows tiles", made, p, m) for m in (1, 8)]
+        tiled = _variants(name, "few", p, ((_name(_FEW_FIELDS, v), {"rows": _few(v)}) for v in few))
+        kernels += tiled
+        cases += [_few_case(f"few rows {name} m {m}", "few rows tiles", tiled, p, m) for m in (1, 8)]
     return kernels, cases
 
 
@@ -111,11 +111,11 @@ def _some_rows() -> Parts:
             values = consumers, n * len(p.factors), stages if n * len(p.factors) < 256 else 4, split
             fields = {**dict(zip(_WGMMA_FIELDS.values(), values)), "consumer_registers": 200, "producer_registers": 24}
             tiles.append((_name(_WGMMA_FIELDS, values), {"low": fields, "sixteen": {"rows": 8}}))
-        made = _variants(name, "some", p, tiles)
-        kernels += made
+        tiled = _variants(name, "some", p, tiles)
+        kernels += tiled
         for m in (16, 32, 64):
             fitting = [
-                kernel for kernel in made if kernel.tiles.get("sixteen", {}).get("rows", m) in (8, *range(m, 65))
+                kernel for kernel in tiled if kernel.tiles.get("sixteen", {}).get("rows", m) in (8, *range(m, 65))
             ]
             cases.append(_few_case(f"some rows {name} m {m}", "some rows tiles", fitting, p, m))
     return kernels, cases
@@ -131,9 +131,9 @@ def _short_depth() -> Parts:
             "cooperative": {"tiles": {**_WIDE, "cluster": 2, "ping_pong": False}},
             "ping-pong": {"tiles": {**_WIDE, "cluster": 2, "ping_pong": True, "stages": 5}},
         }
-        made = _variants(f"4096 x {depth}", "many", p, tiles.items())
-        kernels += made
-        cases.append(_many_case(f"many rows 4096 x {depth}", made, p, ROWS_OF_MANY))
+        tiled = _variants(f"4096 x {depth}", "many", p, tiles.items())
+        kernels += tiled
+        cases.append(_many_case(f"many rows 4096 x {depth}", tiled, p, ROWS_OF_MANY))
     return kernels, cases
 
 
@@ -148,9 +148,9 @@ def _large() -> Parts:
             for split in (_WIDE["split_steps"], _NEVER)
             for cluster in (1, 2)
         }
-        made = _variants(f"{size} x {size}", "many", p, tiles.items())
-        kernels += made
-        cases += [_many_case(f"many rows {size} x {size} m {m}", made, p, m) for m in rows]
+        tiled = _variants(f"{size} x {size}", "many", p, tiles.items())
+        kernels += tiled
+        cases += [_many_case(f"many rows {size} x {size} m {m}", tiled, p, m) for m in rows]
     return kernels, cases
 
 
@@ -160,9 +160,9 @@ def _matmul(matrix: tuple[int, int, str]) -> Matmul:
 
 
 def _variants(name: str, rows: str, p: Matmul, tiles: Iterable[tuple[str, Tiles]]) -> list[Kernel]:
-    """The kernel with default tiles, the same for any number of rows, and one with each of these."""
-    found = [matmul_kernel(f"f16 {name}", "wgmma", p)]
-    return found + [matmul_kernel(f"f16 {name} {rows}", c, p, variant="wgmma", tiles=fields) for c, fields in tiles]
+    """Return the kernel with default tiles, the same for any number of rows, and one with each of these tiles."""
+    default = [matmul_kernel(f"f16 {name}", "wgmma", p)]
+    return default + [matmul_kernel(f"f16 {name} {rows}", c, p, variant="wgmma", tiles=fields) for c, fields in tiles]
 
 
 def _few_case(name: str, group: str, kernels: list[Kernel], p: Matmul, rows: int) -> Case:

@@ -34,19 +34,19 @@ def write(
     widths: Sequence[int] = (16, 8, 4),
 ) -> list[Program]:
     """A program for weights of each of these widths, in bits, in folders below `folder` / "weights"."""
-    found = []
+    programs = []
     for bits in widths:
         name = "float16" if bits == 16 else f"int{bits}"
-        place = make_empty(folder / "weights" / name)
+        target_folder = make_empty(folder / "weights" / name)
         block = 0 if bits == 16 else BLOCK
         tiles = _tiles(bits, size)
         nodes, weights = _chain(tiles, bits, size, layers)
-        compile_to(place / "artifact", _model(nodes, weights, size), target)
-        pack(place / "artifact")
-        np.savez(place / "tiles.npz", allow_pickle=False, **tiles)
+        compile_to(target_folder / "artifact", _model(nodes, weights, size), target)
+        pack(target_folder / "artifact")
+        np.savez(target_folder / "tiles.npz", allow_pickle=False, **tiles)
         details: dict[str, Any] = {"rows": list(rows), "layers": layers, "depth": size, "block": block}
-        found.append(Program(name, "weights", f"weights/{name}", {**details, "bits": bits, "tolerance": TOLERANCE}))
-    return found
+        programs.append(Program(name, "weights", f"weights/{name}", {**details, "bits": bits, "tolerance": TOLERANCE}))
+    return programs
 
 
 def _tiles(bits: int, size: int) -> dict[str, np.ndarray]:

@@ -1,1 +1,1 @@
-"""What travels in a bundle and runs where the GPU is: nothing here needs the compiler."""
+"""The modules that travel in a bundle and run where the GPU is: nothing here needs the compiler."""

@@ -85,21 +85,21 @@ def visible(problem: Any, arrays: Arrays, memory: Memory, b: int, h: int, rows: 
         seen = seen & (j >= i + offset - problem.window.left)
     if problem.mask is not None:
         mask = arrays["mask"]
-        part = mask[b % mask.shape[0], h % mask.shape[1], rows]
+        mask_rows = mask[b % mask.shape[0], h % mask.shape[1], rows]
         if problem.mask.dtype == "bool":
-            seen = seen & part
+            seen = seen & mask_rows
         else:
-            bias = memory.double(part)
+            bias = memory.double(mask_rows)
             seen = seen & (bias > -float("inf"))
     return seen, bias
 
 
 def _seen_by(problem: Any, arrays: Arrays, memory: Memory, b: int, hk: int) -> Array:
-    """Whether any row of any head of the group sees each key."""
+    """Return whether any row of any head of the group sees each key."""
     group, rows = problem.q_heads // problem.kv_heads, slice(0, arrays["q"].shape[2])
     heads = range(hk * group, (hk + 1) * group)
-    found = [visible(problem, arrays, memory, b, h, rows)[0].any(axis=0) for h in heads]
-    return sum(found[1:], found[0])
+    seen_by_head = [visible(problem, arrays, memory, b, h, rows)[0].any(axis=0) for h in heads]
+    return sum(seen_by_head[1:], seen_by_head[0])
 
 
 def error(y: Array, right: Array, memory: Memory) -> float:

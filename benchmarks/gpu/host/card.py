@@ -1,4 +1,4 @@
-"""What jobs ask of the GPU beside arrays: time, graphs, profiles and what it is.
+"""The services of the GPU for jobs, next to arrays: time, graphs, profiles and its description.
 
 `card()` is PyTorch's GPU or, in a rehearsal, a stand-in whose arrays of PyTorch lie in the host's memory, while kernels
 run wherever the driver runs them (an emulation of it will do). Its times mean nothing.
@@ -27,9 +27,9 @@ class Card:
 
     device = "cuda"
     turns = 15
-    """Of every contender."""
+    """Turns of every contender."""
     calls = 60
-    """That the host's clock times, one by one."""
+    """Calls that the host's clock times, one by one."""
 
     @property
     def l2(self) -> int:
@@ -37,7 +37,7 @@ class Card:
         return torch.cuda.get_device_properties(0).L2_cache_size
 
     def about(self) -> dict[str, Any]:
-        """What the GPU is, and the versions of what runs on it."""
+        """Return the GPU's properties, and the versions of the software on it."""
         return {
             "SMs": torch.cuda.get_device_properties(0).multi_processor_count,
             "l2": self.l2,

@@ -37,10 +37,10 @@ def check(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]
     function, errors = function_of(folder, kernel), []
     for seed, sizes in enumerate(kernel.checks):
         say(str(sizes))
-        found = error(kernel, sizes, function, seed)
-        if not found <= kernel.tolerance:
-            raise ValueError(f"wrong at {sizes}: error {found:.2g}, and {kernel.tolerance:.2g} is right")
-        errors.append(found)
+        deviation = error(kernel, sizes, function, seed)
+        if not deviation <= kernel.tolerance:
+            raise ValueError(f"wrong at {sizes}: error {deviation:.2g}, and {kernel.tolerance:.2g} is right")
+        errors.append(deviation)
     return {"error": max(errors)}
 
 
@@ -63,6 +63,6 @@ def run_small(folder: str, name: str) -> None:
     kernel = read(Path(folder)).kernels[name]
     function = function_of(Path(folder), kernel)
     for sizes in kernel.checks if kernel.operation == "matmul" else kernel.checks[:1]:
-        found = error(kernel, sizes, function, seed=0)
-        if not found <= kernel.tolerance:
-            raise ValueError(f"wrong at {sizes}: error {found:.2g}, and {kernel.tolerance:.2g} is right")
+        deviation = error(kernel, sizes, function, seed=0)
+        if not deviation <= kernel.tolerance:
+            raise ValueError(f"wrong at {sizes}: error {deviation:.2g}, and {kernel.tolerance:.2g} is right")

@@ -38,7 +38,7 @@ def contest(
     sets = [operation.draw(problem, case.sizes, memory, poison=False)]
     makers: dict[str, Peer] = {kernel.contender: partial(_ours, folder, kernel, memory) for kernel in kernels}
     makers |= makers_of(case.peers, problem, memory, {peer: folder / path for peer, path in plan.peers.items()})
-    found: dict[str, Any] = {contender: {"problem": why} for contender, why in without.items()}
+    results: dict[str, Any] = {contender: {"problem": why} for contender, why in without.items()}
     right = operation.expected(problem, sets[0], memory)
     result = kernels[0].result
     untouched = memory.copy(sets[0][result])
@@ -55,25 +55,25 @@ def contest(
         except Exception as refusal:  # libraries refuse in every way there is
             if contender not in case.peers or "CUDA error" in str(refusal):
                 raise  # what comes later in this process cannot be trusted
-            found[contender] = {"problem": _first_line(refusal)}
+            results[contender] = {"problem": _first_line(refusal)}
             continue
-        found[contender] = {"error": error}
+        results[contender] = {"error": error}
         if error <= kernels[0].tolerance:
             calls[contender] = [call]
         else:
-            found[contender]["problem"] = "wrong"
+            results[contender]["problem"] = "wrong"
     del right, untouched
     sets += [operation.draw(problem, case.sizes, memory, poison=False) for _ in range(_count(sets[0], gpu) - 1)]
     for contender in calls:
         say(contender)
         calls[contender] += [makers[contender](arrays) for arrays in sets[1:]]
-        for each in calls[contender][1:]:
-            each()
+        for warm_up in calls[contender][1:]:
+            warm_up()
         gpu.synchronize()
     say("timing")
     for contender, timing in interleaved(calls, gpu).items():
-        found[contender]["timing"] = dataclasses.asdict(timing)
-    return found
+        results[contender]["timing"] = dataclasses.asdict(timing)
+    return results
 
 
 def _ours(folder: Path, kernel: Kernel, memory: Torch, arrays: Arrays) -> Callable[[], Any]:

@@ -21,20 +21,20 @@ TOLERANCE = 2e-2  # of logits, relative to their range: sixteen layers in float1
 
 
 class Decoder(torch.nn.Module):
-    """As PyTorch's users write it for torch.compile: caches that stay, one matmul for Q, K and V."""
+    """A decoder as PyTorch's users write it for torch.compile: static caches, one matmul for Q, K and V."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor], capacity: int) -> None:
         super().__init__()
         self.c, self.layers, self.capacity = config, range(config["layers"]), capacity
-        some = next(iter(weights.values()))
-        self.dtype, device = some.dtype, some.device
+        first_weight = next(iter(weights.values()))
+        self.dtype, device = first_weight.dtype, first_weight.device
 
         def keep(name: str, tensor: torch.Tensor) -> None:
             self.register_buffer(name.replace(".", "_"), tensor.contiguous())
 
         for n in self.layers:
-            parts = [weights.pop(f"layer{n}.w{name}") for name in "qkv"]
-            keep(f"qkv{n}", torch.cat([part.T for part in parts]))
+            projections = [weights.pop(f"layer{n}.w{name}") for name in "qkv"]
+            keep(f"qkv{n}", torch.cat([projection.T for projection in projections]))
             for name in ("wo", "w1", "w3", "w2"):
                 keep(f"{name}{n}", weights.pop(f"layer{n}.{name}").T)
             for name in ("k", "v"):
@@ -54,64 +54,64 @@ class Decoder(torch.nn.Module):
         cos, sin = self.cos[at][:, None], self.sin[at][:, None]
         seen = (torch.arange(self.capacity, device=at.device)[None] <= at[:, None])[:, None, None]
 
-        def turned(rows: torch.Tensor) -> torch.Tensor:
+        def rotate(rows: torch.Tensor) -> torch.Tensor:
             low, high = rows.chunk(2, dim=-1)
             return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
         for n in self.layers:
-            rows = functional.linear(self._normed(x), getattr(self, f"qkv{n}"))
+            rows = functional.linear(self._normalize(x), getattr(self, f"qkv{n}"))
             q, k, v = rows.view(batch, -1, c["head_dim"]).split([c["heads"], c["kv_heads"], c["kv_heads"]], dim=1)
             keys, values = getattr(self, f"k{n}"), getattr(self, f"v{n}")
-            keys[:, :, at], values[:, :, at] = turned(k)[:, :, None], v[:, :, None]
+            keys[:, :, at], values[:, :, at] = rotate(k)[:, :, None], v[:, :, None]
             y = functional.scaled_dot_product_attention(
-                turned(q)[:, :, None], keys, values, attn_mask=seen, enable_gqa=True
+                rotate(q)[:, :, None], keys, values, attn_mask=seen, enable_gqa=True
             )
             x = x + functional.linear(y.reshape(batch, -1), getattr(self, f"wo{n}"))
-            h = self._normed(x)
+            h = self._normalize(x)
             gated = functional.silu(functional.linear(h, getattr(self, f"w1{n}")))
             gated = gated * functional.linear(h, getattr(self, f"w3{n}"))
             x = x + functional.linear(gated, getattr(self, f"w2{n}"))
-        return functional.linear(self._normed(x), self.head)
+        return functional.linear(self._normalize(x), self.head)
 
     def caches(self) -> list[tuple[str, torch.Tensor]]:
-        """By the names that the artifact has for them."""
+        """Return the caches by the names that the artifact has for them."""
         return [(f"cache_{kind}.{n}", getattr(self, f"{kind}{n}")) for n in self.layers for kind in "kv"]
 
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), self.norm, 1e-5)
 
 
 class Step:
-    """One sequence: the artifact in `folder` with drawn weights, caches filled up to a place, and tokens to read.
+    """One sequence: the artifact in `folder` with drawn weights, caches filled up to a position, and tokens to read.
 
     Caches and tokens are the same in each process.
     """
 
     def __init__(self, folder: Path, gpu: Card) -> None:
         recipe = drawn.fill(folder)
-        self.config, self._parts, self._gpu = recipe["config"], drawn.parts(recipe), gpu
-        self.capacity, self.place = self.config["capacity"], self.config["place"]
+        self.config, self._tensors, self._gpu = recipe["config"], drawn.read_tensors(recipe), gpu
+        self.capacity, self.position = self.config["capacity"], self.config["place"]
         generator = torch.Generator(gpu.device).manual_seed(3)
-        shape = (1, self.config["kv_heads"], self.place, self.config["head_dim"])
+        shape = (1, self.config["kv_heads"], self.position, self.config["head_dim"])
         names = [f"cache_{kind}.{layer}" for layer in range(self.config["layers"]) for kind in "kv"]
         self.caches = {}
         for name in names:
             cache = torch.zeros((*shape[:2], self.capacity, shape[3]), device=gpu.device, dtype=torch.float16)
-            cache[:, :, : self.place] = torch.randn(shape, generator=generator, device=gpu.device)
+            cache[:, :, : self.position] = torch.randn(shape, generator=generator, device=gpu.device)
             self.caches[name] = cache
-        vocabulary, count = self.config["vocabulary"], min(TOKENS, self.capacity - self.place)
+        vocabulary, count = self.config["vocabulary"], min(TOKENS, self.capacity - self.position)
         self.tokens = torch.randint(vocabulary, (count,), generator=generator, device=gpu.device)
         self._folder = folder
         self._inputs: dict[str, Any] = {}
 
     def at(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token of that number, [1, 1], and its place, [1]."""
-        return self.tokens[number].reshape(1, 1), torch.full((1,), self.place + number, device=self._gpu.device)
+        """Return the token of that number, [1, 1], and its position, [1]."""
+        return self.tokens[number].reshape(1, 1), torch.full((1,), self.position + number, device=self._gpu.device)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
-        """The same in PyTorch, with caches that hold the same."""
+        """Return the same in PyTorch, with equal caches."""
         weights = {
-            name: torch.from_numpy(part.draw()).to(self._gpu.device, dtype) for name, part in self._parts.items()
+            name: torch.from_numpy(tensor.draw()).to(self._gpu.device, dtype) for name, tensor in self._tensors.items()
         }
         decoder = Decoder(self.config, weights, self.capacity)
         for name, cache in decoder.caches():
@@ -119,12 +119,12 @@ class Step:
         return decoder
 
     def bind(self) -> Callable[[], Any]:
-        """A step of ours as one CUDA graph, which gives the logits for the token that `show` has shown."""
+        """Return a step of ours as one CUDA graph, which gives the logits for the token that `show` has shown."""
         import lowering
 
         module = lowering.load(self._folder)
-        token, place = self.at(0)
-        self._inputs = {name: self._gpu.upload(array) for name, array in (("ids", token), ("write_indices", place))}
+        token, position = self.at(0)
+        self._inputs = {name: self._gpu.upload(array) for name, array in (("ids", token), ("write_indices", position))}
         bound = module.bind(
             {**self._inputs, **{name: self._gpu.upload(cache) for name, cache in self.caches.items()}}, graph=True
         )
@@ -194,14 +194,14 @@ def profile_step(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _compiled(step: Step) -> Callable[[], Any]:
-    """The same by torch.compile, with CUDA graphs."""
+    """Return the same by torch.compile, with CUDA graphs."""
     decoder = step.decoder(torch.float16)
     forward = torch.compile(decoder, mode="reduce-overhead", fullgraph=True)
-    token, place = step.at(0)
+    token, position = step.at(0)
 
     def call() -> torch.Tensor:
         with torch.inference_mode():
-            return forward(token, place)
+            return forward(token, position)
 
     for _ in range(3):  # compiles, warms up, captures
         call()

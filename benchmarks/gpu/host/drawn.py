@@ -26,7 +26,7 @@ def _tile() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnTensor:
     """A matrix of normal numbers times `scale`, float16."""
 
     name: str
@@ -40,65 +40,65 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a file of weights is made of: drawn parts, each at an offset and as it is or transposed; bytes of others."""
+    """The contents of a file of weights: drawn tensors, each at an offset, possibly transposed; bytes of the others."""
 
     size: int
-    drawn: tuple[tuple[int, bool, Part], ...]
-    others: tuple[tuple[int, bytes], ...]
+    drawn: tuple[tuple[int, bool, DrawnTensor], ...]
+    rest: tuple[tuple[int, bytes], ...]
 
-    def write(self, folder: Path, parts: Sequence[Part], about: dict[str, Any]) -> None:
-        """parts are all that the model has, also those that weights.bin has in another form."""
-        places = [[offset, transposed, dataclasses.asdict(part)] for offset, transposed, part in self.drawn]
-        rest = [[offset, len(data)] for offset, data in self.others]
-        known = [dataclasses.asdict(part) for part in parts]
-        text = json.dumps({"config": about, "parts": known, "size": self.size, "drawn": places, "others": rest})
+    def write(self, folder: Path, tensors: Sequence[DrawnTensor], about: dict[str, Any]) -> None:
+        """Write the recipe. tensors are all of the model, also those that weights.bin has in another form."""
+        drawn = [[offset, transposed, dataclasses.asdict(tensor)] for offset, transposed, tensor in self.drawn]
+        sizes = [[offset, len(data)] for offset, data in self.rest]
+        fields = [dataclasses.asdict(tensor) for tensor in tensors]
+        text = json.dumps({"config": about, "parts": fields, "size": self.size, "drawn": drawn, "others": sizes})
         (folder / RECIPE).write_text(text)
-        (folder / OTHERS).write_bytes(b"".join(data for _, data in self.others))
+        (folder / OTHERS).write_bytes(b"".join(data for _, data in self.rest))
 
 
-def recipe(data: np.ndarray, places: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Recipe:
-    """Of a file of weights, by offset and size of each: which of the parts they are."""
-    known = {}
-    for part in parts:
-        array = part.draw()
-        known[bytes(array.data.cast("B")[:4096]), array.nbytes] = (False, part)
-        known[array.T[:64].tobytes()[:4096], array.nbytes] = (True, part)
-    drawn, others = [], []
-    for offset, size in places:
-        found = known.get((data[offset : offset + 4096].tobytes(), size))
-        if found is None:
-            others.append((offset, data[offset : offset + size].tobytes()))
+def recipe(data: np.ndarray, extents: Sequence[tuple[int, int]], tensors: Sequence[DrawnTensor]) -> Recipe:
+    """Return which of the tensors a file of weights consists of, by offset and size of each."""
+    candidates = {}
+    for tensor in tensors:
+        array = tensor.draw()
+        candidates[bytes(array.data.cast("B")[:4096]), array.nbytes] = (False, tensor)
+        candidates[array.T[:64].tobytes()[:4096], array.nbytes] = (True, tensor)
+    drawn, rest = [], []
+    for offset, size in extents:
+        match = candidates.get((data[offset : offset + 4096].tobytes(), size))
+        if match is None:
+            rest.append((offset, data[offset : offset + size].tobytes()))
         else:
-            drawn.append((offset, *found))
-    return Recipe(data.size, tuple(drawn), tuple(others))
+            drawn.append((offset, *match))
+    return Recipe(data.size, tuple(drawn), tuple(rest))
 
 
 def fill(folder: Path) -> dict[str, Any]:
-    """Writes the weights of the artifact in `folder`, unless they are there, and gives what was written about it."""
-    made = json.loads((folder / RECIPE).read_text())
-    if (folder / WEIGHTS).exists() and (folder / WEIGHTS).stat().st_size == made["size"]:
-        return made
+    """Write the weights of the artifact in `folder`, unless they are there, and return their recipe."""
+    recipe_data = json.loads((folder / RECIPE).read_text())
+    if (folder / WEIGHTS).exists() and (folder / WEIGHTS).stat().st_size == recipe_data["size"]:
+        return recipe_data
     rest = (folder / OTHERS).read_bytes()
     partial = folder / f"{WEIGHTS}.partial"
     with partial.open("wb") as file:
-        file.truncate(made["size"])
-        for offset, size in made["others"]:
+        file.truncate(recipe_data["size"])
+        for offset, size in recipe_data["others"]:
             file.seek(offset)
             file.write(rest[:size])
             rest = rest[size:]
-        for offset, transposed, fields in made["drawn"]:
-            part = _part(fields)
-            array = part.draw()
+        for offset, transposed, fields in recipe_data["drawn"]:
+            tensor = _read_tensor(fields)
+            array = tensor.draw()
             file.seek(offset)
             file.write(np.ascontiguousarray(array.T if transposed else array).data)
     partial.rename(folder / WEIGHTS)
-    return made
+    return recipe_data
 
 
-def _part(fields: dict[str, Any]) -> Part:
-    return Part(fields["name"], tuple(fields["shape"]), fields["scale"])
+def _read_tensor(fields: dict[str, Any]) -> DrawnTensor:
+    return DrawnTensor(fields["name"], tuple(fields["shape"]), fields["scale"])
 
 
-def parts(made: dict[str, Any]) -> dict[str, Part]:
-    """The parts of the model by name."""
-    return {fields["name"]: _part(fields) for fields in made["parts"]}
+def read_tensors(recipe_data: dict[str, Any]) -> dict[str, DrawnTensor]:
+    """Return the tensors of the model by name."""
+    return {fields["name"]: _read_tensor(fields) for fields in recipe_data["parts"]}

@@ -1,4 +1,4 @@
-"""A mixture of experts, beside the same in PyTorch: routing by its operators, and its grouped matmul."""
+"""A mixture of experts, compared with the same in PyTorch: routing by its operators, and its grouped matmul."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def time_experts(folder: Path, program: Program, say: Callable[[str], None]) -> 
         memory = gpu.memory(seed=tokens)
         x, router = (memory.normal((tokens, n), "float16") for n in (size["width"], size["experts"]))
         call = module.bind({"x": gpu.upload(x), "router": gpu.upload(router)}, graph=True)
-        wanted = _expected(x, router, weights, size["chosen"])
-        errors.append(float((gpu.download(call()["y"]).double() - wanted).abs().max() / (wanted.max() - wanted.min())))
+        expected = _expected(x, router, weights, size["chosen"])
+        errors.append(
+            float((gpu.download(call()["y"]).double() - expected).abs().max() / (expected.max() - expected.min()))
+        )
         times[f"{tokens} tokens"] = dataclasses.asdict(repeated(call, gpu))
         peer = _grouped(x, router, weights, size["chosen"])
         if peer is not None:
@@ -49,16 +51,16 @@ def _route(router: Any, chosen: int) -> tuple[Any, Any]:
 
 
 def _expected(x: Any, router: Any, weights: Mapping[str, Any], chosen: int) -> Any:
-    """Y in float64, expert by expert."""
+    """Return Y in float64, expert by expert."""
     import torch
 
     factors, experts = _route(router, chosen)
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for number in range(len(weights["fc1"])):
-        rows, place = (experts == number).nonzero(as_tuple=True)
+        rows, index = (experts == number).nonzero(as_tuple=True)
         gate, down, up = (weights[name][number].double().T for name in ("fc1", "fc2", "fc3"))
         hidden = torch.nn.functional.silu(x[rows].double() @ gate) * (x[rows].double() @ up)
-        y.index_add_(0, rows, hidden @ down * factors[rows, place, None].double())
+        y.index_add_(0, rows, hidden @ down * factors[rows, index, None].double())
     return y
 
 
@@ -69,7 +71,7 @@ def _grouped(x: Any, router: Any, weights: Mapping[str, Any], chosen: int) -> Ca
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     if grouped_mm is None or not x.is_cuda:
         return None
-    both = torch.cat([weights["fc1"], weights["fc3"]], 1).bfloat16().transpose(1, 2)
+    gate_and_up = torch.cat([weights["fc1"], weights["fc3"]], 1).bfloat16().transpose(1, 2)
     down, x = weights["fc2"].bfloat16().transpose(1, 2), x.bfloat16()
     numbers = torch.arange(len(weights["fc1"]), device=x.device)[:, None]
 
@@ -78,7 +80,7 @@ def _grouped(x: Any, router: Any, weights: Mapping[str, Any], chosen: int) -> Ca
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         ends = (flat[None] == numbers).sum(1).cumsum(0).to(torch.int32)
-        gate, up = grouped_mm(x[order // chosen], both, offs=ends).chunk(2, -1)
+        gate, up = grouped_mm(x[order // chosen], gate_and_up, offs=ends).chunk(2, -1)
         rows = grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=ends)
         weighted = rows * factors.flatten()[order, None].to(rows.dtype)
         return torch.zeros_like(x).index_add_(0, order // chosen, weighted)

@@ -1,4 +1,4 @@
-"""FlexAttention: a module of ours with a score_mod and a mask_mod, beside PyTorch's where that is asked for."""
+"""FlexAttention: a module of ours with a score_mod and a mask_mod, compared with PyTorch's where that is requested."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def time_flex(folder: Path, program: Program, compiled: bool, say: Callable[[str
     memory, shape = gpu.memory(seed=0), details["shape"]
     arrays = {name: memory.normal(shape, details["dtype"]) for name in "qkv"}
     recorded = dict(np.load(folder / program.folder / "inputs.npz"))
-    others = {name: torch.from_numpy(array).to(gpu.device) for name, array in recorded.items()}
-    given = {name: gpu.upload(array) for name, array in {**arrays, **others}.items()}
+    tensors = {name: torch.from_numpy(array).to(gpu.device) for name, array in recorded.items()}
+    uploaded = {name: gpu.upload(array) for name, array in {**arrays, **tensors}.items()}
     say("ours")
-    call = module.bind(given, graph=True)
+    call = module.bind(uploaded, graph=True)
     rules = mods(torch.tanh)[details["mods"]]
-    captures = {name: others[name] for name in rules.captures}
+    captures = {name: tensors[name] for name in rules.captures}
     right = _expected(rules, captures, arrays, gpu)
     error = attention.error(gpu.download(call()["y"]).reshape(shape), right, memory)
     if not error <= TOLERANCE[details["dtype"]]:

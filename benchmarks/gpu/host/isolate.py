@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What the function returned, or `problem`: why it did not. doing is what it said last; late that time was up."""
+    """The result of the function, or `problem`: the reason for none. doing is its last report; late: time was up."""
 
     result: Any = None
     problem: str = ""
@@ -21,20 +21,20 @@ class Answer:
 
 
 def isolated(function: Callable[..., Any], *arguments: Any, limit: float, preload: tuple[str, ...] = ()) -> Answer:
-    """function(*arguments, say), where say(text) tells what it does now. limit is in seconds.
+    """Run function(*arguments, say), where say(text) reports its current step. limit is in seconds.
 
     Processes are forked off a server that has imported the modules of `preload`. The function must be a module's.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))  # heeded by the first call
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, function, arguments))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, function, arguments))
     process.start()
-    theirs.close()
+    sender.close()
     end, doing = time.monotonic() + limit, ""
     try:
-        while ours.poll(max(0.0, end - time.monotonic())):
-            kind, what = ours.recv()
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            kind, what = receiver.recv()
             if kind == "doing":
                 doing = what
             elif kind == "failed":
@@ -48,7 +48,7 @@ def isolated(function: Callable[..., Any], *arguments: Any, limit: float, preloa
     finally:
         process.kill()
         process.join()
-        ours.close()
+        receiver.close()
 
 
 def _serve(connection: Connection, function: Callable[..., Any], arguments: tuple) -> None:

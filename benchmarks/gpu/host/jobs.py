@@ -1,4 +1,4 @@
-"""What there is to do with a bundle, in order: what nobody knows yet comes first, what was measured before last."""
+"""The jobs of a bundle, in order: new facts come first, and repeated measurements last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST = "prefill"
 """The group of cases that come last."""
 
 AT_ONCE = {"checks": 8, "sanitizer": 4}
-"""How many jobs of a kind may run beside each other: those that time nothing."""
+"""How many jobs of a kind may run at the same time: those that time nothing."""
 
 _PROGRAM_KINDS = {
     **{"model": "models", "weights": "weights", "experts": "experts", "flex": "flex"},
@@ -54,9 +54,9 @@ class Bundle:
         last = [case for case in cases if case.group == LAST and case not in sweeps]
         rest = [case for case in cases if case not in (*reads, *sweeps, *last)]
         jobs = [
-            Job("limits", "about", partial(alone, about), 60),
-            Job("limits", "copy", partial(alone, copy), 60),
-            Job("limits", "matmul", partial(alone, matmul), 60),
+            Job("limits", "about", partial(run_isolated, about), 60),
+            Job("limits", "copy", partial(run_isolated, copy), 60),
+            Job("limits", "matmul", partial(run_isolated, matmul), 60),
             *self._checks(reads),
             *map(timed_job, reads),
             *self._checks(sweeps),
@@ -76,25 +76,25 @@ class Bundle:
         return self._check_jobs(name for case in cases for name in case.kernels)
 
     def _check_jobs(self, names: Iterable[str]) -> list[Job]:
-        return [Job("checks", name, partial(alone, check, self.folder, name), 60) for name in names]
+        return [Job("checks", name, partial(run_isolated, check, self.folder, name), 60) for name in names]
 
     def _case_job(self, results: Results, case: Case) -> Job:
         return Job("cases", case.name, partial(timed, self.folder, self.plan, case, results), 120)
 
     def _programs(self, kind: str) -> list[Job]:
-        found = [program for program in self.plan.programs.values() if program.kind == kind]
+        programs = [program for program in self.plan.programs.values() if program.kind == kind]
         return [
             Job(
                 _PROGRAM_KINDS[kind],
                 p.name,
-                partial(alone, measure_program, self.folder, p, "flex" in self.requested),
+                partial(run_isolated, measure_program, self.folder, p, "flex" in self.requested),
                 90,
             )
-            for p in found
+            for p in programs
         ]
 
     def _steps(self) -> list[Job]:
-        found = []
+        jobs = []
         for program in self.plan.programs.values():
             if program.kind == "step":
                 facts = {
@@ -102,12 +102,12 @@ class Bundle:
                     "time": partial(time_step, "compiled" in self.requested),
                     "profile": profile_step,
                 }
-                place = self.folder / program.folder
-                found += [
-                    Job("steps", f"{program.name} {fact}", partial(alone, function, place), 120)
+                program_folder = self.folder / program.folder
+                jobs += [
+                    Job("steps", f"{program.name} {fact}", partial(run_isolated, function, program_folder), 120)
                     for fact, function in facts.items()
                 ]
-        return found
+        return jobs
 
     def _sanitizer(self) -> list[Job]:
         """None where the tool is missing, which the results say."""
@@ -120,13 +120,13 @@ class Bundle:
         ]
 
 
-def alone(function: Callable[..., Any], *arguments: Any) -> Answer:
-    """The function in a process of its own; the last argument is the limit."""
+def run_isolated(function: Callable[..., Any], *arguments: Any) -> Answer:
+    """Run the function in a process of its own; the last argument is the limit."""
     return isolated(function, *arguments[:-1], limit=arguments[-1], preload=("torch",))
 
 
 def timed(folder: Path, plan: Plan, case: Case, results: Results, limit: float) -> Answer:
-    """The case, again and again without the contender that ended the process or hung."""
+    """Measure the case, again and again without the contender that ended the process or hung."""
     end = time.monotonic() + limit
     without: dict[str, str] = {}
     for name in case.kernels:
@@ -136,7 +136,7 @@ def timed(folder: Path, plan: Plan, case: Case, results: Results, limit: float) 
     contenders = {plan.kernels[name].contender for name in case.kernels} | set(case.peers)
     while True:
         remaining = end - time.monotonic()
-        answer = alone(contest, folder, case.name, case.peers, without, min(remaining, limit / 2))
+        answer = run_isolated(contest, folder, case.name, case.peers, without, min(remaining, limit / 2))
         if not answer.problem or answer.doing not in contenders - set(without) or remaining < limit / 4:
             return answer
         without[answer.doing] = answer.problem

@@ -1,4 +1,4 @@
-"""What the GPU could do: copy memory, and multiply bfloat16 matrices, on random data. What it reads is a case."""
+"""The limits of the GPU: copying memory, and multiplying bfloat16 matrices, on random data. Reading is a case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TINY = 1 << 10  # bytes, and squared the size, of a rehearsal
 
 
 def about(say: Callable[[str], None]) -> dict[str, Any]:
-    """What the GPU is, and the versions of what runs on it."""
+    """Return the GPU's properties, and the versions of the software on it."""
     return card().about()
 
 

@@ -20,7 +20,7 @@ def draw(problem: Any, sizes: Sizes, memory: Memory, *, poison: bool) -> Arrays:
     arrays = {"a": memory.normal((sizes.q_len, k), problem.dtype)}
     for name in problem.factors:
         drawn = memory.normal((n, k) if problem.transposed else (k, n), problem.dtype)
-        arrays[name] = memory.times(drawn, k**-0.5)  # sums of unit size
+        arrays[name] = memory.times(drawn, k**-0.5)  # accumulators of unit size
     if problem.epilogue == "bias":
         arrays["bias"] = memory.normal((n,), problem.dtype)
     arrays["c"] = memory.full((sizes.q_len, n), float("nan"), problem.dtype)

@@ -1,6 +1,6 @@
-"""`python measure.py --out DIR [--minutes N] [case or group ...]` in a bundle: everything that DIR does not hold yet.
+"""`python measure.py --out DIR [--minutes N] [case or group ...]` in a bundle: all jobs that DIR has no result of.
 
-Each job runs in a process of its own with a time limit, and what it found is written at once: a hang or a crash costs
+Each job runs in a process of its own with a time limit, and its result is written at once: a hang or a crash costs
 one fact. `jobs` has the order. What failed is tried again by the next run, after what is missing. Results of each GPU
 have a file of their own. The table comes last.
 """
@@ -43,29 +43,29 @@ def main(folder: Path, arguments: list[str]) -> None:
     parser.add_argument(
         "--rehearse", action="store_true", help="PyTorch stays on the CPU and times mean nothing: tries every job"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     plan = read(folder)
     try:
-        plan = plan.with_peers(given.requested, given.without)
-        cases = plan.chosen(given.case)
+        plan = plan.with_peers(options.requested, options.without)
+        cases = plan.chosen(options.case)
     except ValueError as error:
         sys.exit(str(error))
-    if given.list:
+    if options.list:
         for case in cases:
             print(f"{case.group:12} {case.name}")
         return
-    if given.rehearse:
+    if options.rehearse:
         os.environ[_REHEARSAL] = "1"  # inherited by the processes of jobs
-    store = Store([given.out, *([given.copy] if given.copy else [])], plan.digest, device_here(given.rehearse))
-    bundle = Bundle(folder, plan, tuple(cases), everything=not given.case, requested=tuple(given.requested))
+    store = Store([options.out, *([options.copy] if options.copy else [])], plan.digest, device_here(options.rehearse))
+    bundle = Bundle(folder, plan, tuple(cases), everything=not options.case, requested=tuple(options.requested))
     store.results.found["missing"].clear()
     for what, why in missing_here(plan).items():
         store.add("missing", what, {"note": why})
-    measure(plan, bundle.jobs, store, given.minutes * 60, given.limit)
+    measure(plan, bundle.jobs, store, options.minutes * 60, options.limit)
 
 
 def device_here(rehearsal: bool) -> str:
-    """The name of the first GPU. Exits with what is missing where there is none."""
+    """Return the name of the first GPU. Without one, exit with what is missing."""
     if rehearsal:
         return "rehearsal"
     try:
@@ -76,18 +76,18 @@ def device_here(rehearsal: bool) -> str:
 
 
 def missing_here(plan: Plan) -> dict[str, str]:
-    """What takes no part, here or in the whole bundle, and why."""
-    found = dict(plan.missing)
+    """Return the parts that are missing, here or in the whole bundle, and why."""
+    reasons = dict(plan.missing)
     peers = {peer for case in plan.cases.values() for peer in case.peers}
-    found |= {peer: "it compiles first: ask for it by --with" for peer in OPTIONAL_PEERS if peer not in peers}
+    reasons |= {peer: "it compiles first: ask for it by --with" for peer in OPTIONAL_PEERS if peer not in peers}
     if sanitizer.find() is None:
-        found[sanitizer.PROGRAM] = "it is not installed on this host"
-    return found
+        reasons[sanitizer.PROGRAM] = "it is not installed on this host"
+    return reasons
 
 
 def measure(plan: Plan, todo: Callable[[Results], list[Job]], store: Store, seconds: float, limit: float) -> None:
-    """Does the jobs that the store does not hold, until `seconds` have passed, each at most `limit` seconds; prints the
-    table, draws the picture."""
+    """Run the jobs without results in the store, until `seconds` have passed, each at most `limit` seconds; print the
+    table, draw the picture."""
     results = store.results
     end = time.monotonic() + seconds
     left = [job for job in todo(results) if not results.has(job.kind, job.name)]
@@ -107,9 +107,9 @@ def measure(plan: Plan, todo: Callable[[Results], list[Job]], store: Store, seco
 
 
 def _answers(jobs: list[Job], at_once: int, end: float) -> Iterator[tuple[Job, Answer, float, bool]]:
-    """What the jobs answer, as soon as they do, so many at a time; those that would begin too late are left out.
+    """Yield the answers of the jobs when they come, so many at a time; jobs that would begin too late are left out.
 
-    With each its seconds, and whether it had less than its limit.
+    Each comes with its seconds, and whether it had less than its limit.
     """
 
     def run(job: Job) -> tuple[Job, Answer, float, bool] | None:
@@ -125,9 +125,9 @@ def _answers(jobs: list[Job], at_once: int, end: float) -> Iterator[tuple[Job, A
         return
     with ThreadPoolExecutor(at_once) as pool:
         for future in as_completed([pool.submit(run, job) for job in jobs]):
-            found = future.result()
-            if found is not None:
-                yield found
+            outcome = future.result()
+            if outcome is not None:
+                yield outcome
 
 
 def _entry(answer: Answer) -> Any:
@@ -135,5 +135,5 @@ def _entry(answer: Answer) -> Any:
 
 
 def _why(answer: Answer) -> str:
-    """What went wrong, and where; "" if nothing did."""
+    """Return the problem and where it was; "" if there is none."""
     return f"{answer.doing}: {answer.problem}" if answer.problem and answer.doing else answer.problem

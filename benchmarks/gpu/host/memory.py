@@ -32,8 +32,8 @@ class Host:
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Array:
         return np.full(shape, value, _numpy_type(dtype))
 
-    def words(self, shape: Sequence[int]) -> Array:
-        """Any int32."""
+    def random_int32(self, shape: Sequence[int]) -> Array:
+        """Return any int32."""
         return self._rng.integers(-(1 << 31), 1 << 31, shape, np.int32)
 
     def integers(self, values: Sequence[int]) -> Array:
@@ -92,7 +92,7 @@ class Torch:
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Array:
         return self.xp.full(tuple(shape), value, device=self.device, dtype=getattr(self.xp, dtype))
 
-    def words(self, shape: Sequence[int]) -> Array:
+    def random_int32(self, shape: Sequence[int]) -> Array:
         return self.xp.randint(-(1 << 31), 1 << 31, tuple(shape), device=self.device, dtype=self.xp.int32)
 
     def integers(self, values: Sequence[int]) -> Array:

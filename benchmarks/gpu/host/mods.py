@@ -40,7 +40,7 @@ def mods(tanh: Callable[[Any], Any]) -> dict[str, Mods]:
     def alibi(s: Any, b: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
         return s + slopes[h] * (j - i)
 
-    def causal_beside(b: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
+    def causal_with_slopes(b: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
         return i >= j
 
     def capped(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -50,7 +50,7 @@ def mods(tanh: Callable[[Any], Any]) -> dict[str, Mods]:
         "causal": Mods(None, causal),
         "window": Mods(None, window),
         "documents": Mods(None, documents, ("documents",)),
-        "alibi": Mods(alibi, causal_beside, ("slopes",)),
+        "alibi": Mods(alibi, causal_with_slopes, ("slopes",)),
         "softcap": Mods(capped, causal),
     }
 

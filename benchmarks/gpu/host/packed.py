@@ -28,7 +28,7 @@ def mixture_matrices(tile: np.ndarray, size: Mapping[str, int]) -> dict[str, np.
 
 
 def pack(artifact: Path) -> None:
-    """Puts a compressed file in the place of the artifact's weights."""
+    """Replace the artifact's weights by a compressed file."""
     weights = artifact / WEIGHTS
     if weights.exists():
         with weights.open("rb") as source, lzma.open(artifact / PACKED, "wb", preset=1) as target:

@@ -1,4 +1,4 @@
-"""What others have: each backend of PyTorch's scaled_dot_product_attention, compiled FlexAttention, indexed stores,
+"""The peers: each backend of PyTorch's scaled_dot_product_attention, compiled FlexAttention, indexed stores,
 cuBLAS, and FlashInfer's decoding of one sequence.
 
 A peer makes, from the arrays of a problem, a call that returns the answer.
@@ -60,7 +60,7 @@ def _sdpa(backend: SDPBackend, problem: Any, memory: Torch, arrays: Arrays) -> C
 
 
 def _mask(problem: Any, memory: Torch, arrays: Arrays) -> torch.Tensor | None:
-    """What SDPA has to be told as a tensor: the mask itself, or window and lengths written out."""
+    """Return the tensor mask that SDPA needs: the mask itself, or window and lengths written out."""
     if problem.mask is not None:
         return arrays["mask"]
     if problem.window is None and not problem.lengths:
@@ -79,7 +79,7 @@ class _Flex:
         import torch._inductor.config
         from torch.nn.attention.flex_attention import flex_attention
 
-        torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is timed
+        torch._inductor.config.compile_threads = 1  # no pool of compilers while calls are timed
         self._problem, self._memory = problem, memory
         self._attend = torch.compile(flex_attention, dynamic=False)
         self._options: dict[str, Any] | None = None
@@ -143,10 +143,10 @@ class _FlashInfer:
         q, k, v, y = (arrays[name] for name in "qkvy")
         if q.shape[0] != 1:
             raise ValueError("it decodes one sequence")
-        given = [tvm_ffi.from_dlpack(x) for x in (q[0, :, 0], k[0], v[0], self._scratch, y[0, :, 0])]
+        tensors = [tvm_ffi.from_dlpack(x) for x in (q[0, :, 0], k[0], v[0], self._scratch, y[0, :, 0])]
 
         def call() -> torch.Tensor:
-            run(*given, None, self.LAYOUT, self.NO_WINDOW, None, self.NO_CAP, self._scale, self.NO_ROPE, self.NO_ROPE)
+            run(*tensors, None, self.LAYOUT, self.NO_WINDOW, None, self.NO_CAP, self._scale, self.NO_ROPE, self.NO_ROPE)
             return y
 
         return call

@@ -25,7 +25,7 @@ def kernels_of(events: Any, device: str) -> list[Launch]:
 
 
 def summarize(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
-    """Of the launches of so many steps: seconds and launches of a step by kernel, from the longest on.
+    """Summarize the launches of so many steps: seconds and launches of a step by kernel, longest first.
 
     span is from the first beginning to the last end, busy the sum. Raises ValueError where nothing was seen.
     """
@@ -35,8 +35,8 @@ def summarize(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
     for launch in launches:
         times.setdefault(launch.kernel, []).append(launch.end - launch.start)
     kernels = {
-        name: {"seconds": sum(found) / steps, "launches": len(found) / steps, "median": statistics.median(found)}
-        for name, found in sorted(times.items(), key=lambda item: -sum(item[1]))
+        name: {"seconds": sum(values) / steps, "launches": len(values) / steps, "median": statistics.median(values)}
+        for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))
     }
     span = max(launch.end for launch in launches) - min(launch.start for launch in launches)
     return {"kernels": kernels, "span": span / steps, "busy": sum(map(sum, times.values())) / steps}

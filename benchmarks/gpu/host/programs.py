@@ -87,9 +87,9 @@ def time_decoder(folder: Path, program: Program, say: Say) -> dict[str, Any]:
     recorded = dict(np.load(folder / program.folder / "tokens.npz"))
     tokens, right, prompt = recorded["tokens"][0], recorded["logits"][0], program.details["prompt"]
     say("tokens")
-    found = [decoder.prefill(tokens[:prompt])[0]]
-    found += [decoder.step(tokens[k : k + 1]) for k in range(prompt, len(tokens))]
-    error = _error(np.concatenate(found), right)
+    logits = [decoder.prefill(tokens[:prompt])[0]]
+    logits += [decoder.step(tokens[k : k + 1]) for k in range(prompt, len(tokens))]
+    error = _error(np.concatenate(logits), right)
     say("timing")
     times = _by_host(lambda: decoder.step(tokens[:1]), min(card().calls, decoder.capacity - decoder.length))
     return {"error": right([error], program), "times": {"step": times}}
@@ -137,15 +137,15 @@ def _by_host(call: Callable[[], object], calls: int) -> dict[str, Any]:
     return dataclasses.asdict(Timing.over(times, graph=False))
 
 
-def _shared(timing: Timing, parts: int) -> dict[str, Any]:
-    """The timing of one of so many equal parts."""
+def _shared(timing: Timing, shares: int) -> dict[str, Any]:
+    """Return the timing of one of so many equal shares."""
     data = dataclasses.asdict(timing)
-    return {name: value if name == "graph" else value / parts for name, value in data.items()}
+    return {name: value if name == "graph" else value / shares for name, value in data.items()}
 
 
-def _error(found: Any, right: np.ndarray) -> float:
-    """The largest difference, relative to the range of what is right."""
-    return float(np.abs(np.asarray(found, np.float64) - right).max() / np.ptp(right))
+def _error(actual: Any, expected: np.ndarray) -> float:
+    """Return the largest difference, relative to the range of the expected values."""
+    return float(np.abs(np.asarray(actual, np.float64) - expected).max() / np.ptp(expected))
 
 
 def right(errors: Sequence[float], program: Program) -> float:

@@ -28,14 +28,14 @@ class Timing:
 
 
 def interleaved(contenders: Mapping[str, Sequence[Call]], card: Card) -> dict[str, Timing]:
-    """Every contender in every turn; a turn repeats its rotation for about SECONDS."""
+    """Time every contender in every turn; a turn repeats its rotation for about SECONDS."""
     rotations = {name: card.rotation(calls) for name, calls in contenders.items()}
     repeats = {name: max(1, math.ceil(SECONDS / card.seconds(run, 1))) for name, (run, _) in rotations.items()}
     times: dict[str, list[float]] = {name: [] for name in rotations}
     for _ in range(card.turns):
         for name, (run, _) in rotations.items():
             times[name].append(card.seconds(run, repeats[name]) / len(contenders[name]))
-    return {name: Timing.over(found, graph=rotations[name][1]) for name, found in times.items()}
+    return {name: Timing.over(values, graph=rotations[name][1]) for name, values in times.items()}
 
 
 def repeated(call: Call, card: Card) -> Timing:

@@ -14,8 +14,8 @@ Arrays = dict[str, Array]
 
 
 def draw(problem: Any, sizes: Sizes, memory: Memory, *, poison: bool) -> Arrays:
-    """Fresh inputs by parameter name, `present` full of NaN; `kept` is the cache as it was. With poison, slots that are
-    not written hold NaN."""
+    """Draw fresh inputs by parameter name, `present` full of NaN; `before` is a copy of the cache. With poison,
+    unwritten slots contain NaN."""
     _, heads, _, dim = problem.dims
     cache = memory.normal((sizes.batch, heads, sizes.kv_len, dim), problem.dtype)
     if poison:
@@ -25,13 +25,13 @@ def draw(problem: Any, sizes: Sizes, memory: Memory, *, poison: bool) -> Arrays:
         "update": memory.normal((sizes.batch, heads, sizes.q_len, dim), problem.dtype),
         "write_indices": memory.integers(sizes.lengths),
         "present": memory.full(cache.shape, float("nan"), problem.dtype),
-        "kept": memory.copy(cache),
+        "before": memory.copy(cache),
     }
 
 
 def expected(problem: Any, arrays: Arrays, memory: Memory) -> Array:
-    """The cache with its new rows. Rows beyond the slots are dropped."""
-    present, rows = memory.copy(arrays["kept"]), arrays["update"].shape[2]
+    """Return the cache with its new rows. Rows beyond the slots are dropped."""
+    present, rows = memory.copy(arrays["before"]), arrays["update"].shape[2]
     for b, first in enumerate(arrays["write_indices"].tolist()):
         start, stop = max(first, 0), min(first + rows, present.shape[2])
         if start < stop:
