@@ -15,6 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 import records_of_runs
+import sampled
 import seeds
 from cuda_emulation import card
 
@@ -50,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     records_of_runs.add_options(parser)
     parser.addoption("--gpu", action="store_true", help="run what compares answers of GPUs on the one of this machine")
     parser.addoption("--seed", type=int, help="draw other random cases: those of this number")
+    parser.addoption("--sample", type=int, help="run this sample of long lists; else the number of commits is taken")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,6 +62,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("sample") is not None or sampled.VARIABLE not in os.environ:
+        number = config.getoption("sample")
+        os.environ[sampled.VARIABLE] = str(sampled.count_commits() if number is None else number)
     if config.getoption("seed") is not None:
         os.environ[seeds.VARIABLE] = str(config.getoption("seed"))
     seeds.renew()
@@ -68,8 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(records_of_runs.Records(config))
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.getoption('seed')}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what brings the same cases back."""
+    seed = config.getoption("seed")
+    again = f"--sample {os.environ[sampled.VARIABLE]}" + (f" --seed {seed}" if seed is not None else "")
+    terminalreporter.write_line(f"pytest {again} runs the same cases")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

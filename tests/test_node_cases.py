@@ -58,7 +58,7 @@ def test_operator_on_every_type(operator: str, index: int) -> None:
     assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize("index", sampled(range(PARTS), 2))
+@pytest.mark.parametrize("index", sampled(range(PARTS), 4))
 @pytest.mark.parametrize("operator", ["Attention", "FlexAttention"])
 def test_expanded_operator_on_every_type(operator: str, index: int) -> None:
     cases = [case for case in node_cases.cases(operator) if case.expanded]

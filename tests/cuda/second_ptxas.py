@@ -75,7 +75,6 @@ def main() -> None:
             "spills": code.spills,
             **counts,
             "instructions": sum(code.whole.values()),
-            "beside": code.beside,
             "said": code.said,
         }
 

@@ -151,7 +151,7 @@ def test_cache_updates(form: Callable[[CacheUpdate], tirx.PrimFunc]) -> None:
 
 @pytest.mark.slow
 def test_kv_writes() -> None:
-    case = KvWrite(append=New(None, 2, 64, 64, "float16", CacheLayout()), batch=2, seed=0, hostile=False)
+    case = KvWrite(record=New(None, 2, 64, 64, "float16", CacheLayout()), batch=2, seed=0, hostile=False)
     variants = kv_write(write_in_place(case.record), TARGET)
     assert variants
     module = emulated.module({"main": variants[0].make()}, arch="sm_80")

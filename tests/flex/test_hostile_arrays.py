@@ -98,7 +98,7 @@ def extremes(dtype: str, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("mod", "dtype"),
-    sampled(itertools.product([*MODS, masks], ["int32", "int64", "uint32", "int8"]), 3),
+    sampled(itertools.product([*MODS, masks], ["int32", "int64", "uint32", "int8"]), 9),
     ids=lambda arguments: getattr(arguments, "__name__", arguments),
 )
 def test_indices_from_data_stay_inside(mod: Callable[..., Any], dtype: str) -> None:

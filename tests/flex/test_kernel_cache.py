@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from sampled import sampled
 
 from lowering import flex
 
@@ -87,7 +88,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", VARIATIONS)
+@pytest.mark.parametrize("case", sampled(VARIATIONS, 3))
 def test_each_variation_has_a_kernel_of_its_own(case: str) -> None:
     usual = {"score_mod": biased, "captures": {"bias": np.ones((3, 5), "f")}}
     attend(**usual)

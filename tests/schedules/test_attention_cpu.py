@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tvm
 from placed_arrays import borrow, guarded, unaligned
+from sampled import sampled
 from this_machine import LEVELS, WIDEST
 
 import schedules
@@ -130,8 +131,9 @@ SIZES = [(1, 1, 1), (2, 1, 300), (3, 3, 70), (2, 77, 133), (1, 200, 65)]
 
 
 @pytest.mark.parametrize("mcpu", LEVELS[1:])
-@pytest.mark.parametrize("p", PROBLEMS.values(), ids=PROBLEMS)
-def test_equals_the_reference(p: AttentionProblem, mcpu: str) -> None:
+@pytest.mark.parametrize("name", sampled(PROBLEMS, 3))
+def test_equals_the_reference(name: str, mcpu: str) -> None:
+    p = PROBLEMS[name]
     run = kernel(p, mcpu)
     for batch, q_len, kv_len in SIZES:
         short = p.mask is not None and p.mask.dims[2] == 1 and kv_len > 9
