@@ -79,7 +79,7 @@ def test_matmuls_of_compressed_weights(scheme: Scheme, limit: float, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "most"), [("f16", "float16", 5e-4), ("int8", "int8", 4e-3), ("int4", "int8", 4e-3)]
+    ("scheme", "name", "limit"), [("f16", "float16", 5e-4), ("int8", "int8", 4e-3), ("int4", "int8", 4e-3)]
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_tables_are_quantized_by_rows(scheme: Scheme, name: str, limit: float, dtype: str, tmp_path: Path) -> None:
