@@ -282,7 +282,7 @@ SCORES = (
                 "head_scale": _floats(1),
                 "row_scale": _floats(2),
                 "key_scale": _floats(3),
-                "each": _floats(0, 1, 2, 3),
+                "pair_bias": _floats(0, 1, 2, 3),
                 "number": _floats(),
             }
         ),

@@ -78,7 +78,7 @@ VARIANTS = {
         _looked_up,
         flex.masks.sliding_window(9),
         lambda rng, b, h, i, j: {
-            "of": rng.integers(-5, 5, max(i, j)).astype(np.int32),
+            "index": rng.integers(-5, 5, max(i, j)).astype(np.int32),
             "bias": rng.standard_normal(5),
             "shift": rng.standard_normal(i),
         },
