@@ -134,7 +134,7 @@ class LoweringBackend(Backend):
         cases of ONNX.
         """
         try:
-            return check(model, dict.fromkeys(_find_list_inputs(model), 1)).ok
+            return check(model, dims=dict.fromkeys(_find_list_inputs(model), 1)).ok
         except LoweringError:
             return False
 

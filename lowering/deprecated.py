@@ -17,6 +17,16 @@ FIELDS = {"quantized": "quantised", "matmuls": "products", "fix": "mend", "float
 """New names of fields in JSON that commands print, with the old ones."""
 
 
+REFERENCES = ("reference", "onnxruntime")
+"""Values of `against`, which was the second parameter of `verify`."""
+
+
+def read_reference(value: str) -> Any:
+    """Return the second argument of `verify` as `against`, with a warning."""
+    warnings.warn(f"verify(model, against={value!r}): against is a keyword now.", DeprecationWarning, stacklevel=3)
+    return value
+
+
 def renamed_attribute(module: str, name: str, renamed: Mapping[str, str], attributes: Mapping[str, Any]) -> Any:
     """Return the attribute of a module that `name` was renamed to, with a warning.
 

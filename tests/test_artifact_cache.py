@@ -84,9 +84,9 @@ def test_the_same_file_is_copied(compiles: list[Any], tmp_path: Path) -> None:
 )
 def test_other_options_are_another_artifact(compiles: list[Any], tmp_path: Path, other: dict[str, Any]) -> None:
     write(tmp_path / "m.onnx")
-    keys = {artifact_cache.key(tmp_path / "m.onnx", compilation.Options(**options)) for options in ({}, other)}
+    keys = {artifact_cache.key(tmp_path / "m.onnx", compilation.CompileOptions(**options)) for options in ({}, other)}
     assert len(keys) == 2 and None not in keys
-    again = artifact_cache.key(tmp_path / "m.onnx", compilation.Options(**other))
+    again = artifact_cache.key(tmp_path / "m.onnx", compilation.CompileOptions(**other))
     assert again in keys
 
 
@@ -106,7 +106,7 @@ def test_other_records_are_another_artifact(compiles: list[Any], tmp_path: Path)
     write(tmp_path / "m.onnx")
     records = tmp_path / "records"
     records.mkdir()
-    options = compilation.Options(database=records)
+    options = compilation.CompileOptions(database=records)
     keys = [artifact_cache.key(tmp_path / "m.onnx", options)]
     for content in ("[]", "[1]"):
         (records / "database_workload.json").write_text(content)

@@ -119,7 +119,7 @@ def test_a_planted_artifact_is_not_delivered(cache: Path, tmp_path: Path) -> Non
     """The cache has another model under the key, in a folder that others could write."""
     path = tmp_path / "m.onnx"
     onnx.save(onnx.parser.parse_model(TEXT), path)
-    key = artifact_cache.key(path, compilation.Options())
+    key = artifact_cache.key(path, compilation.CompileOptions())
     assert key is not None
     planted = lowering.compile(onnx.parser.parse_model(TEXT.replace("Exp", "Neg")))
     planted.save(cache / "artifacts" / key.name)
@@ -135,7 +135,7 @@ def test_names_in_a_database_count(tmp_path: Path, cache: Path) -> None:
     onnx.save(onnx.parser.parse_model(TEXT), path)
     (database / "x86-aaa").mkdir(parents=True)
     (database / "x86-aaa" / "records.json").write_text("{}")
-    options = compilation.Options(database=database)
+    options = compilation.CompileOptions(database=database)
     first = artifact_cache.key(path, options)
     (database / "x86-aaa").rename(database / "x86-bbb")
     second = artifact_cache.key(path, options)

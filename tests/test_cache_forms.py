@@ -246,7 +246,7 @@ def test_caches_of_keys_and_values_in_one_are_verified() -> None:
     """The model keeps one cache, and the compiled decoder its halves."""
     model = model_of(CASES["joint"])
     for options in ({"static_cache": CAPACITY}, {"serve": lowering.Serve(context=CAPACITY, tokens_per_block=4)}):
-        assert lowering.verify(model, "onnxruntime", **options).first_difference is None
+        assert lowering.verify(model, against="onnxruntime", **options).first_difference is None
 
 
 @pytest.mark.parametrize("room", ["room", CAPACITY])

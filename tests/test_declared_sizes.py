@@ -81,7 +81,7 @@ def test_a_model_that_needs_a_number_can_be_given_one() -> None:
         g (float[B, H, S, 8] q, float[B, H, S, 8] k) => (float[B, H, S, 8] y) { y = Attention(q, k, k) }"""
     )
     assert not lowering.check(model).ok
-    assert lowering.check(model, {"H": 2}).ok
+    assert lowering.check(model, dims={"H": 2}).ok
     q = np.ones((1, 2, 3, 8), np.float32)
     np.testing.assert_allclose(lowering.compile(model, dims={"H": 2}).run({"q": q, "k": q})["y"], q)
 

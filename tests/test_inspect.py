@@ -19,7 +19,7 @@ CONFIG = DecoderConfig(2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, v
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect") / "out"
-    lowering.compile(build_decoder(CONFIG), "cpu:x86-64-v3", ["cache_.*"], dims={"tokens": (1, 32)}).save(folder)
+    lowering.compile(build_decoder(CONFIG), "cpu:x86-64-v3", donate=["cache_.*"], dims={"tokens": (1, 32)}).save(folder)
     return folder
 
 

@@ -39,7 +39,7 @@ def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
     assert 0 < report.quantized <= report.matmuls
     assert report.nodes[0].error == max(entry.error for entry in report.nodes) > 0
     session, model = onnxruntime.InferenceSession(quantized, create_session_options()), lowering.compile(quantized)
-    assert lowering.verify(quantized, "onnxruntime").first_difference is None
+    assert lowering.verify(quantized, against="onnxruntime").first_difference is None
     references = [lowering.compile(SAMPLE / "model.onnx").run(call) for call in all_calls]
     for call, reference in zip(all_calls, references):
         actual = model.run(call)

@@ -104,9 +104,9 @@ def test_a_sound_model_agrees(tmp_path: Path, how: str, capsys: pytest.CaptureFi
 def test_weights_in_a_file_of_their_own(tmp_path: Path, against: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is; and for ONNX Runtime again in a file, if they are too many for a protobuf."""
     onnx.save(encoder(), tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="weights")
-    assert lowering.verify(tmp_path / "m.onnx", against).first_difference is None
+    assert lowering.verify(tmp_path / "m.onnx", against=against).first_difference is None
     monkeypatch.setattr(references, "MOST_INSIDE", 1)
-    assert lowering.verify(tmp_path / "m.onnx", against).first_difference is None
+    assert lowering.verify(tmp_path / "m.onnx", against=against).first_difference is None
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
@@ -305,10 +305,10 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_served_decoder_with_sources() -> None:
     """A decoder of PyTorch, whose padding mask of the source is removed; requests have sources of different lengths."""
     model = lowering.compile(ENCODED, serve=lowering.Serve(8, tokens_per_block=4), precision="float16")
-    result = lowering.verify(ENCODED, "onnxruntime", artifact=model, sizes={"source": 6})
+    result = lowering.verify(ENCODED, against="onnxruntime", artifact=model, sizes={"source": 6})
     assert result.first_difference is None and result.inputs["cross_3"].shape == (5, 2, 6, 4)
     sources = {name: result.inputs[name] for name in result.inputs if name.startswith("cross")}
-    again = lowering.verify(ENCODED, "onnxruntime", artifact=model, inputs=sources, seed=3)
+    again = lowering.verify(ENCODED, against="onnxruntime", artifact=model, inputs=sources, seed=3)
     assert again.first_difference is None and again.inputs.keys() == result.inputs.keys()
     ids = {"decoder_input_ids": np.full((1, 3), 5)}  # one request, of whose 40 rows 11 count
     assert lowering.verify(ENCODED, artifact=model, sizes={"source": 40}, inputs=ids, seed=2).first_difference is None
@@ -338,14 +338,14 @@ def test_a_served_decoder_with_sources() -> None:
 def test_decoders_that_read_embeddings(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     path = DECODER.parents[2] / "decoders" / f"{name}.onnx"
     model = lowering.compile(path, **options)
-    result = lowering.verify(path, "onnxruntime", artifact=model)
+    result = lowering.verify(path, against="onnxruntime", artifact=model)
     assert result.first_difference is None
     embeddings = [key for key, array in result.inputs.items() if array.ndim == 3 and array.dtype == np.float32]
     assert embeddings
     spec = model.manifest.decoder or model.manifest.served
     assert spec is not None
     tokens = {name: result.inputs[name][:, :7] for name in (spec.ids, *spec.per_token)}
-    again = lowering.verify(path, "onnxruntime", artifact=model, inputs=tokens)
+    again = lowering.verify(path, against="onnxruntime", artifact=model, inputs=tokens)
     assert again.first_difference is None and again.inputs[embeddings[0]].shape[1] == 7
     wrong = {embeddings[0]: tokens[embeddings[0]][..., :-1]}
     with pytest.raises(lowering.InputError, match=r"must be numbers \[batch, tokens, \d+\], not float32"):
@@ -359,7 +359,7 @@ def test_decoders_that_read_embeddings(name: str, options: dict[str, Any], monke
             return prefill(self, changed if isinstance(tokens, dict) else changed[""], mask)
 
         monkeypatch.setattr(Decoder, "prefill", moved)
-        assert lowering.verify(path, "onnxruntime", artifact=model).first_difference is not None
+        assert lowering.verify(path, against="onnxruntime", artifact=model).first_difference is not None
 
 
 def test_serve_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

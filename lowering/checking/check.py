@@ -64,7 +64,7 @@ class Report:
         return format_table(self._counts, ("node", "what blocks it", "what to do"), rows)
 
 
-def check(model: ModelLike, dims: Dims | None = None) -> Report:
+def check(model: ModelLike, *, dims: Dims | None = None) -> Report:
     """Return a report of every node that cannot be lowered, subgraphs of If included.
 
     A node after an unsupported one is still examined, with the type that ONNX shape inference gives its input.

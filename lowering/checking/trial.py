@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..choices import Precision, Scheme
 from ..compiling import progress
 from ..compiling.compiler import compile
-from ..compiling.overflow import Call
+from ..compiling.options import CompileOptions
 from ..errors import CompilerError, LoweringError
 from ..graph.model import dtype_name, load_model
-from ..graph.serve import Serve
 from ..manifest import Argument, Manifest, arguments
 from ..runtime import Model
 from ..runtime.elements import ElementType
@@ -40,42 +38,34 @@ class VerificationTrial:
     """The options of compilation and of the comparison."""
 
     against: Against
-    target: str
     rtol: float | None
     atol: float | None
-    weights: Scheme | None
-    precision: Precision | None
-    donate: tuple[str, ...]
-    threads: int | None
-    static_cache: int | None
-    calls: Sequence[Call]
-    serve: Serve | None
+    options: CompileOptions
 
     @property
     def has_compile_options(self) -> bool:
-        user_arrays = (self.weights, self.precision, self.static_cache, self.serve, *self.donate, *self.calls)
-        return self.target != "cpu" or any(option is not None for option in user_arrays)
+        """Whether an option is set that an artifact has from its own compilation: any but threads."""
+        return self.options != CompileOptions(threads=self.options.threads)
 
     def list_options(self) -> Iterator[str]:
         """Yield the options of the command line."""
+        values = {"against": self.against, "rtol": self.rtol, "atol": self.atol}
+        values |= {name: getattr(self.options, name) for name in ("target", "weights", "precision", "threads")}
         default = {"against": "reference", "target": "cpu"}
-        for name in ("against", "target", "rtol", "atol", "weights", "precision", "threads"):
-            if (value := getattr(self, name)) != default.get(name):
+        for name, value in values.items():
+            if value != default.get(name):
                 yield from (f"--{name}", str(value))
-        for pattern in self.donate:
+        for pattern in self.options.donate:
             yield from ("--donate", pattern)
 
     def adapt_to(self, model: ir.Model) -> VerificationTrial:
         """Return the trial for a submodel, which may lack some donated inputs."""
         names = [value.name or "" for value in model.graph.inputs]
-        return replace(self, donate=tuple(p for p in self.donate if any(re.fullmatch(p, name) for name in names)))
+        donate = [p for p in self.options.donate if any(re.fullmatch(p, name) for name in names)]
+        return replace(self, options=replace(self.options, donate=donate))
 
     def compile_model(self, model: ir.Model) -> Model:
-        return compile(
-            model, self.target, self.donate, self.threads,
-            static_cache=self.static_cache, serve=self.serve, weights=self.weights, precision=self.precision,
-            calls=self.calls,
-        )  # fmt: skip
+        return compile(model, **vars(self.options))
 
     def compare_model(
         self,

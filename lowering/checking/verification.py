@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ..choices import Precision, Scheme
+from .. import deprecated
 from ..compiling.compiler import compile
-from ..compiling.overflow import Call
+from ..compiling.options import CompileArguments, CompileOptions
 from ..errors import CompilerError, InputError, LoweringError
 from ..graph.declared_sizes import set_sizes
 from ..graph.legality import iterate_graphs
 from ..graph.list_inputs import split_list_inputs
 from ..graph.model import ModelLike, load_model
 from ..graph.random_seed import can_draw_random
-from ..graph.serve import Serve
 from ..notebook import format_table
 from ..runtime import Model, load
 from ..runtime.lists import flatten_lists
@@ -31,6 +30,9 @@ from .references import Against, Feeds, load_reference
 from .reproducer import Reproducer
 from .synthetic_inputs import build_feeds, list_call_inputs, read_input_specs
 from .trial import VerificationTrial
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -66,29 +68,24 @@ class Verification:
 
 def verify(
     model: ModelLike,
-    against: Against = "reference",
     target: str = "cpu",
+    *,
+    against: Against = "reference",
     inputs: Mapping[str, Any] | None = None,
     sizes: Mapping[str, int] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
-    weights: Scheme | None = None,
-    precision: Precision | None = None,
-    donate: Sequence[str] = (),
-    threads: int | None = None,
-    static_cache: int | None = None,
     artifact: str | Path | Model | None = None,
     reduce: str | Path | None = None,
-    calls: Sequence[Call] = (),
-    serve: Serve | None = None,
+    **arguments: Unpack[CompileArguments],
 ) -> Verification:
     """Compare every output of the compiled model with onnx's reference evaluator or ONNX Runtime.
 
-    The compiled model is `artifact`, or else the model compiled with target, weights, precision, calls, donate,
-    threads, static_cache and serve. The reference computes the original model. A decoder with static caches reads a
-    prompt and some tokens; a fork reads other tokens in their place (decoding.py); the logits of each call are
-    compared. A served decoder runs requests that come and go (served.py), and the reference runs each of them alone.
+    The compiled model is `artifact`, or else the model compiled with the target and the arguments. The reference
+    computes the original model. A decoder with static caches reads a prompt and some tokens; a fork reads other
+    tokens in their place (decoding.py); the logits of each call are compared. A served decoder runs requests that
+    come and go (served.py), and the reference runs each of them alone.
 
     Without rtol and atol an element is close when |output - reference| <= 1e-5 + 1e-3 * |reference|. If weights,
     precision or the model's own types round to narrower types, and neither is given, the error of the whole output is
@@ -97,18 +94,18 @@ def verify(
 
     Args:
         model: The ONNX model, as for `compile`.
-        against: "reference" or "onnxruntime".
         target: As for `compile`.
+        against: "reference" or "onnxruntime".
         inputs: Some or all inputs, lists for sequences; the others are synthetic (synthetic_inputs.py).
         sizes: Symbolic dimensions by name, and, as dims of `compile`, the numbers of tensors of inputs that are
             sequences or optional values. Unspecified ones are those of the given inputs, or 4.
         rtol: The relative tolerance of an element.
         atol: The absolute tolerance of an element.
         seed: The seed of synthetic inputs.
-        weights: As for `compile`, and so are precision, donate, threads, static_cache, calls and serve.
         artifact: A folder or a loaded model that was compiled from the model; nothing is compiled.
         reduce: A new folder. If an output differs, or compilation fails by a bug of the compiler, the minimal failing
             submodel is written there, with its inputs (reduce.py).
+        arguments: As for `compile`.
 
     Returns:
         The comparisons, the inputs and the tolerance.
@@ -120,9 +117,10 @@ def verify(
             compiled, or it cannot run the model. Errors of `compile` and `load` are raised, too.
     """
     loaded, user_arrays, sizes = _split_lists(load_model(model), inputs or {}, sizes or {})
-    trial = VerificationTrial(
-        against, target, rtol, atol, weights, precision, tuple(donate), threads, static_cache, calls, serve
-    )
+    if target in deprecated.REFERENCES:
+        target, against = "cpu", deprecated.read_reference(target)
+    options = CompileOptions(target=target, **arguments)
+    trial = VerificationTrial(against, rtol, atol, options)
     folder = None if reduce is None else Path(reduce)
     if artifact is not None and trial.has_compile_options:
         raise InputError(
@@ -130,13 +128,13 @@ def verify(
             "an artifact was compiled with options of its own. Leave out the options of compile.",
         )
     if folder is not None:
-        if artifact is not None or static_cache is not None or serve is not None:
+        if artifact is not None or options.static_cache is not None or options.serve is not None:
             raise InputError(
                 "verify.reduce_with_artifact",
                 "reduce compiles parts of a model, and neither artifacts nor decoders. Leave out artifact, "
                 "static_cache and serve.",
             )
-        if calls:
+        if options.calls:
             raise InputError(
                 "verify.reduce_with_calls",
                 "reduce compiles parts of a model, to which calls of the whole model do not apply. Leave calls out.",
@@ -153,7 +151,9 @@ def verify(
         raise
     rng = np.random.default_rng(seed)
     try:
-        compiled = trial.compile_model(loaded) if artifact is None else _load_artifact(artifact, threads, loaded)
+        compiled = (
+            trial.compile_model(loaded) if artifact is None else _load_artifact(artifact, options.threads, loaded)
+        )
     except Exception as error:
         if folder is None or not _is_fault(error):
             raise

@@ -30,7 +30,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from ..checking.check import check
 
-    report = check(arguments.model, parse_dims(arguments.dim))
+    report = check(arguments.model, dims=parse_dims(arguments.dim))
     if arguments.json:
         print_json({"ok": report.ok, **asdict(report)})
     else:

@@ -33,7 +33,7 @@ from ..runtime.files import ArtifactFiles
 from ..runtime.folders import replace_folder
 from ..runtime.signature import SigningKey, sign
 from . import fingerprints
-from .options import Options
+from .options import CompileOptions
 
 MAX_BYTES = 1 << 31
 _ABANDONED = 3600.0  # seconds after which a folder that is still being written is abandoned
@@ -56,7 +56,7 @@ def folder() -> Path | None:
     return cache_folder.find_private_subfolder("artifacts")
 
 
-def key(model: Path, options: Options) -> ArtifactKey | None:
+def key(model: Path, options: CompileOptions) -> ArtifactKey | None:
     """Return the key of a model file's artifact, None if it has none.
 
     There is none for target 'cuda', which is the GPU of this machine, and for invalid files: the compiler reports the
@@ -164,7 +164,7 @@ def _entries() -> Iterator[_Entry]:
                 yield _Entry(path, whole, sum(sizes), (path / FILE if whole else path).stat().st_mtime)
 
 
-def _list_inputs(options: Options) -> tuple[object, ...]:
+def _list_inputs(options: CompileOptions) -> tuple[object, ...]:
     """Return the inputs of an artifact other than its files, in printable form."""
     plain = {**vars(options), "donate": list(options.donate), "dims": sorted((options.dims or {}).items())}
     programs = (options.cc, "gcc", "aarch64-linux-gnu-gcc", find_nvcc())

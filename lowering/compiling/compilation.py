@@ -34,7 +34,7 @@ from .build import build, check_linker
 from .code_failures import diagnose_code_failure
 from .interrupts import preserve_interrupts
 from .objects import KernelCompiler
-from .options import Options
+from .options import CompileOptions
 from .pipeline import PASSES, Dump, run_passes
 from .prepare import prepare_model
 
@@ -54,7 +54,7 @@ class CompiledModel:
 
 @preserve_interrupts()
 def compiled(
-    model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None
+    model: ModelLike, options: CompileOptions, stand_in: Target | None = None, dump: Dump | None = None
 ) -> CompiledModel:
     """Compile a model.
 
@@ -93,7 +93,7 @@ def compiled(
 
 @dataclass(frozen=True)
 class _ArtifactCompiler:
-    options: Options
+    options: CompileOptions
     targets: tuple[Target, ...]
     stand_in: Target | None
 

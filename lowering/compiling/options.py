@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ..choices import PRECISIONS, SCHEMES, Precision, Scheme
 from ..errors import InputError
@@ -17,11 +17,73 @@ if TYPE_CHECKING:
     from .overflow import Call
 
 
-@dataclass(frozen=True)
-class Options:
-    """The parameters of `compile`, as fields of the same names.
+class KernelArguments(TypedDict, total=False):
+    """The fields of CompileOptions that determine a model's kernels, as keyword arguments."""
 
-    Raises InputError for invalid values; checks that depend on the model or target are made where the value is used.
+    donate: Sequence[str]
+    dims: Dims | None
+    static_cache: int | None
+    weights: Scheme | None
+    precision: Precision | None
+
+
+class CompileArguments(KernelArguments, total=False):
+    """The fields of CompileOptions but target and seed, as keyword arguments."""
+
+    threads: int | None
+    cc: str | None
+    database: str | Path | None
+    serve: Serve | None
+    checks: bool
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """How a model is compiled: the keyword arguments of `compile`.
+
+    Checks that depend on the model or the target are made where a value is used.
+
+    Attributes:
+        target: `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, with additional
+            features after the name (`cpu:x86-64-v4+avx512vnni`, `cpu:aarch64+dotprod`). Or `cuda:` and a list of GPU
+            architectures, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU of this machine.
+        donate: Regular expressions that match whole names of inputs to be consumed: the matching output takes over
+            their memory. Of the inputs that `serve` replaces only its pools are donated, always.
+        threads: The default number of workers, at most 1024; None means the CPUs the calling thread may use.
+        cc: The compiler that links.
+        dims: Facts about symbolic dimensions. `{"batch": 1}` makes one a number; sizes and branches (If) that it
+            decides are computed at compile time. `{"tokens": (1, 512)}` bounds one, which calls then check. For an
+            input that is a sequence it is the number of tensors, `{"frames": 3}`. For an optional input it is 0 if
+            the input is None, 1 if it has an element (graph/list_inputs.py).
+        static_cache: `static_cache=N` turns a decoder's growing past into a cache of N slots, written in place, whose
+            length is a new input (graph/static_cache.py); `Model.decoder` manages it.
+        weights: "int8" (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16"
+            compresses the constant matrices of matmuls. It also compresses embedding tables by rows, in 8 bits for
+            int4 too (graph/compressed_tables.py). Accumulators stay float32; biases and convolutions are unchanged.
+            The manifest has a note about the error.
+        database: A folder of `tune`, whose records for this target choose the tiles of kernels before presets do; the
+            manifest names the records.
+        serve: `serve=Serve(context=N)` turns a decoder with a growing past into one for a ragged batch of many
+            requests over one paged cache (graph/paged_decoder.py), which a `Batcher` runs.
+        checks: False omits the run-time checks of the tables of serving operators (starts, lengths, pages, blocks).
+            Then no request is rejected, and kernels still touch no memory but their arrays; docs/serving.md has the
+            rules and their cost.
+        precision: "float16" or "bfloat16" computes the matmuls of a float32 model in that type, and stores their
+            weights and a decoder's caches in it. Norms, softmax and accumulators stay float32, as do inputs and
+            outputs (graph/precision.py). "fast" computes the matmuls of a float32 or float16 model in bfloat16 where
+            that is faster on every target, and leaves inputs, outputs and caches unchanged. "tf32" and "3xtf32" leave
+            the model float32, and multiply its matrices on the GPU's tensor cores. Their error is 2^-11 of each
+            operand, or about none with operands split in two (schedules/cuda/tensor_types.py). "float32" computes in
+            floats what a model quantizes at run time, such as DynamicQuantizeLSTM (graph/float_activations.py).
+        calls: Sample calls, each a dictionary of arrays by input name, that show which numbers float16 cannot
+            represent: nodes that read or compute those stay wide.
+        seed: The seed of random operators without an attribute `seed`. A number makes every call draw the same
+            numbers. A string is the name of a new input (int64 scalar), from which each call takes its seed
+            (graph/random_seed.py).
+
+    Raises:
+        InputError: A value is invalid.
     """
 
     target: str = "cpu"

@@ -36,7 +36,7 @@ from ..runtime.lists import flatten_lists
 from ..target import Target
 from . import progress
 from .compiler import compile
-from .options import Options
+from .options import CompileOptions
 from .overflow import Call, find_overflowing_values
 from .pipeline import Dump
 
@@ -60,7 +60,9 @@ class PreparedModel:
     notes: tuple[str, ...]
 
 
-def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target], dump: Dump | None) -> PreparedModel:
+def prepare_model(
+    model: ModelLike, options: CompileOptions, targets: Sequence[Target], dump: Dump | None
+) -> PreparedModel:
     """Rewrite a model as the options of `compile` say; the original model is unchanged."""
     split = _load(model, options)
     loaded = split.model
@@ -99,14 +101,14 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
     return PreparedModel(fused, lists, dims, setup, donated | caches.donated, caches, served, tuple(notes))
 
 
-def _load(model: ModelLike, options: Options) -> SplitInputs:
+def _load(model: ModelLike, options: CompileOptions) -> SplitInputs:
     with progress.stage("reading the model"):
         split = split_list_inputs(load_model(model), options.dims or {})
     batch = None if options.serve is None else find_batch_dimension(split.model, options.serve)
     return split if batch is None else replace(split, model=set_sizes(split.model, {batch: 1}))
 
 
-def _narrow(fused: ir.Model, options: Options, targets: Sequence[Target], calls: Sequence[Call]) -> list[str]:
+def _narrow(fused: ir.Model, options: CompileOptions, targets: Sequence[Target], calls: Sequence[Call]) -> list[str]:
     """Narrow types of computation and storage, and return notes about it; calls are those of the options."""
     notes: list[str | None] = []
     if options.precision == "float32":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..compiling import artifact
 from ..compiling.compilation import CompiledModel, compiled
-from ..compiling.options import Options
+from ..compiling.options import CompileOptions
 from ..graph.model import ModelLike
 from ..target import Target
 
@@ -19,7 +19,7 @@ class TunedModel:
 
     model: ModelLike
     sizes: Sequence[Mapping[str, int]]
-    options: Options
+    options: CompileOptions
 
     @property
     def threads(self) -> int:

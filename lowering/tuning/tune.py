@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..choices import Precision, Scheme
-from ..compiling.options import Options
+from ..compiling.options import CompileOptions, KernelArguments
 from ..compiling.progress import stage
 from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
-from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
 from ..manifest import MAX_THREADS
 from ..runtime.checks import check_integer
@@ -28,6 +27,9 @@ from .database import TuningDatabase, find_last_machine
 from .local import LibraryBuilder, LocalBench, MeasurementSite
 from .session import EFFORTS, Effort, End, Progress, TuningOutcome, TuningSession
 from .subject import TunedModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _DEFAULT_CANDIDATES = 32  # candidates of each task for measuring elsewhere
 
@@ -76,21 +78,18 @@ def tune(
     model: ModelLike,
     database: str | Path,
     target: str = "cpu",
+    *,
     budget: float = 1200.0,
     trials: int | None = None,
     effort: Effort = "full",
     sizes: Sequence[Mapping[str, int]] = ({},),
     threads: int = 1,
-    dims: Dims | None = None,
-    static_cache: int | None = None,
-    weights: Scheme | None = None,
-    donate: Sequence[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
     tracker: tuple[str, int] | None = None,
     keys: Sequence[str] = (),
     export: str | Path | None = None,
-    precision: Precision | None = None,
+    **arguments: Unpack[KernelArguments],
 ) -> Tuning:
     """Search the tiles and loops of a model's kernels, and record all measurements in a database.
 
@@ -110,16 +109,12 @@ def tune(
         sizes: Settings of the symbolic dimensions (names and numbers, as for `bench`). Kernels are tuned at all of
             them.
         threads: Number of threads.
-        dims: As for `compile`. This and the next options must equal those of `compile`, or its kernels differ.
-        static_cache: As for `compile`.
-        weights: As for `compile`.
-        donate: As for `compile`.
         seed: Seed of the search.
         progress: Function that is called after every trial.
         tracker: Host and port of a TVM tracker.
         keys: Keys of devices that `onnx-lowering device` registered at the tracker.
         export: Folder to write candidates to, instead of measuring them.
-        precision: As for `compile`.
+        arguments: As for `compile`, which needs the same ones: donate, dims, static_cache, weights, precision.
 
     Returns:
         The result, with an outcome for each kernel.
@@ -133,7 +128,7 @@ def tune(
         raise InputError("tune.effort_unknown", f"effort={effort!r} is neither 'quick' nor 'full'.")
     threads = check_integer(threads, "threads", 1, MAX_THREADS)
     # Inputs for tuning are synthetic: checks would reject the tables of serving operators.
-    options = Options(target, donate, threads, None, dims, static_cache, weights, checks=False, precision=precision)
+    options = CompileOptions(target=target, threads=threads, checks=False, **arguments)
     max_trials = None if trials is None else check_integer(trials, "trials", 0, 2**31)
     begin = time.monotonic()
     resolved, *other_targets = resolve(target)

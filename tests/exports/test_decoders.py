@@ -15,7 +15,7 @@ from mobius_models import CAPACITY, COMMITTED
 from sampled import sampled
 
 import lowering
-from lowering.compiling.options import Options
+from lowering.compiling.options import CompileOptions
 from lowering.compiling.prepare import PreparedModel, prepare_model
 from lowering.runtime.decoder import Decoder
 from lowering.target import resolve
@@ -179,7 +179,7 @@ def compiled(name: str, precision: Any = None) -> lowering.Model:
 
 def prepared_model(name: str, **options: Any) -> PreparedModel:
     """Return the prepared model, without compiling it."""
-    return prepare_model(FOLDER / f"{name}.onnx", Options(**options), resolve("cpu"), None)
+    return prepare_model(FOLDER / f"{name}.onnx", CompileOptions(**options), resolve("cpu"), None)
 
 
 def error_in_place(name: str, precision: Any) -> float:

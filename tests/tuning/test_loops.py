@@ -12,7 +12,7 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.compiling.compilation import compiled
-from lowering.compiling.options import Options
+from lowering.compiling.options import CompileOptions
 from lowering.target import resolve
 from lowering.tuning.choices import DEFAULT, read_choice
 from lowering.tuning.context import TuningContext, create_search_strategy
@@ -77,7 +77,7 @@ def test_other_versions_of_the_default_are_other_tasks(
 
 def first_candidates(seed: int) -> list[str]:
     target = resolve("cpu:x86-64-v3")[0].tvm
-    functions = compiled(matmul(64), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
+    functions = compiled(matmul(64), CompileOptions(target="cpu:x86-64-v3", threads=1)).unscheduled[0]
     func = next(f for name, f in functions.items() if "matmul" in name)
     task = create_loops_task(func, [tuple(int(n) for n in p.shape) for p in func.params], target)
     assert task is not None
@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_candidates() -> None:
 
 def test_kernels_of_attention_and_matmuls_have_no_loops() -> None:
     target = resolve("cpu:x86-64-v3")[0].tvm
-    functions = compiled(matmul(64, "float32"), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
+    functions = compiled(matmul(64, "float32"), CompileOptions(target="cpu:x86-64-v3", threads=1)).unscheduled[0]
     tasks = [
         (create_tiles_task(func, shapes, target), create_loops_task(func, shapes, target))
         for func in functions.values()

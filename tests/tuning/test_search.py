@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cases import all_cases
 from benchmarks.tune import sizes
-from lowering.compiling.options import Options
+from lowering.compiling.options import CompileOptions
 from lowering.measuring.batch import DEFAULT
 from lowering.measuring.trial import LAST_PAIRS
 from lowering.target import resolve
@@ -50,7 +50,7 @@ def test_random_tiles_become_as_good_as_a_sweep(tmp_path: Path, monkeypatch: pyt
     try:
         case = all_cases()["P1 full"]
         model = case.model()
-        subject = TunedModel(model, [sizes(model, case.own_feeds())], Options(threads=1))
+        subject = TunedModel(model, [sizes(model, case.own_feeds())], CompileOptions(threads=1))
         session = TuningSession(
             tmp_path / "tasks", subject, [MeasurementSite(bench, database)], target, workshop, "full", seed=0
         )

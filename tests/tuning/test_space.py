@@ -16,7 +16,7 @@ import schedules
 from lowering.attention.plain import build_plain_attention
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.compiling.compilation import compiled
-from lowering.compiling.options import Options
+from lowering.compiling.options import CompileOptions
 from lowering.target import resolve
 from lowering.tuning.build import schedule_candidate
 from lowering.tuning.choices import read_choice, read_trace_choice
@@ -39,7 +39,7 @@ def attention_shapes(rows: int, keys: int) -> list:
 
 @cache
 def functions(rows: int | str) -> dict:
-    return compiled(matmul(rows), Options("cpu:x86-64-v4")).unscheduled[0]
+    return compiled(matmul(rows), CompileOptions(target="cpu:x86-64-v4")).unscheduled[0]
 
 
 def matmul_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
