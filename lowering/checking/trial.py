@@ -45,7 +45,7 @@ class VerificationTrial:
     @property
     def has_compile_options(self) -> bool:
         """Whether an option is set that an artifact has from its own compilation: any but threads."""
-        return self.options != CompileOptions(threads=self.options.threads)
+        return bool(self.options.calls) or replace(self.options, calls=(), threads=None) != CompileOptions()
 
     def list_options(self) -> Iterator[str]:
         """Yield the options of the command line."""

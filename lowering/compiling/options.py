@@ -101,6 +101,7 @@ class CompileOptions:
     seed: int | str = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "donate", tuple(self.donate))
         # Python's own numbers instead of NumPy's.
         object.__setattr__(self, "threads", check_threads(self.threads))
         if not isinstance(self.seed, str):
