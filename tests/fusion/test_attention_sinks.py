@@ -126,7 +126,7 @@ def test_heads_by_group(heads: str, mask: str) -> None:
     """
     inputs = f"float[B, 2, 2, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 6] v, float[{mask}] m"
     source = parse_graph(f"({inputs}) => (float[B, 2, 2, S, 6] y) {{ {nodes} }}", 18,
-                   {**WEIGHTS, "five": np.array([1, 2, 2, 1, 1])})  # fmt: skip
+                         {**WEIGHTS, "five": np.array([1, 2, 2, 1, 1])})  # fmt: skip
     node = check_fused(source)
     assert [value.name for value in node.inputs[1:3] if value is not None] == ["k", "v"]
 

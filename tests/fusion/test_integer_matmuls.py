@@ -42,7 +42,7 @@ def test_matmul(b: str) -> None:
 def test_matmul_of_two_that_are_computed() -> None:
     nodes = f"{A} b = DequantizeLinear (v, t, zt) y = MatMul (a, b)"
     check_fused(parse_graph(f"(uint8[B, 3, 5] x, int8[B, 5, N] v) => (float[B, 3, N] y) {{ {nodes} }}", 21, WEIGHTS),
-         {"MatMulInteger": 1, "MatMul": 0})  # fmt: skip
+                {"MatMulInteger": 1, "MatMul": 0})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_gemm_with_a_scale_for_each_row_of_what_it_turns() -> None:
 def test_conv(w: str, c: str) -> None:
     nodes = f"{A} b = DequantizeLinear <axis = 0> ({w}) y = Conv <pads = [1, 0, 1, 1], strides = [2, 1]> (a, b{c})"
     check_fused(parse_graph(f"(uint8[B, 2, 7, 8] x) => (float[B, 6, 4, 7] y) {{ {nodes} }}", 21, WEIGHTS),
-         {"ConvInteger": 1, "Conv": 0})  # fmt: skip
+                {"ConvInteger": 1, "Conv": 0})  # fmt: skip
 
 
 @pytest.mark.parametrize(

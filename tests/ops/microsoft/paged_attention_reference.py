@@ -78,7 +78,7 @@ def paged_attention(inputs: Arrays, attributes: dict[str, Any]) -> tuple[np.ndar
 
 
 def _split_rows(inputs: Arrays, heads: int, kv_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return copies [N, heads, D]; a latent cache has no values."""
+    """Return copies [N, heads, D]; a latent cache lacks values."""
     query = inputs["query"]
     tokens = query.shape[0]
     if "key" in inputs:
@@ -112,7 +112,7 @@ def _rotate(x: np.ndarray, inputs: Arrays, position: int, attributes: dict[str, 
 
 
 def _find_slot(row: np.ndarray, t: int, block: int, blocks: int) -> tuple[int, int] | None:
-    """Return block and offset of token t, None where the table has no legal block."""
+    """Return block and offset of token t, None where the table lacks a legal block."""
     if t // block >= len(row) or not 0 <= row[t // block] < blocks:
         return None
     return int(row[t // block]), t % block

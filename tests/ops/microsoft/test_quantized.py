@@ -55,7 +55,7 @@ def draw_quantized(dtype: str, *shape: int) -> np.ndarray:
 def test_add_and_mul(name: str, dtype: str) -> None:
     a, b, zero = draw_quantized(dtype, 2, 7, 33), draw_quantized(dtype, 33), draw_quantized(dtype)
     check_node(name, {"a": a, "s1": SCALES["s1"], "z1": zero, "b": b, "s2": SCALES["s2"], "z2": draw_quantized(dtype),
-               "s3": SCALES["s3"], "z3": draw_quantized(dtype)}, dtype, 3)  # fmt: skip
+                      "s3": SCALES["s3"], "z3": draw_quantized(dtype)}, dtype, 3)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
@@ -80,8 +80,8 @@ def test_concat() -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_where(dtype: str) -> None:
     arrays = {"c": RNG.random((3, 1)) > 0.5, "a": draw_quantized(dtype, 2, 1, 5), "s1": SCALES["s1"],
-              "z1": draw_quantized(dtype), "b": draw_quantized(dtype, 5), "s2": SCALES["s2"], "z2": draw_quantized(dtype), "s3": SCALES["s3"],
-             "z3": draw_quantized(dtype)}  # fmt: skip
+              "z1": draw_quantized(dtype), "b": draw_quantized(dtype, 5), "s2": SCALES["s2"],
+              "z2": draw_quantized(dtype), "s3": SCALES["s3"], "z3": draw_quantized(dtype)}  # fmt: skip
     check_node("QLinearWhere", arrays, dtype, 3, constant_names="s1 s2 s3 z1 z2 z3")
 
 
@@ -118,7 +118,7 @@ def test_matmuls_of_matrices(of_b: str, by_column: bool) -> None:
     zero, bias = draw_quantized(of_b, *scale.shape), RNG.standard_normal(50).astype(np.float32)
     b, a = draw_factors(RNG, of_b, 37, 50), RNG.standard_normal((2, 9, 37)).astype(np.float32)
     check_node("DynamicQuantizeMatMul", {"a": a, "b": b, "s2": scale, "z2": zero, "bias": bias}, "float32", 3,
-        constant_names="b s2 z2 bias")  # fmt: skip
+               constant_names="b s2 z2 bias")  # fmt: skip
     arrays = {
         "a": draw_quantized("uint8", 2, 9, 37),
         "b": b,
@@ -136,11 +136,12 @@ def test_matmuls_of_matrices(of_b: str, by_column: bool) -> None:
 def test_gemm(turned: int, floats: bool) -> None:
     b = draw_factors(RNG, "int8", *((30, 21) if turned else (21, 30)))
     arrays = {"a": draw_quantized("uint8", 8, 21), "s1": SCALES["s1"], "z1": draw_quantized("uint8"), "b": b,
-              "s2": SCALES["s2"], "z2": np.array(0, np.int8), "c": RNG.integers(-999, 999, 30).astype(np.int32)}  # fmt: skip
+              "s2": SCALES["s2"], "z2": np.array(0, np.int8),
+              "c": RNG.integers(-999, 999, 30).astype(np.int32)}  # fmt: skip
     if not floats:
         arrays |= {"s3": np.array(0.5, np.float32), "z3": np.array(99, np.uint8)}
     check_node("QGemm", arrays, "float32" if floats else "uint8", 2,
-        constant_names="b z2 s1 s2 z1" + ("" if floats else " s3 z3"), transB=turned, alpha=0.5)  # fmt: skip
+               constant_names="b z2 s1 s2 z1" + ("" if floats else " s3 z3"), transB=turned, alpha=0.5)  # fmt: skip
 
 
 def draw_embedding(dtype: str, segments: bool, masked: bool) -> list[np.ndarray | None]:
