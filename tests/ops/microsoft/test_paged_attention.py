@@ -216,7 +216,7 @@ def model(case: Case, inputs: Arrays) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
 
 
-def check_case(number: int, calls: int, target: str = "cpu") -> None:
+def check(number: int, calls: int, target: str = "cpu") -> None:
     rng, data = random.Random(number), np.random.default_rng(number)
     case = drawn(rng)
     compiled, donate = None, case.functional and number % 3 == 0
@@ -254,14 +254,14 @@ def check_case(number: int, calls: int, target: str = "cpu") -> None:
 
 @pytest.mark.parametrize("number", RUNS["CPU"][0])
 def test_equals_the_reference(number: int) -> None:
-    check_case(number, RUNS["CPU"][1])
+    check(number, RUNS["CPU"][1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("number", RUNS["CPU, long"][0])
 def test_equals_the_reference_at_length(number: int) -> None:
-    check_case(number, RUNS["CPU, long"][1])
+    check(number, RUNS["CPU, long"][1])
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(0, 2), (1, 1), (5, 5)])

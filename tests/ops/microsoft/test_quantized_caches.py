@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray]
 Case = dict[str, Any]
 
 
-def draw_case(rng: random.Random) -> Case:
+def drawn(rng: random.Random) -> Case:
     kv_heads, size = rng.choice([1, 2, 3]), rng.choice([8, 16, 24, 40, 64, 128])
     dtype = rng.choice(["int8", "int4", "int8", "int4", "float8_e4m3fn"])
     kinds = ["PER_TENSOR", "PER_CHANNEL"]
@@ -45,7 +45,7 @@ def draw_case(rng: random.Random) -> Case:
         "dtype": rng.choice(["float32", "float32", "float16"]),
         "heads": (kv_heads * rng.choice([1, 2, 4]), kv_heads),
         "size": size,
-        "cache_type": dtype,
+        "codes": dtype,
         "kinds": (k_kind, rng.choice(kinds) if rng.random() < 0.2 else k_kind),
         "scales": rng.choice(["flat", "canonical"]),
         "rows": rows,
@@ -79,14 +79,14 @@ def draw_inputs(case: Case, data: np.random.Generator) -> Arrays:
         inputs = {"query": np.concatenate(projections, axis=2)}
     total = int(past.max()) + rows
     length = int(past.max()) if case["grows"] else total + int(data.integers(0, 5))
-    width = size // 2 if case["cache_type"] == "int4" else size
+    width = size // 2 if case["codes"] == "int4" else size
     bits = data.integers(0, 256, (2, batch, kv_heads, length, width)).astype(np.uint8)
-    if case["cache_type"] == "float8_e4m3fn":
+    if case["codes"] == "float8_e4m3fn":
         bits = (data.standard_normal(bits.shape) * 30).astype(ml_dtypes.float8_e4m3fn)
     for name, cache in zip(("past_key", "past_value"), bits):
-        inputs[name] = cache.view(getattr(ml_dtypes, STORED[case["cache_type"]], STORED[case["cache_type"]]))
+        inputs[name] = cache.view(getattr(ml_dtypes, STORED[case["codes"]], STORED[case["codes"]]))
     inputs |= {"seqlens_k": (past + rows - 1).astype(np.int32), "total_sequence_length": np.array([total], np.int32)}
-    step = 0.3 if case["cache_type"] == "int4" else 0.02
+    step = 0.3 if case["codes"] == "int4" else 0.02
     for name, quant in zip(("k_scale", "v_scale"), case["kinds"]):
         channels = (1, kv_heads, 1, size) if case["scales"] == "canonical" else (kv_heads * size,)
         shape = channels if quant == "PER_CHANNEL" else (1,)
@@ -104,7 +104,7 @@ def draw_inputs(case: Case, data: np.random.Generator) -> Arrays:
 def make_attributes(case: Case) -> dict[str, Any]:
     node_attributes: dict[str, Any] = {"num_heads": case["heads"][0], "kv_num_heads": case["heads"][1]}
     node_attributes |= {"k_quant_type": case["kinds"][0], "v_quant_type": case["kinds"][1]}
-    node_attributes["kv_cache_bit_width"] = 4 if case["cache_type"] == "int4" else 8
+    node_attributes["kv_cache_bit_width"] = 4 if case["codes"] == "int4" else 8
     node_attributes |= {"do_rotary": 1} if case["angles"] else {}
     node_attributes |= {"softcap": case["softcap"]} if case["softcap"] else {}
     return node_attributes | ({"local_window_size": case["window"]} if case["window"] > 0 else {})
@@ -167,15 +167,15 @@ def compute_reference(case: Case, inputs: Arrays) -> list[np.ndarray]:
     return [y.reshape(batch, rows, -1), *presents]
 
 
-def check_case(number: int, calls: int, target: str = "cpu") -> None:
-    case, data = draw_case(random.Random(number)), np.random.default_rng(number)
+def check(number: int, calls: int, target: str = "cpu") -> None:
+    case, data = drawn(random.Random(number)), np.random.default_rng(number)
     if target != "cpu":
         case |= {"size": min(case["size"], 16 if case["angles"] else 24)}  # onnxruntime rotates multiples of 16
         case["angles"] = min(case["angles"], case["size"] // 2)
-    has_onnxruntime_kernel = case["cache_type"] != "float8_e4m3fn" and case["kinds"][0] == case["kinds"][1]
+    has_onnxruntime_kernel = case["codes"] != "float8_e4m3fn" and case["kinds"][0] == case["kinds"][1]
     if not has_onnxruntime_kernel:
         case["bias"] = False
-        case["cache_type"] = "int8" if case["cache_type"] == "int4" else case["cache_type"]
+        case["codes"] = "int8" if case["codes"] == "int4" else case["codes"]
     compiled, session = None, None
     for _ in range(calls):
         if compiled is None or case["symbolic"]:
@@ -207,33 +207,33 @@ def check_case(number: int, calls: int, target: str = "cpu") -> None:
 
 def is_close(case: Case, actual: np.ndarray, reference: np.ndarray) -> bool:
     """Return whether quantized values differ by one at most."""
-    if case["cache_type"] == "float8_e4m3fn":
+    if case["codes"] == "float8_e4m3fn":
         return np.allclose(actual.astype(float), reference.astype(float), 0.13, 2.0**-8)
-    if case["cache_type"] == "int4":
+    if case["codes"] == "int4":
         actual, reference = (np.stack([x & 15, x >> 4]) for x in (actual, reference))
     return bool((abs(actual.astype(int) - reference.astype(int)) <= 1).all())
 
 
 @pytest.mark.parametrize("number", RUNS["CPU"][0])
 def test_equals_onnxruntime_or_the_reference(number: int) -> None:
-    check_case(number, RUNS["CPU"][1])
+    check(number, RUNS["CPU"][1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("number", RUNS["CPU, long"][0])
 def test_equals_onnxruntime_or_the_reference_at_length(number: int) -> None:
-    check_case(number, RUNS["CPU, long"][1])
+    check(number, RUNS["CPU, long"][1])
 
 
 def test_quantized_values_of_a_long_prompt_equal_onnxruntime_bit_for_bit() -> None:
     """Elements near the midpoint of two quantized values would show a different rounding."""
-    case = draw_case(random.Random(1)) | {
+    case = drawn(random.Random(1)) | {
         "dtype": "float32", "heads": (2, 2), "size": 64, "kinds": ("PER_CHANNEL",) * 2, "rows": 512, "batch": 1,
         "grows": False, "packed": False, "angles": 0, "bias": False, "window": -1, "sink": False,
     }  # fmt: skip
     for dtype in ("int8", "int4"):
-        case |= {"cache_type": dtype}
+        case |= {"codes": dtype}
         inputs = draw_inputs(case, np.random.default_rng(0))
         scale = inputs["k_scale"].reshape(-1)
         steps = np.random.default_rng(1).integers(-140, 140, inputs["key"].shape) + 0.5
