@@ -1,4 +1,4 @@
-"""Attention with sinks written out becomes the compiler's own Attention, case by case; what must not match stays."""
+"""Attention with sinks written out becomes the compiler's own Attention; graphs that must not match stay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import feeds, fused, operators, parse, run, untouched
+from graphs import check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 import lowering
 
@@ -36,32 +36,32 @@ WEIGHTS: dict[str, np.ndarray] = {
 }  # fmt: skip
 
 
-def model(nodes: str, more: str = "float[B, 1, S, T] m", opset: int = 18) -> onnx.ModelProto:
-    return parse(f"({INPUTS}, {more}) => (float[B, 4, S, 6] y) {{ {REPEATED} {nodes} }}", opset, WEIGHTS)
+def make_model(nodes: str, more: str = "float[B, 1, S, T] m", opset: int = 18) -> onnx.ModelProto:
+    return parse_graph(f"({INPUTS}, {more}) => (float[B, 4, S, 6] y) {{ {REPEATED} {nodes} }}", opset, WEIGHTS)
 
 
-def softmax(scores: str = PLAIN, sink: str = SINK, joined: str = "j = Concat <axis = -1> (x, sc)", last: str = MAXIMUM,
-            after: str = AFTER) -> str:  # fmt: skip
+def make_softmax(scores: str = PLAIN, sink: str = SINK, joined: str = "j = Concat <axis = -1> (x, sc)",
+                 last: str = MAXIMUM, after: str = AFTER) -> str:  # fmt: skip
     return f"{scores} {sink} {joined} {last} p = Softmax <axis = -1> ({'d' if last else 'j'}) {after}"
 
 
-def same(source: onnx.ModelProto, tolerance: float = 2e-6) -> ir.Node:
-    """The one Attention with sinks that the model becomes; compiled, it computes what onnxruntime does before."""
-    result = fused(source)
-    assert {name: operators(result)[name] for name in ("Attention", "Softmax", "MatMul")} == {
+def check_fused(source: onnx.ModelProto, tolerance: float = 2e-6) -> ir.Node:
+    """Return the Attention node with sinks; check the compiled model against onnxruntime on the unfused model."""
+    result = fuse_model(source)
+    assert {name: count_operators(result)[name] for name in ("Attention", "Softmax", "MatMul")} == {
         "Attention": 1, "Softmax": 0, "MatMul": 0
     }  # fmt: skip
     (node,) = (node for node in result.graph if node.op_type == "Attention")
     assert node.domain == "onnx_lowering" and len(node.inputs) == 8
-    arrays = feeds(source)
-    (expected,) = run(source, arrays)
+    arrays = draw_feeds(source)
+    (expected,) = run_model(source, arrays)
     (actual,) = lowering.compile(source).run(arrays).values()
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=tolerance)
     return node
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "operators",
     [
         {},
         {"last": ""},
@@ -73,10 +73,10 @@ def same(source: onnx.ModelProto, tolerance: float = 2e-6) -> ir.Node:
     ],
     ids=str,
 )  # fmt: skip
-def test_cases_1_and_2_order_and_maximum(parts: dict[str, str]) -> None:
-    node = same(model(softmax(**parts)))
+def test_cases_1_and_2_order_and_maximum(operators: dict[str, str]) -> None:
+    node = check_fused(make_model(make_softmax(**operators)))
     k = node.inputs[1]
-    assert k is not None and k.name == "k"  # heads are not repeated any more
+    assert k is not None and k.name == "k"  # heads are not repeated
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_cases_1_and_2_order_and_maximum(parts: dict[str, str]) -> None:
     ],
 )
 def test_case_3_forms_of_the_sink(sink: str) -> None:
-    source = model(softmax(sink=sink))
+    source = make_model(make_softmax(sink=sink))
     source.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 2]), "axes"))
-    same(source)
+    check_fused(source)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_case_3_forms_of_the_sink(sink: str) -> None:
          "j0 = Concat <axis = -1> (x, sc) j = Add (j0, mp)"),
     ],
 )  # fmt: skip
-def test_case_4_scales_and_masks_before_and_behind_the_column(scores: str, joined: str) -> None:
-    same(model(softmax(scores, joined=joined)))
+def test_case_4_scales_and_masks_before_and_after_the_column(scores: str, joined: str) -> None:
+    check_fused(make_model(make_softmax(scores, joined=joined)))
 
 
 @pytest.mark.parametrize("heads", ["k5 = Unsqueeze (k, two) kt = Transpose <perm = [0, 1, 2, 4, 3]> (k5)",
@@ -125,30 +125,30 @@ def test_heads_by_group(heads: str, mask: str) -> None:
         p = Softmax <axis = -1> (d) w = Slice (p, zero, last, last) y = MatMul (w, v5)
     """
     inputs = f"float[B, 2, 2, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 6] v, float[{mask}] m"
-    source = parse(f"({inputs}) => (float[B, 2, 2, S, 6] y) {{ {nodes} }}", 18,
-                   {**WEIGHTS, "five": np.array([1, 2, 2, 1, 1])})  # fmt: skip
-    node = same(source)
+    source = parse_graph(f"({inputs}) => (float[B, 2, 2, S, 6] y) {{ {nodes} }}", 18,
+                         {**WEIGHTS, "five": np.array([1, 2, 2, 1, 1])})  # fmt: skip
+    node = check_fused(source)
     assert [value.name for value in node.inputs[1:3] if value is not None] == ["k", "v"]
 
 
-def test_rows_that_see_no_key_give_all_to_the_sink() -> None:
-    source = model(softmax())
-    arrays = feeds(source) | {"m": np.full((2, 1, 3, 5), np.finfo(np.float32).min, np.float32)}
+def test_rows_without_keys_give_all_weight_to_the_sink() -> None:
+    source = make_model(make_softmax())
+    arrays = draw_feeds(source) | {"m": np.full((2, 1, 3, 5), np.finfo(np.float32).min, np.float32)}
     np.testing.assert_array_equal(lowering.compile(source).run(arrays)["y"], 0)
-    np.testing.assert_array_equal(run(source, arrays)[0], 0)
+    np.testing.assert_array_equal(run_model(source, arrays)[0], 0)
 
 
 def test_without_a_sink_the_maximum_is_subtracted_all_the_same() -> None:
     nodes = f"{PLAIN} top = ReduceMax (x, last) d = Sub (x, top) p = Softmax <axis = -1> (d) y = MatMul (p, v4)"
-    result = fused(model(nodes))
+    result = fuse_model(make_model(nodes))
     (node,) = (node for node in result.graph if node.op_type == "Attention")
-    assert node.domain == "" and operators(result)["ReduceMax"] == 0
+    assert node.domain == "" and count_operators(result)["ReduceMax"] == 0
 
 
 @pytest.mark.parametrize(
-    "parts, more",
+    "operators, more",
     [
-        ({"after": "w = Slice (p, one, end, last) y = MatMul (w, v4)"}, ""),  # the sink stays, the first key goes
+        ({"after": "w = Slice (p, one, end, last) y = MatMul (w, v4)"}, ""),  # the sink stays, the first key is dropped
         ({"sink": "sc = Identity (given)"}, "float[B, 4, S, 1] given"),  # a sink for each row
         ({"sink": "sc = Expand (given, column)"}, "float[1, 4, S, 1] given"),
         ({"joined": "j = Concat <axis = -1> (x, sc, sc)",
@@ -160,22 +160,22 @@ def test_without_a_sink_the_maximum_is_subtracted_all_the_same() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_sink_stays(parts: dict[str, Any], more: str) -> None:
-    source = model(softmax(**parts), ", ".join(filter(None, ("float[B, 1, S, T] m", more))), 24)
+def test_other_columns_than_sinks_stay(operators: dict[str, Any], more: str) -> None:
+    source = make_model(make_softmax(**operators), ", ".join(filter(None, ("float[B, 1, S, T] m", more))), 24)
     source.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-2]), "minus"))
-    untouched(source)
+    check_untouched(source)
 
 
 def test_probabilities_that_are_read_elsewhere_refuse() -> None:
-    nodes = softmax(after=f"{AFTER} z = ReduceSum (p)")
+    nodes = make_softmax(after=f"{AFTER} z = ReduceSum (p)")
     text = f"({INPUTS}, float[B, 1, S, T] m) => (float[B, 4, S, 6] y, float[1, 1, 1, 1] z) {{ {REPEATED} {nodes} }}"
-    untouched(parse(text, 24, WEIGHTS))
+    check_untouched(parse_graph(text, 24, WEIGHTS))
 
 
 def test_a_dumped_model_compiles_again() -> None:
-    source = model(softmax())
-    arrays = feeds(source)
-    again = lowering.compile(ir.to_proto(fused(source))).run(arrays)["y"]
+    source = make_model(make_softmax())
+    arrays = draw_feeds(source)
+    again = lowering.compile(ir.to_proto(fuse_model(source))).run(arrays)["y"]
     np.testing.assert_array_equal(again, lowering.compile(source).run(arrays)["y"])
 
 

@@ -1,4 +1,4 @@
-"""Nodes that compute the same: one of them is left, in every model that can be read."""
+"""One of the nodes that compute the same value is left, in every model that can be read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lowering.fusion.common_subexpressions import EliminateCommonSubexpressionsP
 TWICE = "a = Neg (x) b = Neg (x) y = Add (a, b)"
 
 
-def model(with_type: bool) -> ir.Model:
-    """With a node that has a type as an attribute, if asked for."""
+def make_model(with_type: bool) -> ir.Model:
+    """Return a model of two equal nodes, on request with a node that has a type as an attribute."""
     graph = f"g (float[N] x) => (float[N] y) {{ {TWICE} }}"
     proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {graph}')
     if with_type:
@@ -22,17 +22,17 @@ def model(with_type: bool) -> ir.Model:
     return ir.from_proto(proto)
 
 
-def test_they_become_one() -> None:
-    made = model(with_type=False)
-    assert EliminateCommonSubexpressionsPass()(made).modified and len(made.graph) == 2
+def test_equal_nodes_become_one() -> None:
+    model = make_model(with_type=False)
+    assert EliminateCommonSubexpressionsPass()(model).modified and len(model.graph) == 2
 
 
 def test_models_with_types_as_attributes_stay() -> None:
-    made = model(with_type=True)
-    assert not EliminateCommonSubexpressionsPass()(made).modified and len(made.graph) == 4
+    model = make_model(with_type=True)
+    assert not EliminateCommonSubexpressionsPass()(model).modified and len(model.graph) == 4
 
 
 def test_the_pass_of_onnx_ir_still_fails() -> None:
-    """Once it does not, ours can go."""
+    """Once it does not fail, the compiler's own pass can go."""
     with pytest.raises(TypeError, match="unhashable"):
-        common.CommonSubexpressionEliminationPass()(model(with_type=True))
+        common.CommonSubexpressionEliminationPass()(make_model(with_type=True))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from graphs import SIZES, feeds, fused, operators, run
+from graphs import SIZES, count_operators, draw_feeds, fuse_model, run_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
@@ -17,11 +17,13 @@ HEAD, V_HEAD = 8, 6
 
 
 class Writer:
-    """A model of one attention, its parts written in ways drawn at random."""
+    """A model of one attention, its operators written in ways drawn at random."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.static = self.draw.random() < 0.5  # numbers for B, S and T: only then may constants say how to reshape
+        self.static = (
+            self.draw.random() < 0.5
+        )  # numbers for B, S and T: only with these may constants be the shape of a Reshape
         self.opset = self.draw.choice([11, 13, 17, 18, 22, 23, 24, 25])
         self.dtype = self.draw.choice([np.float32, np.float32, np.float16])
         self.wide = np.float32 if self.dtype == np.float16 else np.float64
@@ -87,7 +89,7 @@ class Writer:
         return self.node("Transpose", self.reshape(x, [0, 0, heads, HEAD]), perm=[0, 2, 1, 3])
 
     def values(self, name: str, heads: int, kv_heads: int, size: int) -> str:
-        """[B, heads, T, size], repeated from kv_heads."""
+        """Return values [B, heads, T, size], repeated from kv_heads."""
         if self.yes():
             x = self.input(name, ["B", kv_heads, "T", size], self.dtype)
         else:
@@ -156,17 +158,20 @@ def test_every_way_of_writing_attention_is_one_node(seed: int) -> None:
     writer = Writer(seed)
     model = writer.model()
     onnx.checker.check_model(model, full_check=True)
-    result = fused(model)
-    found = operators(result)
-    assert found["Attention"] == 1
+    result = fuse_model(model)
+    counts = count_operators(result)
+    assert counts["Attention"] == 1
     assert not any(
-        found[name] for name in ("Softmax", "MatMul", "Tanh", "Expand", "Tile", "Gather", "Dropout", "IsNaN")
+        counts[name] for name in ("Softmax", "MatMul", "Tanh", "Expand", "Tile", "Gather", "Dropout", "IsNaN")
     )
-    inputs = feeds(model, seed)
+    inputs = draw_feeds(model, seed)
     for array in inputs.values():
         if array.dtype == np.bool_:
             array[..., 0] = True  # every query sees a key
-    (wanted,), (actual,) = run(model, inputs, reference=True), run(ir.to_proto(result), inputs, reference=True)
-    assert actual.dtype == wanted.dtype and actual.shape == wanted.shape
+    (expected,), (actual,) = (
+        run_model(model, inputs, reference=True),
+        run_model(ir.to_proto(result), inputs, reference=True),
+    )
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
     tolerance = 2e-2 if writer.dtype == np.float16 else 1e-5
-    np.testing.assert_allclose(actual.astype(np.float64), wanted.astype(np.float64), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=tolerance, atol=tolerance)

@@ -1,11 +1,11 @@
-"""Repeated keys and values are read as they were, in the one order that Attention repeats them in."""
+"""Repeated keys and values are read without the repetition, in the one order in which Attention repeats them."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
 import pytest
-from graphs import parse, same, untouched
+from graphs import check_fused, check_untouched, parse_graph
 
 SIZE = {"k": "8", "v": "6"}
 
@@ -39,31 +39,33 @@ WEIGHTS = {
 ATTENTION = "y = Attention (q, kr, vr)"
 UNFUSED = "kt = Transpose <perm = [0, 1, 3, 2]> (kr) s = MatMul (q, kt) p = Softmax <axis = -1> (s) y = MatMul (p, vr)"
 
-# With a mask of one column, which is stretched to the number of keys.
+# With a mask of one column, which is broadcast to the number of keys.
 STRETCHED = UNFUSED.replace("p = Softmax <axis = -1> (s)", "z = Add (s, m) p = Softmax <axis = -1> (z)")
 
 
-def model(nodes: str, attention: str = ATTENTION, opset: int = 23, kv: str = "B, 2, T") -> onnx.ModelProto:
+def make_model(nodes: str, attention: str = ATTENTION, opset: int = 23, kv: str = "B, 2, T") -> onnx.ModelProto:
     text = (
         f"(float[B, 6, S, 8] q, float[{kv}, 8] k, float[{kv}, 6] v) => (float[B, 6, S, 6] y) {{ {nodes} {attention} }}"
     )
-    return parse(text, opset, {name: np.array(v, np.int64) for name, v in WEIGHTS.items()})
+    return parse_graph(text, opset, {name: np.array(v, np.int64) for name, v in WEIGHTS.items()})
 
 
-def both(nodes: str) -> str:
+def repeat_keys_and_values(nodes: str) -> str:
     return " ".join(nodes.format(x=x) for x in ("k", "v"))
 
 
 @pytest.mark.parametrize("form", INTERLEAVED)
 @pytest.mark.parametrize("attention, opset", [(ATTENTION, 23), (UNFUSED, 18)])
 def test_cases_1_and_2_interleaved_repetition(form: str, attention: str, opset: int) -> None:
-    result = same(model(both(INTERLEAVED[form]), attention, opset), {"Attention": 1, form: 0, "Reshape": 0})
+    result = check_fused(
+        make_model(repeat_keys_and_values(INTERLEAVED[form]), attention, opset), {"Attention": 1, form: 0, "Reshape": 0}
+    )
     (node,) = (n for n in result.graph if n.op_type == "Attention")
     assert [v.name for v in node.inputs if v is not None] == ["q", "k", "v"]
 
 
 def test_repeated_keys_that_are_flattened_at_once() -> None:
-    """Where sizes are fixed, exporters reshape repeated keys to three dimensions in one step, and transpose those."""
+    """Where sizes are static, exporters reshape repeated keys to three dimensions in one step, and transpose those."""
     nodes = """
         k1 = Unsqueeze (k, axis2) k2 = Expand (k1, wide_k) k3 = Reshape (k2, flat)
         k4 = Transpose <perm = [0, 2, 1]> (k3) kt = Reshape (k4, split)
@@ -73,15 +75,15 @@ def test_repeated_keys_that_are_flattened_at_once() -> None:
     text = "(float[2, 6, 3, 8] q, float[2, 2, 5, 8] k, float[2, 2, 5, 6] v) => (float[2, 6, 3, 6] y)"
     weights = {"axis2": [2], "wide_k": [1, 2, 3, 1, 8], "wide_v": [1, 2, 3, 1, 6], "flat": [12, 5, 8]}
     weights |= {"split": [2, 6, 8, 5], "all_v": [0, 6, -1, 6]}
-    model = parse(f"{text} {{ {nodes} }}", 18, {name: np.array(v, np.int64) for name, v in weights.items()})
-    result = same(model, {"Attention": 1, "Expand": 0, "Reshape": 0, "Transpose": 0})
+    model = parse_graph(f"{text} {{ {nodes} }}", 18, {name: np.array(v, np.int64) for name, v in weights.items()})
+    result = check_fused(model, {"Attention": 1, "Expand": 0, "Reshape": 0, "Transpose": 0})
     (node,) = (n for n in result.graph if n.op_type == "Attention")
     assert [v.name for v in node.inputs if v is not None] == ["q", "k", "v"]
 
 
 @pytest.mark.parametrize("form", TILED)
 def test_the_other_order_refuses(form: str) -> None:
-    untouched(model(both(TILED[form])))
+    check_untouched(make_model(repeat_keys_and_values(TILED[form])))
 
 
 @pytest.mark.parametrize("attention, opset", [(ATTENTION, 23), (STRETCHED, 18)])
@@ -91,9 +93,11 @@ def test_heads_on_axis_2_before_a_transpose(attention: str, opset: int) -> None:
         {x}r = Transpose <perm = [0, 2, 1, 3]> ({x}3)
     """
     text = "(float[B, 6, S, 8] q, float[B, T, 2, 8] k, float[B, T, 2, 8] v, float[S, 1] m) => (float[B, 6, S, 8] y)"
-    text += f"{{ {both(nodes)} {attention} }}"
+    text += f"{{ {repeat_keys_and_values(nodes)} {attention} }}"
     weights = {"axis3": np.array([3]), "wide": np.array([1, 1, 2, 3, 8]), "all": np.array([0, -1, 6, 8])}
-    same(parse(text, opset, weights), {"Attention": 1, "Expand": int(attention == STRETCHED), "Reshape": 0})
+    check_fused(
+        parse_graph(text, opset, weights), {"Attention": 1, "Expand": int(attention == STRETCHED), "Reshape": 0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,26 +105,26 @@ def test_heads_on_axis_2_before_a_transpose(attention: str, opset: int) -> None:
 )
 def test_case_3_one_head_in_any_way(repeat: str) -> None:
     text = "(float[B, 6, S, 8] q, float[B, 1, T, 8] k, float[B, 1, T, 6] v) => (float[B, 6, S, 6] y)"
-    text += f" {{ {both('{x}r = ' + repeat)} {ATTENTION} }}"
+    text += f" {{ {repeat_keys_and_values('{x}r = ' + repeat)} {ATTENTION} }}"
     weights = {"heads": np.array([1, 6, 1, 1]), "copies": np.array([1, 6, 1, 1])}
-    same(parse(text, 23, weights), {"Attention": 1, repeat.split()[0]: 0})
+    check_fused(parse_graph(text, 23, weights), {"Attention": 1, repeat.split()[0]: 0})
 
 
 def test_keys_and_values_repeated_in_different_orders_refuse() -> None:
-    untouched(model(INTERLEAVED["Gather"].format(x="k") + TILED["Gather"].format(x="v")))
+    check_untouched(make_model(INTERLEAVED["Gather"].format(x="k") + TILED["Gather"].format(x="v")))
 
 
 def test_only_keys_repeated_refuses() -> None:
     text = "(float[B, 6, S, 8] q, float[B, 2, T, 8] k, float[B, 6, T, 6] vr) => (float[B, 6, S, 6] y)"
     text += f" {{ {INTERLEAVED['Gather'].format(x='k')} {ATTENTION} }}"
-    untouched(parse(text, 23, {"groups": np.array(WEIGHTS["groups"])}))
+    check_untouched(parse_graph(text, 23, {"groups": np.array(WEIGHTS["groups"])}))
 
 
 def test_a_present_key_that_is_read_refuses() -> None:
     text = "(float[B, 6, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 6] v)"
     text += " => (float[B, 6, S, 6] y, float[B, 6, T, 8] present)"
-    text += f" {{ {both(INTERLEAVED['Gather'])} y, present = Attention (q, kr, vr) }}"
-    untouched(parse(text, 23, {"groups": np.array(WEIGHTS["groups"])}))
+    text += f" {{ {repeat_keys_and_values(INTERLEAVED['Gather'])} y, present = Attention (q, kr, vr) }}"
+    check_untouched(parse_graph(text, 23, {"groups": np.array(WEIGHTS["groups"])}))
 
 
 def test_an_expand_that_repeats_the_sequence_too_refuses() -> None:
@@ -128,11 +132,15 @@ def test_an_expand_that_repeats_the_sequence_too_refuses() -> None:
     weights = {name: np.array(v, np.int64) for name, v in WEIGHTS.items()}
     weights |= {"wide_k": np.array([1, 2, 3, 5, 8]), "wide_v": np.array([1, 2, 3, 5, 6])}
     text = "(float[B, 6, S, 8] q, float[B, 2, 1, 8] k, float[B, 2, 1, 6] v) => (float[B, 6, S, 6] y)"
-    text += f" {{ {both(nodes)} {ATTENTION} }}"
-    untouched(parse(text, 23, weights))
+    text += f" {{ {repeat_keys_and_values(nodes)} {ATTENTION} }}"
+    check_untouched(parse_graph(text, 23, weights))
 
 
 def test_the_length_of_a_mask_does_not_keep_the_repetition() -> None:
     text = "(float[B, 6, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 6] v, float[S, 1] m) => (float[B, 6, S, 6] y) {"
-    source = parse(f"{text} {both(INTERLEAVED['Gather'])} {STRETCHED} }}", 18, {"groups": np.array(WEIGHTS["groups"])})
-    same(source, {"Attention": 1, "Gather": 0, "Expand": 1})
+    source = parse_graph(
+        f"{text} {repeat_keys_and_values(INTERLEAVED['Gather'])} {STRETCHED} }}",
+        18,
+        {"groups": np.array(WEIGHTS["groups"])},
+    )
+    check_fused(source, {"Attention": 1, "Gather": 0, "Expand": 1})

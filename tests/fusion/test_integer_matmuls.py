@@ -1,10 +1,10 @@
-"""Matmuls of dequantized bytes become integer matmuls; others, and those that int32 might not hold, stay."""
+"""Matmuls of dequantized bytes become integer matmuls; other matmuls, and those that may overflow int32, stay."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from graphs import fused, operators, parse, same, untouched
+from graphs import check_fused, check_untouched, count_operators, fuse_model, parse_graph
 
 RNG = np.random.default_rng(0)
 SCALES = {"s": np.array(0.03, np.float32), "z": np.array(113, np.uint8), "t": np.array([0.02], np.float32)}
@@ -32,8 +32,8 @@ INPUT = "(uint8[B, 3, 5] x)"
     ],
 )
 def test_matmul(b: str) -> None:
-    result = same(
-        parse(f"{INPUT} => (float[B, 3, 6] y) {{ {A} {b} y = MatMul (a, b) }}", 21, WEIGHTS),
+    result = check_fused(
+        parse_graph(f"{INPUT} => (float[B, 3, 6] y) {{ {A} {b} y = MatMul (a, b) }}", 21, WEIGHTS),
         {"MatMulInteger": 1, "MatMul": 0, "DequantizeLinear": 0},
     )
     assert all("fused_from" in node.metadata_props for node in result.graph if node.op_type == "MatMulInteger")
@@ -41,8 +41,8 @@ def test_matmul(b: str) -> None:
 
 def test_matmul_of_two_that_are_computed() -> None:
     nodes = f"{A} b = DequantizeLinear (v, t, zt) y = MatMul (a, b)"
-    same(parse(f"(uint8[B, 3, 5] x, int8[B, 5, N] v) => (float[B, 3, N] y) {{ {nodes} }}", 21, WEIGHTS),
-         {"MatMulInteger": 1, "MatMul": 0})  # fmt: skip
+    check_fused(parse_graph(f"(uint8[B, 3, 5] x, int8[B, 5, N] v) => (float[B, 3, N] y) {{ {nodes} }}", 21, WEIGHTS),
+                {"MatMulInteger": 1, "MatMul": 0})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,20 +52,24 @@ def test_matmul_of_two_that_are_computed() -> None:
 @pytest.mark.parametrize("c", ["", ", c"])
 def test_gemm(b: str, attributes: str, c: str) -> None:
     nodes = f"{A} b = DequantizeLinear <axis = 1> ({b}) y = Gemm {attributes} (a, b{c})"
-    same(parse(f"(uint8[N, 5] x) => (float[N, 6] y) {{ {nodes} }}", 21, WEIGHTS), {"MatMulInteger": 1, "Gemm": 0})
+    check_fused(
+        parse_graph(f"(uint8[N, 5] x) => (float[N, 6] y) {{ {nodes} }}", 21, WEIGHTS), {"MatMulInteger": 1, "Gemm": 0}
+    )
 
 
 def test_gemm_with_a_scale_for_each_row_of_what_it_turns() -> None:
     nodes = f"{A} b = DequantizeLinear <axis = 0> (turned, columns, zeros) y = Gemm <transB = 1> (a, b, c)"
-    same(parse(f"(uint8[N, 5] x) => (float[N, 6] y) {{ {nodes} }}", 21, WEIGHTS), {"MatMulInteger": 1, "Gemm": 0})
+    check_fused(
+        parse_graph(f"(uint8[N, 5] x) => (float[N, 6] y) {{ {nodes} }}", 21, WEIGHTS), {"MatMulInteger": 1, "Gemm": 0}
+    )
 
 
 @pytest.mark.parametrize("w", ["kernel, s", "kernel, columns", "kernel, columns, zeros"])
 @pytest.mark.parametrize("c", ["", ", c"])
 def test_conv(w: str, c: str) -> None:
     nodes = f"{A} b = DequantizeLinear <axis = 0> ({w}) y = Conv <pads = [1, 0, 1, 1], strides = [2, 1]> (a, b{c})"
-    same(parse(f"(uint8[B, 2, 7, 8] x) => (float[B, 6, 4, 7] y) {{ {nodes} }}", 21, WEIGHTS),
-         {"ConvInteger": 1, "Conv": 0})  # fmt: skip
+    check_fused(parse_graph(f"(uint8[B, 2, 7, 8] x) => (float[B, 6, 4, 7] y) {{ {nodes} }}", 21, WEIGHTS),
+                {"ConvInteger": 1, "Conv": 0})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -79,14 +83,14 @@ def test_conv(w: str, c: str) -> None:
 )
 def test_other_matmuls_stay(nodes: str) -> None:
     shape = "(uint8[N, 5] x) => (float[N, 6] y)"
-    untouched(parse(f"{shape} {{ {nodes} }}", 21, WEIGHTS))
+    check_untouched(parse_graph(f"{shape} {{ {nodes} }}", 21, WEIGHTS))
 
 
-def test_sums_that_int32_may_not_hold_stay() -> None:
+def test_accumulators_that_may_overflow_int32_stay() -> None:
     nodes = f"{A} b = DequantizeLinear (deep, s) y = MatMul (a, b)"
-    untouched(parse(f"(uint8[N, 40000] x) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
+    check_untouched(parse_graph(f"(uint8[N, 40000] x) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
     nodes = f"{A} b = DequantizeLinear (v, t) y = MatMul (a, b)"
-    untouched(parse(f"(uint8[N, T] x, int8[T, 2] v) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
+    check_untouched(parse_graph(f"(uint8[N, T] x, int8[T, 2] v) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
 
 
 PROBABILITIES = {"ps": np.array(1 / 255, np.float32), "pz": np.array(0, np.uint8), "qs": np.array(0.003, np.float32)}
@@ -98,9 +102,9 @@ WEIGHTED = "(float[B, S, T] s, int8[B, T, 4] v) => (float[B, S, 4] y)"
 
 
 @pytest.mark.parametrize("nodes", [f"{P} {CODES} {V} y = MatMul (d, w)", f"{P} {CODES} {GUARD} {V} y = MatMul (a, w)"])
-def test_codes_of_probabilities_add_up_to_little(nodes: str) -> None:
+def test_quantized_probabilities_do_not_overflow_int32(nodes: str) -> None:
     weights = {name: SCALES[name] for name in ("t", "zt")} | PROBABILITIES
-    same(parse(f"{WEIGHTED} {{ {nodes} }}", 21, weights), {"MatMulInteger": 1, "MatMul": 0})
+    check_fused(parse_graph(f"{WEIGHTED} {{ {nodes} }}", 21, weights), {"MatMulInteger": 1, "MatMul": 0})
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,6 @@ def test_codes_of_probabilities_add_up_to_little(nodes: str) -> None:
         f"a = DequantizeLinear (h, qs, pz) {V} y = MatMul (a, w)",
     ],
 )
-def test_sums_of_unknown_length_that_may_be_large_stay(nodes: str) -> None:
+def test_accumulators_of_unknown_length_that_may_overflow_stay(nodes: str) -> None:
     weights = {name: SCALES[name] for name in ("t", "zt")} | PROBABILITIES
-    assert not operators(fused(parse(f"{WEIGHTED} {{ {nodes} }}", 21, weights)))["MatMulInteger"]
+    assert not count_operators(fuse_model(parse_graph(f"{WEIGHTED} {{ {nodes} }}", 21, weights)))["MatMulInteger"]

@@ -1,11 +1,11 @@
-"""Rotary embeddings, however written: what is a pair, how it is put together, where the angles come from."""
+"""Rotary embeddings in every form: which elements are a pair, how pairs are put together, where angles come from."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
 import pytest
-from graphs import parse, same, untouched
+from graphs import check_fused, check_untouched, parse_graph
 
 HALVES = "x1 = Slice ({x}, i0, i{h}, last, i1) x2 = Slice ({x}, i{h}, i{r}, last, i1)"
 SPLIT = "x1, x2 = Split <axis = -1, num_outputs = 2> ({x})"
@@ -32,7 +32,7 @@ DOUBLED = {
 BROADCAST = "cos = Unsqueeze (c0, heads) sin = Unsqueeze (s0_, heads)"
 
 
-def weights(rotated: int, heads: int = 1, size: int = 8) -> dict[str, np.ndarray]:
+def make_weights(rotated: int, heads: int = 1, size: int = 8) -> dict[str, np.ndarray]:
     integers = {f"i{n}": [n] for n in (0, 1, 2, 3, 4, 6, 8)} | {
         "last": [-1],
         "heads": [heads],
@@ -48,25 +48,32 @@ def weights(rotated: int, heads: int = 1, size: int = 8) -> dict[str, np.ndarray
     return arrays | {"inverse": np.geomspace(1, 0.01, rotated // 2).astype(np.float32)}
 
 
-def model(nodes: str, rotated: int = 8, x: str = "B, 2, S, 8", heads: int = 1, p: str = "1, S, 1") -> onnx.ModelProto:
+def make_model(
+    nodes: str, rotated: int = 8, x: str = "B, 2, S, 8", heads: int = 1, p: str = "1, S, 1"
+) -> onnx.ModelProto:
     text = f"(float[{x}] x, float[{p}] p) => (float[{x}] y) {{ {nodes} }}"
-    return parse(text, 18, weights(rotated, heads))
+    return parse_graph(text, 18, make_weights(rotated, heads))
 
 
-def fill(nodes: str, x: str = "x", y: str = "y", rotated: int = 8) -> str:
+def fill_template(nodes: str, x: str = "x", y: str = "y", rotated: int = 8) -> str:
     return nodes.format(x=x, y=y, h=rotated // 2, r=rotated, flat="flat")
 
 
 @pytest.mark.parametrize("angles", DOUBLED[False])
-@pytest.mark.parametrize("parts", [HALVES, SPLIT])
-def test_case_1_halves(angles: str, parts: str) -> None:
-    same(model(fill(f"{angles} {BROADCAST} {parts} {TURNED} {MATMUL}")), {"RotaryEmbedding": 1, "Neg": 0, "Split": 0})
+@pytest.mark.parametrize("split", [HALVES, SPLIT])
+def test_case_1_halves(angles: str, split: str) -> None:
+    check_fused(
+        make_model(fill_template(f"{angles} {BROADCAST} {split} {TURNED} {MATMUL}")),
+        {"RotaryEmbedding": 1, "Neg": 0, "Split": 0},
+    )
 
 
 @pytest.mark.parametrize("angles", DOUBLED[True])
-@pytest.mark.parametrize("parts", [EVERY_OTHER, COLUMNS])
-def test_case_2_interleaved(angles: str, parts: str) -> None:
-    result = same(model(fill(f"{angles} {BROADCAST} {parts} {STACKED} {MATMUL}")), {"RotaryEmbedding": 1, "Neg": 0})
+@pytest.mark.parametrize("split", [EVERY_OTHER, COLUMNS])
+def test_case_2_interleaved(angles: str, split: str) -> None:
+    result = check_fused(
+        make_model(fill_template(f"{angles} {BROADCAST} {split} {STACKED} {MATMUL}")), {"RotaryEmbedding": 1, "Neg": 0}
+    )
     (node,) = (n for n in result.graph if n.op_type == "RotaryEmbedding")
     assert node.attributes["interleaved"].as_int() == 1
 
@@ -74,8 +81,10 @@ def test_case_2_interleaved(angles: str, parts: str) -> None:
 @pytest.mark.parametrize("minus", ["n = Mul (x2, minus)", "n = Mul (minus, x2)"])
 def test_case_1_minus_as_a_matmul_and_operands_the_other_way_round(minus: str) -> None:
     nodes = f"minus = Constant <value_float = -1.0> () {DOUBLED[False][0]} {BROADCAST} {HALVES} {minus}"
-    same(
-        model(fill(f"{nodes} t = Concat <axis = 3> (n, x1) a = Mul (cos, x) b = Mul (sin, t) y = Add (b, a)")),
+    check_fused(
+        make_model(
+            fill_template(f"{nodes} t = Concat <axis = 3> (n, x1) a = Mul (cos, x) b = Mul (sin, t) y = Add (b, a)")
+        ),
         {"RotaryEmbedding": 1},
     )
 
@@ -89,7 +98,7 @@ def test_case_3_by_halves(interleaved: bool) -> None:
         nodes += "y = Reshape (st, flat)"
     else:
         nodes += "y = Concat <axis = -1> (y1, y2)"
-    same(model(fill(nodes)), {"RotaryEmbedding": 1, "Mul": 1, "Sub": 0})
+    check_fused(make_model(fill_template(nodes)), {"RotaryEmbedding": 1, "Mul": 1, "Sub": 0})
 
 
 @pytest.mark.parametrize(
@@ -98,61 +107,65 @@ def test_case_3_by_halves(interleaved: bool) -> None:
 )
 def test_case_4_partial(take: str) -> None:
     nodes = f"{take} {DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {MATMUL} y = Concat <axis = -1> (yr, xp)"
-    result = same(model(fill(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 1, "Neg": 0})
+    result = check_fused(
+        make_model(fill_template(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 1, "Neg": 0}
+    )
     (node,) = (n for n in result.graph if n.op_type == "RotaryEmbedding")
     assert node.attributes["rotary_embedding_dim"].as_int() == 4
 
 
-def test_case_4_a_rest_of_another_value_is_no_partial_rotation() -> None:
+def test_case_4_other_trailing_elements_are_not_a_partial_rotation() -> None:
     nodes = (
         f"xr = Slice (x, i0, i4, last, i1) z = Exp (x) xp = Slice (z, i4, i8, last, i1) {DOUBLED[False][0]} {BROADCAST}"
     )
     nodes += f"{HALVES} {TURNED} {MATMUL} y = Concat <axis = -1> (yr, xp)"
-    same(model(fill(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 2})
+    check_fused(make_model(fill_template(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 2})
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_case_5_heads_behind_the_sequence(rotated: int, interleaved: bool) -> None:
-    parts, turned = (EVERY_OTHER, STACKED) if interleaved else (HALVES, TURNED)
-    nodes = f"{DOUBLED[interleaved][0]} {BROADCAST} {parts} {turned} {MATMUL}"
+def test_case_5_heads_after_the_sequence(rotated: int, interleaved: bool) -> None:
+    split, turned = (EVERY_OTHER, STACKED) if interleaved else (HALVES, TURNED)
+    nodes = f"{DOUBLED[interleaved][0]} {BROADCAST} {split} {turned} {MATMUL}"
     if rotated == 8:
-        nodes = fill(nodes)
+        nodes = fill_template(nodes)
     else:
         take = "xr = Slice (x, i0, i4, last, i1) xp = Slice (x, i4, i8, last, i1)"
-        nodes = fill(f"{take} {nodes} y = Concat <axis = -1> (yr, xp)", "xr", "yr", 4)
-    same(model(nodes, rotated, "B, S, 3, 8", heads=2), {"RotaryEmbedding": 1, "Neg": 0, "Transpose": 0})
+        nodes = fill_template(f"{take} {nodes} y = Concat <axis = -1> (yr, xp)", "xr", "yr", 4)
+    check_fused(make_model(nodes, rotated, "B, S, 3, 8", heads=2), {"RotaryEmbedding": 1, "Neg": 0, "Transpose": 0})
 
 
 @pytest.mark.parametrize("p", ["1, S, 1", "B, S, 1"])
 def test_angles_of_one_batch_or_of_all(p: str) -> None:
     nodes = DOUBLED[False][0].replace("Tile", "Tile")
-    same(model(fill(f"{nodes} {BROADCAST} {HALVES} {TURNED} {MATMUL}"), p=p), {"RotaryEmbedding": 1})
+    check_fused(
+        make_model(fill_template(f"{nodes} {BROADCAST} {HALVES} {TURNED} {MATMUL}"), p=p), {"RotaryEmbedding": 1}
+    )
 
 
 @pytest.mark.parametrize("ids", ["S", "B, S"])
-def test_tables_hold_every_angle_twice_by_their_numbers(ids: str) -> None:
+def test_tables_contain_every_angle_twice_by_their_values(ids: str) -> None:
     angles = np.outer(np.arange(6), [1.0, 0.3, 0.1, 0.03])
     tables = {name: np.tile(f(angles), 2).astype(np.float32) for name, f in (("ct", np.cos), ("st_", np.sin))}
     nodes = "c0 = Gather (ct, ids) s0_ = Gather (st_, ids) " + (
         BROADCAST if ids != "S" else "cos = Identity (c0) sin = Identity (s0_)"
     )
-    nodes = fill(f"{nodes} {HALVES} {TURNED} {MATMUL}")
+    nodes = fill_template(f"{nodes} {HALVES} {TURNED} {MATMUL}")
     text = f"(float[B, 2, S, 8] x, int64[{ids}] ids) => (float[B, 2, S, 8] y) {{ {nodes} }}"
-    same(parse(text, 18, weights(8) | tables), {"RotaryEmbedding": 1, "Neg": 0})
+    check_fused(parse_graph(text, 18, make_weights(8) | tables), {"RotaryEmbedding": 1, "Neg": 0})
     tables["ct"][3, 1] += 0.5
-    untouched(parse(text, 18, weights(8) | tables))
+    check_untouched(parse_graph(text, 18, make_weights(8) | tables))
 
 
 @pytest.mark.parametrize(
     "nodes",
     [
-        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (x2, n) {MATMUL}",  # turned the other way round
+        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (x2, n) {MATMUL}",  # rotated in the other direction
         f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (n, x2) {MATMUL}",
         f"{{twice}} {HALVES} {TURNED} z = Exp (x) a = Mul (z, cos) b = Mul (t, sin) y = Add (a, b)",
         f"{{twice}} {HALVES} {TURNED} a = Mul (x, cos) b = Mul (t, sin) y = Sub (a, b)",
         f"{{twice}} x1 = Slice (x, i0, i3, last, i1) x2 = Slice (x, i3, i8, last, i1) {TURNED} {MATMUL}",
-        f"{{in_a_row}} {HALVES} {TURNED} {MATMUL}",  # angles of pairs that are not turned
+        f"{{in_a_row}} {HALVES} {TURNED} {MATMUL}",  # angles of pairs that are not rotated
         f"{{twice}} {EVERY_OTHER} {STACKED} {MATMUL}",
         f"{{different}} {HALVES} {TURNED} {MATMUL}",
     ],
@@ -162,8 +175,10 @@ def test_refuses(nodes: str) -> None:
     angles = {"twice": DOUBLED[False][0], "in_a_row": DOUBLED[True][0], "different": different}
     for name, computed in angles.items():
         nodes = nodes.replace(f"{{{name}}}", f"{computed} {BROADCAST}")
-    untouched(model(fill(nodes)))
+    check_untouched(make_model(fill_template(nodes)))
 
 
 def test_angles_that_do_not_change_along_the_sequence_refuse() -> None:
-    untouched(model(fill(f"{DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {MATMUL}"), p="1, 1, 1"))
+    check_untouched(
+        make_model(fill_template(f"{DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {MATMUL}"), p="1, 1, 1")
+    )

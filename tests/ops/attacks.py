@@ -1,7 +1,7 @@
-"""Runs one operator on many inputs, legal ones and attacks, with every input between memory that cannot be read.
+"""Runs one operator on many inputs, legal ones and attacks, with every input between unreadable memory pages.
 
-`python -m tests.ops.attacks NAME` runs the cases of that name and prints what came of each: a process of its own, in
-which an access outside is a crash.
+`python -m tests.ops.attacks NAME` runs the cases of that name and prints their results. It is a process of its own, in
+which an access out of bounds is a crash.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BIG = 2**62
 
 @dataclass(frozen=True)
 class Attack:
-    """Inputs of one operator, declared with these dimensions, and calls: for each whether it is legal.
+    """Inputs of one operator, declared with these dimensions, and calls, each marked as legal or not.
 
-    A legal call gives what onnx's reference gives; any other is a LoweringError whose text names the node.
+    A legal call gives the result of onnx's reference; any other is a LoweringError whose text names the node.
     """
 
     operator: str
@@ -45,7 +45,7 @@ class Attack:
         node = helper.make_node(self.operator, names, [o.name for o in outputs], name="attacked", **self.attributes)
         graph = helper.make_graph([node], "g", inputs, outputs)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
-        for output, array in zip(graph.output, self.expected(model, 0)):  # only their ranks are declared
+        for output, array in zip(graph.output, self.expected(model, 0)):  # only the ranks are declared
             dims = [f"{output.name}_{axis}" for axis in range(array.ndim)]
             output.CopyFrom(
                 helper.make_tensor_value_info(output.name, helper.np_dtype_to_tensor_dtype(array.dtype), dims)
@@ -54,7 +54,7 @@ class Attack:
         return model
 
     def expected(self, model: onnx.ModelProto, call: int) -> list[np.ndarray]:
-        """What onnx's reference gives. It has no Scatter, which ScatterElements replaced."""
+        """Return the results of onnx's reference. It lacks Scatter, which ScatterElements replaced."""
         newer = onnx.ModelProto()
         newer.CopyFrom(model)
         if self.operator == "Scatter":
@@ -63,8 +63,8 @@ class Attack:
         return [np.asarray(r) for r in ReferenceEvaluator(newer).run(None, feeds)]
 
 
-def run(attack: Attack) -> None:
-    """Raises AssertionError where a call does not end as it should."""
+def run_attack(attack: Attack) -> None:
+    """Run the calls of an attack; raise AssertionError where a call has another outcome than expected."""
     proto = attack.model()
     model = lowering.compile(proto)
     for k, (legal, arrays) in enumerate(attack.calls):
@@ -98,14 +98,14 @@ X, NONE, ROWS = floats(2, 3), floats(0, 3), floats(2, 0)
 _AB, _N = ["a", "b"], ["n"]
 
 
-def _axes(operator: str, legal: Sequence[np.ndarray], x: np.ndarray = X, **attributes: Any) -> Attack:
-    """An operator whose second input names axes of the first."""
+def _attack_axes(operator: str, legal: Sequence[np.ndarray], x: np.ndarray = X, **attributes: Any) -> Attack:
+    """Attack an operator whose second input names axes of the first."""
     calls = [(True, [x, a]) for a in legal] + [(False, [x, np.full_like(legal[0], v)]) for v in (2, 5, -3, BIG, -BIG)]
     return Attack(operator, [_AB, legal[0].shape], calls, attributes=attributes)
 
 
-def _channels(operator: str, vectors: int, opset: int = 22, **attributes: Any) -> Attack:
-    """An operator on [N, C, D] with vectors of [C], each of which is also given shorter and longer."""
+def _attack_channels(operator: str, vectors: int, opset: int = 22, **attributes: Any) -> Attack:
+    """Attack an operator on [N, C, D] with vectors of [C]; calls also pass each vector shorter and longer."""
     x, whole = floats(2, 4, 3), [floats(4)] * vectors
     corrupted = [[*whole[:k], floats(n), *whole[k + 1 :]] for k in range(vectors) for n in (1, 3, 900)]
     calls = [(True, [x, *whole]), *((False, [x, *v]) for v in corrupted)]
@@ -115,9 +115,9 @@ def _channels(operator: str, vectors: int, opset: int = 22, **attributes: Any) -
 
 ATTACKS: dict[str, list[Attack]] = {
     "channels": [
-        _channels("BatchNormalization", 4, opset=15),
-        _channels("InstanceNormalization", 2),
-        _channels("GroupNormalization", 2, num_groups=2),
+        _attack_channels("BatchNormalization", 4, opset=15),
+        _attack_channels("InstanceNormalization", 2),
+        _attack_channels("GroupNormalization", 2, num_groups=2),
     ],
     "Conv": [
         Attack(
@@ -358,10 +358,10 @@ ATTACKS: dict[str, list[Attack]] = {
     ],
     "ArgMax": [Attack("ArgMax", [_AB], [(True, [X]), (False, [NONE])])],
     "axes": [
-        _axes("CumSum", [scalar(1), scalar(-2)]),
-        _axes("ReduceSum", [ints(1), ints(-2)]),
-        _axes("ReduceMax", [ints(1), ints(-2)], keepdims=0),
-        _axes("Squeeze", [ints(1), ints(-1)], floats(2, 1)),
+        _attack_axes("CumSum", [scalar(1), scalar(-2)]),
+        _attack_axes("ReduceSum", [ints(1), ints(-2)]),
+        _attack_axes("ReduceMax", [ints(1), ints(-2)], keepdims=0),
+        _attack_axes("Squeeze", [ints(1), ints(-1)], floats(2, 1)),
         Attack("Unsqueeze", [_AB, [1]], [(True, [X, ints(2)]), *((False, [X, ints(v)]) for v in (3, -4, BIG))]),
     ],
     "RotaryEmbedding": [
@@ -401,4 +401,4 @@ ATTACKS: dict[str, list[Attack]] = {
 
 if __name__ == "__main__":
     for attack in ATTACKS[sys.argv[1]]:
-        run(attack)
+        run_attack(attack)

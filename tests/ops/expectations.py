@@ -1,4 +1,4 @@
-"""Many nodes in one model, each with the result it must have: compiling once is what takes the time."""
+"""Many nodes in one model, each with its expected result: one compilation of all nodes saves time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowering.importing.importer import import_model
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
-# Relative to the result, and for results that cancel to the largest one: some units in the last place.
+# Relative to the result, or to the largest result where results cancel: some units in the last position.
 _TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6, "float64": 1e-12}
 
 Dims = Sequence[int | str]
@@ -28,7 +28,7 @@ def value_info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list(dims))
 
 
-def model(
+def make_model(
     nodes: Sequence[onnx.NodeProto],
     inputs: Sequence[Any],
     outputs: Sequence[Any],
@@ -40,7 +40,7 @@ def model(
 
 
 class Expectations:
-    """Nodes of one model with their inputs and the results they must have."""
+    """Nodes of one model with their inputs and expected results."""
 
     def __init__(self, opset: int = 25) -> None:
         self.opset = opset
@@ -60,9 +60,10 @@ class Expectations:
         constant: Collection[int] = (),
         **attributes: Any,
     ) -> None:
-        """A node of that operator gives the expected arrays. dims gives the declared dimensions of the inputs: names
-        are symbolic, and belong to this node; by default they are the numbers of the arrays. The inputs at the
-        positions `constant` are initializers."""
+        """Add a node of that operator with its expected arrays.
+
+        dims gives the declared dimensions of the inputs, by default the sizes of the arrays. Names are symbolic,
+        and belong to this node. The inputs at the positions `constant` are initializers."""
         k = len(self.nodes)
         names = []
         for j, array in enumerate(inputs):
@@ -86,19 +87,19 @@ class Expectations:
         self.nodes.append(helper.make_node(operator, names, results, **attributes))
 
     def check(self) -> None:
-        """Compiles and runs the model, and compares."""
-        proto = model(self.nodes, self.inputs, self.outputs, self.opset, self.constants)
+        """Compile and run the model, and compare."""
+        proto = make_model(self.nodes, self.inputs, self.outputs, self.opset, self.constants)
         results = lowering.compile(proto).run(self.feeds)
         for name, (label, expected) in self.expected.items():
             assert_close(results[name], expected, label)
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, label: str) -> None:
-    """Same type and shape; equal, or for floats as close as their type allows."""
+    """Check that type and shape are equal, and values, or for floats close values."""
     assert (actual.dtype.name, actual.shape) == (expected.dtype.name, expected.shape), label
     tolerance = _TOLERANCE.get(expected.dtype.name)
     if tolerance is None:
-        if "float" in expected.dtype.name:  # NumPy does not know the NaN of small floats
+        if "float" in expected.dtype.name:  # NumPy does not detect the NaN of small floats
             actual, expected = actual.astype(np.float32), expected.astype(np.float32)
         np.testing.assert_array_equal(actual, expected, err_msg=label)
         return
@@ -108,14 +109,14 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, label: str) -> None:
     np.testing.assert_allclose(actual.astype(np.float64), wide, rtol=tolerance, atol=atol, err_msg=label)
 
 
-def imported(
+def import_node(
     operator: str, inputs: Sequence[tuple[str, Dims]], results: int = 1, opset: int = 25, **attributes: Any
 ) -> ImportedModel:
-    """One node, imported and not compiled: for what is refused, and for how it looks in Relax."""
+    """Import one node without compiling it, for errors of the import and for its form in Relax."""
     names = [f"x{k}" for k in range(len(inputs))]
     node = helper.make_node(operator, names, [f"y{k}" for k in range(results)], name="the_node", **attributes)
     graph_inputs = [value_info(n, dtype, dims) for n, (dtype, dims) in zip(names, inputs)]
     outputs = [helper.make_empty_tensor_value_info(f"y{k}") for k in range(results)]
     for output, (dtype, dims) in zip(outputs, [inputs[0] if inputs else ("float32", (1,))] * results):
         output.CopyFrom(value_info(output.name, dtype, [f"d{k}" for k in range(len(dims))]))
-    return import_model(load_model(model([node], graph_inputs, outputs, opset)))
+    return import_model(load_model(make_model([node], graph_inputs, outputs, opset)))

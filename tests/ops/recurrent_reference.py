@@ -9,8 +9,8 @@ import numpy as np
 Function = Callable[[np.ndarray], np.ndarray]
 
 
-def functions(alpha: float, beta: float) -> dict[str, Function]:
-    """Activations, those that have numbers with these."""
+def make_activations(alpha: float, beta: float) -> dict[str, Function]:
+    """Return the activations; alpha and beta are the parameters of those that have some."""
     return {
         "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
         "Tanh": np.tanh,
@@ -26,17 +26,17 @@ def functions(alpha: float, beta: float) -> dict[str, Function]:
     }
 
 
-def recurrent(
+def run_recurrence(
     kind: str,
-    given: dict[str, np.ndarray],
+    inputs: dict[str, np.ndarray],
     acts: list[list[Function]],
     reverses: list[bool],
     clip: float = 0.0,
     input_forget: bool = False,
-    before: bool = False,
+    linear_before_reset: bool = False,
 ) -> list[np.ndarray]:
-    """Y, Y_h and of an LSTM Y_c. given has x, w, r and what else there is: b, lens, h, c, p."""
-    wide = {name: a.astype(np.float64) if a.dtype.kind == "f" else a for name, a in given.items()}
+    """Return Y, Y_h and, for LSTM, Y_c. inputs has x, w, r and optional inputs: b, lens, h, c, p."""
+    wide = {name: a.astype(np.float64) if a.dtype.kind == "f" else a for name, a in inputs.items()}
     x, w, r = wide["x"], wide["w"], wide["r"]
     length, batch, _ = x.shape
     directions, _, H = r.shape
@@ -62,7 +62,7 @@ def recurrent(
                     h = f[0](clipped(xs[0] + R[0] @ h + bias[1, 0]))
                 elif kind == "GRU":
                     z, reset = (f[0](clipped(xs[k] + R[k] @ h + bias[1, k])) for k in (0, 1))
-                    inner = reset * (R[2] @ h + bias[1, 2]) if before else R[2] @ (reset * h) + bias[1, 2]
+                    inner = reset * (R[2] @ h + bias[1, 2]) if linear_before_reset else R[2] @ (reset * h) + bias[1, 2]
                     h = (1 - z) * f[1](clipped(xs[2] + inner)) + z * h
                 else:
                     i, o, forget, new = (xs[k] + R[k] @ h + bias[1, k] for k in range(4))

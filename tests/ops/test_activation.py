@@ -50,12 +50,12 @@ def test_pointwise(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_tails_of_the_tanh_gelu_keep_their_digits(dtype: str) -> None:
-    """1 + tanh u has none left where u is far below 0: each result is right relative to itself."""
+def test_small_results_of_the_tanh_gelu_are_accurate(dtype: str) -> None:
+    """1 + tanh u cancels where u is far below 0: each result is accurate relative to itself."""
     x = np.linspace(-5, -2, 7).astype(dtype)
     wide = x.astype("float64")
     case = Expectations()
-    for value, right in zip(x, gelu_tanh(wide).astype(dtype)):  # alone, so that nothing larger stands beside it
+    for value, right in zip(x, gelu_tanh(wide).astype(dtype)):  # one by one, so that larger values do not hide errors
         case.expect("Gelu", [value[None]], right[None], approximate="tanh")
     case.check()
 
@@ -63,7 +63,7 @@ def test_tails_of_the_tanh_gelu_keep_their_digits(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_softmax(dtype: str) -> None:
     x = (RNG.standard_normal((3, 5, 7)) * 4).astype(dtype)
-    x[0, 0], x[1, 0, :3] = -np.inf, -np.inf  # a row that is all masked is NaN, as NumPy has it
+    x[0, 0], x[1, 0, :3] = -np.inf, -np.inf  # a fully masked row is NaN, as in NumPy
     symbolic = [("a", "b", "c")]
     new, old = Expectations(), Expectations(opset=11)
     with np.errstate(all="ignore"):
@@ -82,8 +82,8 @@ def test_softmax(dtype: str) -> None:
         old.check()
 
 
-def test_softmax_sums_in_float32() -> None:
-    """4096 equal half precision scores: a sum in float16 would stop growing at 2048."""
+def test_softmax_accumulates_in_float32() -> None:
+    """4096 equal half precision scores: an accumulator in float16 would stop growing at 2048."""
     x = np.zeros((1, 4096), "float16")
     case = Expectations()
     case.expect("Softmax", [x], np.full_like(x, 1 / 4096))

@@ -1,5 +1,5 @@
-"""Indices and sizes that come from data: an error that names the node, or what the reference gives; never memory of
-others. Each operator is attacked in a process of its own, its inputs between pages that cannot be read."""
+"""Indices and sizes from data: an error that names the node, or the result of the reference; never foreign memory.
+Each operator is attacked in a process of its own, its inputs between unreadable pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .attacks import ATTACKS
 
 ROOT = Path(__file__).parents[2]
 
-# Several operators share a child: starting one takes as long as its cases.
+# Several operators share a child process: its start takes as long as its cases.
 GROUPS = [list(ATTACKS)[k::6] for k in range(6)]
 
 
@@ -46,7 +46,7 @@ def test_attacks(names: list[str]) -> None:
         ),
     ],
 )
-def test_what_is_known_to_be_illegal_is_refused_at_once(body: str, text: str) -> None:
+def test_provably_illegal_models_are_rejected_at_once(body: str, text: str) -> None:
     kind = (
         "float[A, B, C]"
         if "Reshape" in body or "Expand" in body
@@ -77,7 +77,7 @@ def test_a_large_recipe_takes_no_memory_before_the_run() -> None:
 
 
 def test_matmuls_of_sizes_of_empty_inputs_do_not_wrap() -> None:
-    """[n, 0] times [0, m] is [n, m], whatever n and m are."""
+    """[n, 0] times [0, m] is [n, m] for any n and m."""
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[N, K] a, float[K, M] b) => (float[N, M] y) { y = MatMul(a, b) }"""
@@ -89,7 +89,7 @@ def test_matmuls_of_sizes_of_empty_inputs_do_not_wrap() -> None:
 
 
 def test_indices_made_of_positions_are_not_checked() -> None:
-    """What the bounds of its parts prove costs nothing; what data decides is scanned once."""
+    """Indices with provable bounds are not checked; indices from data are scanned once."""
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[N] x, int64[N] i) => (float[N] reversed, float[N] clipped, float[N] free) {
@@ -142,7 +142,7 @@ _THREE = "v = Constant<value_floats=[1.0, 2.0, 3.0]>()"
          "does not broadcast to"),
     ],
 )  # fmt: skip
-def test_parts_that_do_not_fit_the_data_are_refused(body: str, text: str) -> None:
+def test_splits_that_do_not_fit_the_data_are_rejected(body: str, text: str) -> None:
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 21]> g (float[1, 2, 4] x) => (float[A, B, C] y) {{ {body} }}"""
     )

@@ -1,4 +1,4 @@
-"""If with branches of different types, where what follows takes both: against onnxruntime."""
+"""If with branches of different types, where later nodes accept both, compared with onnxruntime."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ SQUEEZE = """shape = Shape <start = 0, end = 1> (x) one = Constant <value_ints =
 FLAT = "flat = Constant <value_ints = [-1]> ()"
 
 
-def if_(name: str, condition: str, then: str, otherwise: str) -> str:
-    """An If whose branches compute t and e; whatever type they declare is a tensor of float."""
+def make_if(name: str, condition: str, then: str, otherwise: str) -> str:
+    """Return an If whose branches compute t and e; any declared type is a float tensor."""
     branches = (
         f"{key}_branch = {key}{name} () => ({kind} {out}{name}) {{ {body} {out}{name} = Identity ({out}) }}"
-        for key, out, (kind, body) in (("then", "t", _typed(then)), ("else", "e", _typed(otherwise)))
+        for key, out, (kind, body) in (("then", "t", _split_type(then)), ("else", "e", _split_type(otherwise)))
     )
     return f"{name} = If ({condition}) <{', '.join(branches)}>"
 
 
-def _typed(body: str) -> tuple[str, str]:
-    kind, found, rest = body.partition(": ")
-    return (kind, rest) if found else ("float[P, Q]", body)
+def _split_type(body: str) -> tuple[str, str]:
+    kind, separator, rest = body.partition(": ")
+    return (kind, rest) if separator else ("float[P, Q]", body)
 
 
-INNER = if_("s", "is_one", "float[Q]: t = Squeeze (x, axis)", "e = Abs (x)")
-SQUEEZED = if_("r", "is_one", "float[Q]: t = Squeeze (x, axis)", "e = Neg (x)")
+INNER = make_if("s", "is_one", "float[Q]: t = Squeeze (x, axis)", "e = Abs (x)")
+SQUEEZED = make_if("r", "is_one", "float[Q]: t = Squeeze (x, axis)", "e = Neg (x)")
 
 CASES = {
     "squeeze and flatten": f"{SQUEEZE} {FLAT} {SQUEEZED} y = Reshape (r, flat)",
     "the other way around": f"""{SQUEEZE} {FLAT} other = Not (is_one)
-        {if_("r", "other", "t = Neg (x)", "float[Q]: e = Squeeze (x, axis)")} y = Reshape (r, flat)""",
-    "of data": f"""{FLAT} {if_("r", "c", "t = Exp (x)", "float[A, B, C]: e = Unsqueeze (x, flat)")}
+        {make_if("r", "other", "t = Neg (x)", "float[Q]: e = Squeeze (x, axis)")} y = Reshape (r, flat)""",
+    "of data": f"""{FLAT} {make_if("r", "c", "t = Exp (x)", "float[A, B, C]: e = Unsqueeze (x, flat)")}
         y = Reshape (r, flat)""",
     "what accepts any rank": f"""{SQUEEZE} {SQUEEZED} a = Tanh (r) b = Add (a, x) m = ReduceSum <keepdims = 0> (a)
         y = Mul (b, m)""",
     "used twice, and by what is not moved": f"""{SQUEEZE} {FLAT} {SQUEEZED} n = Exp (x) f = Reshape (r, flat)
         g = Reshape (n, flat) h = Add (f, g) k = Cast <to = 11> (r) l = ReduceMax <keepdims = 0> (k)
         o = Cast <to = 1> (l) y = Sub (h, o)""",
-    "two that meet": f"""{SQUEEZE} {FLAT} {SQUEEZED} {if_("s", "c", "float[Q]: t = Reshape (x, flat)", "e = Exp (x)")}
+    "two that meet": f"""{SQUEEZE} {FLAT} {SQUEEZED}
+        {make_if("s", "c", "float[Q]: t = Reshape (x, flat)", "e = Exp (x)")}
         a = ReduceMax <keepdims = 0> (s) b = Mul (r, a) d = Reshape (s, flat) p = ReduceSum <keepdims = 0> (d)
         f = Reshape (b, flat) y = Add (f, p)""",
     "one inside of another": f"""{SQUEEZE} {FLAT}
-        {if_("r", "c", "float[Q]: t = Reshape (x, flat)", INNER + " e = Neg (s)")} y = Reshape (r, flat)""",
+        {make_if("r", "c", "float[Q]: t = Reshape (x, flat)", INNER + " e = Neg (s)")} y = Reshape (r, flat)""",
     "one inside of a branch that is always taken": f"""{SQUEEZE} {FLAT} yes = Constant <value_int = 1> ()
-        always = Cast <to = 9> (yes) {if_("r", "always", f"{INNER} t = Neg (s)", "e = Neg (x)")}
+        always = Cast <to = 9> (yes) {make_if("r", "always", f"{INNER} t = Neg (s)", "e = Neg (x)")}
         y = Reshape (r, flat)""",
     "shapes of shapes": f"""{SQUEEZE} {FLAT} {SQUEEZED} s = Shape (r) z = ConstantOfShape (s) w = Add (r, z)
         y = Reshape (w, flat)""",
@@ -59,7 +60,7 @@ CASES = {
         y = ConcatFromSequence <axis = 1> (r)""",
     "in a loop": f"""{SQUEEZE} {FLAT} three = Constant <value_int = 3> ()
         y = Loop (three, , x) <body = b (int64 i, bool g, float[A, 6] a) => (bool go, float[A, 6] z) {{
-            go = Identity (g) {if_("r", "c", "float[Q]: t = Reshape (a, flat)", "e = Neg (a)")}
+            go = Identity (g) {make_if("r", "c", "float[Q]: t = Reshape (a, flat)", "e = Neg (a)")}
             s = ReduceMean <keepdims = 0> (r) z = Add (a, s) }}>""",
     "the condition of a loop": """n = Constant <value_int = 9> () m = Cast <to = 7> (c) k = Add (n, m)
         y = Loop (k, , x) <body = b (int64 i, bool g, float[A, 6] a) => (bool go, float[A, 6] z) {
@@ -71,47 +72,47 @@ CASES = {
 }
 
 
-def model(body: str) -> onnx.ModelProto:
-    made = onnx.parser.parse_model(
+def make_model(body: str) -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : 18]> m (float[A, 6] x, bool c) => (float[U] y) {{ {body} }}'
     )
-    made.graph.output[0].ClearField("type")
-    return made
+    proto.graph.output[0].ClearField("type")
+    return proto
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_follows_takes_both(case: str) -> None:
-    made = model(CASES[case])
+def test_later_nodes_accept_either_branch(case: str) -> None:
+    proto = make_model(CASES[case])
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    module, session = lowering.compile(made), onnxruntime.InferenceSession(made.SerializeToString(), options)
+    module, session = lowering.compile(proto), onnxruntime.InferenceSession(proto.SerializeToString(), options)
     rng = np.random.default_rng(0)
     for rows, condition in ((1, True), (3, True), (1, False), (4, False)):
         feeds = {"x": rng.standard_normal((rows, 6)).astype(np.float32), "c": np.array(condition)}
         taken = {v.name for v in session.get_inputs()}
-        found, (want,) = module.run(feeds)["y"], session.run(None, {k: v for k, v in feeds.items() if k in taken})
-        assert found.shape == want.shape and found.dtype == want.dtype
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+        actual, (expected,) = module.run(feeds)["y"], session.run(None, {k: v for k, v in feeds.items() if k in taken})
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-UNSQUEEZED = if_("r", "c", "float[A, 1, 6]: t = Unsqueeze (x, one)", "e = Exp (x)")
+UNSQUEEZED = make_if("r", "c", "float[A, 1, 6]: t = Unsqueeze (x, one)", "e = Exp (x)")
 UNIT = "one = Constant <value_ints = [1]> ()"
 
 ONE_WAY = {
     "what follows needs a matrix": f"{UNIT} {UNSQUEEZED} y = Gemm <transB = 1> (r, r)",
     "an axis that one does not have": f"""{UNIT} {
-        if_("r", "c", "float[Q]: t = ReduceMax <keepdims = 0> (x, one)", "e = Exp (x)")
+        make_if("r", "c", "float[Q]: t = ReduceMax <keepdims = 0> (x, one)", "e = Exp (x)")
     } y = Softmax <axis = 1> (r)""",
     "the output is a matrix": f"{UNIT} {UNSQUEEZED} y = Neg (r)",
 }
 
 
 @pytest.mark.parametrize("case", ONE_WAY)
-def test_one_branch_alone_leads_on(case: str) -> None:
-    """The model is compiled for the other one, and runs check the condition."""
-    made = model(ONE_WAY[case])
-    made.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["U", "V"]))
-    module, x = lowering.compile(made), np.random.default_rng(1).standard_normal((3, 6)).astype(np.float32)
+def test_later_nodes_accept_one_branch_only(case: str) -> None:
+    """The model is compiled for the other branch, and runs check the condition."""
+    proto = make_model(ONE_WAY[case])
+    proto.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["U", "V"]))
+    module, x = lowering.compile(proto), np.random.default_rng(1).standard_normal((3, 6)).astype(np.float32)
     power = np.exp(x.astype(np.float64))
     want = {
         "y = Gemm": power @ power.T,
@@ -124,26 +125,26 @@ def test_one_branch_alone_leads_on(case: str) -> None:
         module.run({"x": x, "c": np.array(True)})
 
 
-def test_both_lead_to_the_end() -> None:
-    made = model(f"{UNIT} {UNSQUEEZED} y = Neg (r)")
+def test_different_types_of_an_output_are_rejected() -> None:
+    proto = make_model(f"{UNIT} {UNSQUEEZED} y = Neg (r)")
     text = r"If-18 giving 'r': the branches give different types of 'y', which is an output: float32 of rank 3 and"
     with pytest.raises(NodeError, match=text):
-        lowering.compile(made)
-    assert lowering.check(made).findings[0].what.startswith("the branches give different types of 'y'")
+        lowering.compile(proto)
+    assert lowering.check(proto).findings[0].what.startswith("the branches give different types of 'y'")
 
 
-def test_a_declaration_that_is_true_of_one_branch() -> None:
-    """Reshape is not left out for it, nor where something is fused."""
+def test_a_declaration_that_is_correct_for_one_branch() -> None:
+    """Reshape is not dropped because of the declaration, and not next to fused nodes either."""
     erf = """h = Constant <value_float = 0.5> () o = Constant <value_float = 1.0> ()
         q = Constant <value_float = 1.4142135> () a = Div (x, q) b = Erf (a) d = Add (b, o) g = Mul (x, d)
         gelu = Mul (g, h) n = ReduceSum <keepdims = 0> (gelu)"""
-    flat = if_("r", "c", "float[6]: t = ReduceMax <keepdims = 0> (x, axis)", "float[1, 6]: e = ReduceMin (x, axis)")
-    made = model(f"{SQUEEZE} {FLAT} {erf} {flat} f = Reshape (r, flat) y = Mul (f, n)")
-    made.graph.value_info.append(onnx.helper.make_tensor_value_info("r", onnx.TensorProto.FLOAT, [6]))
-    module, x = lowering.compile(made), np.random.default_rng(2).standard_normal((3, 6)).astype(np.float32)
-    session = onnxruntime.InferenceSession(made.SerializeToString())
+    flat = make_if("r", "c", "float[6]: t = ReduceMax <keepdims = 0> (x, axis)", "float[1, 6]: e = ReduceMin (x, axis)")
+    proto = make_model(f"{SQUEEZE} {FLAT} {erf} {flat} f = Reshape (r, flat) y = Mul (f, n)")
+    proto.graph.value_info.append(onnx.helper.make_tensor_value_info("r", onnx.TensorProto.FLOAT, [6]))
+    module, x = lowering.compile(proto), np.random.default_rng(2).standard_normal((3, 6)).astype(np.float32)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
     for condition in (True, False):
         feeds = {"x": x, "c": np.array(condition)}
-        found, (want,) = module.run(feeds)["y"], session.run(None, feeds)
-        assert found.shape == want.shape
-        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+        actual, (expected,) = module.run(feeds)["y"], session.run(None, feeds)
+        assert actual.shape == expected.shape
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

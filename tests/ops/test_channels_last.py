@@ -1,4 +1,4 @@
-"""Chains of convolutions: what stands between them is computed with channels last, and transposed only at the ends."""
+"""Chains of convolutions: nodes between them are computed with channels last, and transposed only at the ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import lowering
 
 RNG = np.random.default_rng(0)
 
-# The nodes behind x [N, 6, H, W]; w0 is 3 x 3 and w1 is 1 x 1 of six channels, b a vector of them.
+# The nodes after x [N, 6, H, W]; w0 is 3 x 3 and w1 is 1 x 1 of six channels, b a vector of six elements.
 CHAINS = {
     "residual": "a = Conv<pads=[1,1,1,1]>(x, w0, b) r = Relu(a) c = Conv<pads=[1,1,1,1]>(r, w0) y = Add(c, x)",
     "scale": "a = Conv(x, w1, b) g = GlobalAveragePool(a) e = Conv(g, w1) s = Sigmoid(e) m = Mul(a, s) y = Conv(m, w1)",
@@ -25,7 +25,7 @@ CHAINS = {
     " s = Mul(p, q) y = Conv(s, w1)",
     "pad": "a = Conv(x, w1) p = Pad<mode=\"edge\">(a, pads) y = Conv(p, w0)",
     "slice": "a = Conv(x, w1) p = Slice(a, one, far, axis, two) y = Conv(p, w1)",
-    "means": "a = Conv(x, w1) m = ReduceMean<keepdims=1>(a, channel) d = Sub(a, m) s = ReduceMax<keepdims=0>(d, places)"
+    "means": "a = Conv(x, w1) m = ReduceMean<keepdims=1>(a, channel) d = Sub(a, m) s = ReduceMax<keepdims=0>(d, axes)"
     " y = Identity(s)",
     "flat": "a = Conv(x, w1) f = Flatten<axis=2>(a) t = Transpose<perm=[1,0]>(f) y = Softmax(t)",
     "columns": "a = Conv(x, w1) r = Reshape(a, shape) t = Transpose<perm=[0,2,1]>(r) y = Relu(t)",
@@ -37,11 +37,11 @@ CHAINS = {
     "plain": "a = Conv(x, w1) s = Sin(x) c = Cos(x) m = Where(no, s, c) y = Add(a, m)",
 }  # fmt: skip
 
-# Transpositions that are left, of those to and from ONNX's order: at the ends, and where an operator has no other.
+# Remaining transpositions to and from ONNX's order: at the ends, and where an operator lacks another order.
 ENDS = {"means": 1, "flat": 3, "columns": 1, "last": 2, "shared": 3, "plain": 3}
 
 
-def chain(name: str, symbolic: bool) -> onnx.ModelProto:
+def make_chain(name: str, symbolic: bool) -> onnx.ModelProto:
     sizes = "N, 6, H, W" if symbolic else "2, 6, 9, 8"
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 20]>
         chain (float[{sizes}] x) => (float[] y) {{ {CHAINS[name]} }}""")
@@ -53,7 +53,7 @@ def chain(name: str, symbolic: bool) -> onnx.ModelProto:
     }  # fmt: skip
     integers = {
         "pads": [0, 0, 1, 2, 0, 0, 1, 0], "one": [1, 2], "far": [100, 100], "axis": [2, 3], "two": [2, 1],
-        "channel": [1], "places": [2, 3], "shape": [0, 0, -1], "all": [0, 1, 2, 3],
+        "channel": [1], "axes": [2, 3], "shape": [0, 0, -1], "all": [0, 1, 2, 3],
     }  # fmt: skip
     for name_, array in weights.items():
         model.graph.initializer.append(numpy_helper.from_array(np.asarray(array, "float32"), name_))
@@ -63,8 +63,8 @@ def chain(name: str, symbolic: bool) -> onnx.ModelProto:
     return model
 
 
-def with_rank(model: onnx.ModelProto, rank: int) -> onnx.ModelProto:
-    """The model with an output of that rank."""
+def declare_rank(model: onnx.ModelProto, rank: int) -> onnx.ModelProto:
+    """Declare an output of that rank."""
     for axis in range(rank):
         model.graph.output[0].type.tensor_type.shape.dim.add().dim_param = f"y{axis}"
     return model
@@ -73,7 +73,7 @@ def with_rank(model: onnx.ModelProto, rank: int) -> onnx.ModelProto:
 @pytest.mark.parametrize("symbolic", (False, True), ids=("fixed", "symbolic"))
 @pytest.mark.parametrize("name", CHAINS)
 def test_chain(name: str, symbolic: bool) -> None:
-    model, x = chain(name, symbolic), RNG.standard_normal((2, 6, 9, 8)).astype("float32")
+    model, x = make_chain(name, symbolic), RNG.standard_normal((2, 6, 9, 8)).astype("float32")
     passes: list[str] = []
 
     def count(stage: str, module: Any) -> None:
@@ -81,7 +81,7 @@ def test_chain(name: str, symbolic: bool) -> None:
             passes.append(str(module["main"].script(show_meta=False)))
 
     (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
-    compiled = lowering.compile(with_rank(model, expected.ndim), dump=count)
+    compiled = lowering.compile(declare_rank(model, expected.ndim), dump=count)
     tolerance = 1e-2 if name == "cast" else 1e-5
     np.testing.assert_allclose(compiled.run({"x": x})["y"], expected, rtol=tolerance, atol=tolerance)
     assert passes[0].count("R.permute_dims") == ENDS.get(name, 2)

@@ -1,4 +1,4 @@
-"""Col2Im beside onnx's evaluator: of sizes that the model computes, that are inputs, and that do not fit."""
+"""Col2Im compared with onnx's evaluator: sizes that the model computes, sizes of inputs, and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 
-from .expectations import imported, model, value_info
+from .expectations import import_node, make_model, value_info
 
 
-def folded(dtype: str, given: bool, **attributes: Any) -> onnx.ModelProto:
-    """Blocks of 2 x 3; image_shape is an input, and block_shape too where both are given."""
+def make_col2im(dtype: str, has_block_input: bool, **attributes: Any) -> onnx.ModelProto:
+    """Return a model with blocks of 2 x 3; image_shape is an input, and on request block_shape, too."""
     node = helper.make_node("Col2Im", ["x", "image", "block"], ["y"], **attributes)
     inputs = [value_info("x", dtype, ["n", "r", "l"]), value_info("image", "int64", [2])]
     block, constants = numpy_helper.from_array(np.asarray([2, 3]), "block"), []
-    if given:
+    if has_block_input:
         inputs.append(value_info("block", "int64", [2]))
     else:
         constants.append(block)
-    return model([node], inputs, [value_info("y", dtype, ["a", "b", "c", "d"])], 18, constants)
+    return make_model([node], inputs, [value_info("y", dtype, ["a", "b", "c", "d"])], 18, constants)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
-@pytest.mark.parametrize("given", [False, True])
-def test_blocks_that_overlap(dtype: str, given: bool) -> None:
+@pytest.mark.parametrize("has_block_input", [False, True])
+def test_blocks_that_overlap(dtype: str, has_block_input: bool) -> None:
     attributes = {"strides": [1, 2], "pads": [1, 0, 0, 2], "dilations": [2, 1]}
-    proto = folded(dtype, given, **attributes)
+    proto = make_col2im(dtype, has_block_input, **attributes)
     module, reference = lowering.compile(proto), ReferenceEvaluator(proto)
     for n, c, (h, w) in ((2, 3, (5, 7)), (1, 1, (2, 1)), (0, 2, (4, 4))):
         counts = (h + 1 - 2 - 1) // 1 + 1, (w + 2 - 2 - 1) // 2 + 1
         x = np.random.default_rng(0).integers(-8, 8, (n, c * 6, counts[0] * counts[1])).astype(dtype)
-        feeds = {"x": x, "image": np.asarray([h, w]), **({"block": np.asarray([2, 3])} if given else {})}
-        found = module.run(feeds)["y"]
-        want = reference.run(None, feeds)[0] if n else np.zeros((0, c, h, w), dtype)
-        assert found.dtype == x.dtype
-        np.testing.assert_array_equal(found, want)
+        feeds = {"x": x, "image": np.asarray([h, w]), **({"block": np.asarray([2, 3])} if has_block_input else {})}
+        actual = module.run(feeds)["y"]
+        expected = reference.run(None, feeds)[0] if n else np.zeros((0, c, h, w), dtype)
+        assert actual.dtype == x.dtype
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_blocks_that_overlap(dtype: str, given: bool) -> None:
         ({"x": (1, 6, 6), "image": [3, 5], "block": [0, 3]}, "block_shape is 0 along axis 2"),
     ],
 )
-def test_what_does_not_fit(feeds: dict[str, Any], message: str) -> None:
-    given = "block" in feeds
+def test_feeds_that_do_not_fit(feeds: dict[str, Any], message: str) -> None:
+    has_block_input = "block" in feeds
     arrays = {k: np.asarray(v) for k, v in feeds.items() if k != "x"}
-    module = lowering.compile(folded("float32", given))
+    module = lowering.compile(make_col2im("float32", has_block_input))
     with pytest.raises(lowering.InputError, match=message):
         module.run({"x": np.ones(feeds["x"], np.float32), **arrays})
 
@@ -70,6 +70,6 @@ def test_refusals() -> None:
         ([x, ints, ("int64", [3])], "block_shape has 3"),
     ):
         with pytest.raises(lowering.NodeError, match=message):
-            imported("Col2Im", inputs)
+            import_node("Col2Im", inputs)
     with pytest.raises(lowering.NodeError, match="strides"):
-        imported("Col2Im", [x, ints, ints], strides=[1])
+        import_node("Col2Im", [x, ints, ints], strides=[1])

@@ -1,4 +1,4 @@
-"""Det: of symbolic sizes, in every type, of matrices that need pivots and of those that have no inverse."""
+"""Det of symbolic sizes, in every type, of matrices that need pivots, and of singular matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 import lowering
 
-from .expectations import FLOATS, Expectations, imported
+from .expectations import FLOATS, Expectations, import_node
 
 RNG = np.random.default_rng(0)
 
@@ -24,7 +24,7 @@ def test_determinants(dtype: str) -> None:
 
 
 def test_pivots() -> None:
-    """Zeros on the diagonal, an odd and an even permutation, tiny pivots beside large numbers, and rank 2 of 3."""
+    """Zeros on the diagonal, an odd and an even permutation, tiny pivots next to large numbers, and rank 2 of 3."""
     tiny = np.asarray([[1e-20, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32)
     twice = np.asarray([[1, 2, 3]] * 2 + [[0, 0, 1]])
     matrices = [np.eye(3)[[1, 0, 2]], np.eye(3)[[1, 2, 0]], tiny, np.ones((3, 3)), twice]
@@ -37,7 +37,7 @@ def test_refusals() -> None:
     cases = (("n", "float32", "rank 1"), ((2, 3), "float32", "dimension 1"), ("nn", "int32", "int32"))
     for dims, dtype, message in cases:
         with pytest.raises(lowering.NodeError, match=message):
-            imported("Det", [(dtype, list(dims))])
+            import_node("Det", [(dtype, list(dims))])
     node = Expectations()
     node.expect("Det", [np.ones((2, 3), np.float32)], np.float32(0), dims=["ab"])
     with pytest.raises(lowering.InputError, match="Det"):

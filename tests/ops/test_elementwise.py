@@ -1,4 +1,4 @@
-"""Arithmetic: every type, what C leaves undefined, NaN, symbolic sizes, and contents of shapes."""
+"""Arithmetic: every type, cases that C leaves undefined, NaN, symbolic sizes, and contents of shapes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ import lowering
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
 
-from .expectations import FLOATS, Expectations, imported
+from .expectations import FLOATS, Expectations, import_node
 
 RNG = np.random.default_rng(0)
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-3, 0.5, -0.5, 1.5, 2.5, -2.5, 20.0, -20.0, 88.0, -88.0, 100.0]
 
 
-def wrapped(value: int, dtype: str) -> int:
-    """The integer modulo the word."""
+def wrap_integer(value: int, dtype: str) -> int:
+    """Return the integer modulo the size of the type."""
     info = np.iinfo(dtype)
     return (value - int(info.min)) % (int(info.max) - int(info.min) + 1) + int(info.min)
 
 
-def exactly(function: Callable[..., int], *arrays: np.ndarray) -> np.ndarray:
-    """function of Python's integers at each index, wrapped."""
+def apply_exactly(function: Callable[..., int], *arrays: np.ndarray) -> np.ndarray:
+    """Apply a function of Python's integers at each index, and wrap the results."""
     broadcast = np.broadcast_arrays(*arrays)
     result = [
-        wrapped(function(*map(int, elements)), arrays[0].dtype.name) for elements in zip(*(a.flat for a in broadcast))
+        wrap_integer(function(*map(int, elements)), arrays[0].dtype.name)
+        for elements in zip(*(a.flat for a in broadcast))
     ]
     return np.array(result, dtype=arrays[0].dtype).reshape(broadcast[0].shape)
 
 
-def truncated(a: int, b: int) -> int:
+def divide_truncated(a: int, b: int) -> int:
     return 0 if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -48,33 +49,33 @@ def test_integers(dtype: str) -> None:
     b[:6] = [0, 1, 2, 3, 7, info.max]
     if signed:
         b[6:9] = [-1, -2, info.min]
-        a[:, 6] = info.min  # divided by -1
+        a[:, 6] = info.min  # the minimum divided by -1
     few, high = (np.array(v, dtype) for v in (3, 90))
     case = Expectations(opset=28)
-    case.expect("Add", [a, b], exactly(lambda x, y: x + y, a, b))
-    case.expect("Sub", [a, b], exactly(lambda x, y: x - y, a, b))
-    case.expect("Mul", [a, b], exactly(lambda x, y: x * y, a, b))
-    case.expect("Div", [a, b], exactly(truncated, a, b))
-    case.expect("Mod", [a, b], exactly(lambda x, y: x % y if y else 0, a, b))
-    case.expect("Mod", [a, b], exactly(lambda x, y: x - truncated(x, y) * y if y else 0, a, b), fmod=1)
+    case.expect("Add", [a, b], apply_exactly(lambda x, y: x + y, a, b))
+    case.expect("Sub", [a, b], apply_exactly(lambda x, y: x - y, a, b))
+    case.expect("Mul", [a, b], apply_exactly(lambda x, y: x * y, a, b))
+    case.expect("Div", [a, b], apply_exactly(divide_truncated, a, b))
+    case.expect("Mod", [a, b], apply_exactly(lambda x, y: x % y if y else 0, a, b))
+    case.expect("Mod", [a, b], apply_exactly(lambda x, y: x - divide_truncated(x, y) * y if y else 0, a, b), fmod=1)
     case.expect("Max", [a, b, few], np.maximum(np.maximum(a, b), few))
     case.expect("Min", [a, b], np.minimum(a, b))
     case.expect("Clip", [a, few, high], np.minimum(np.maximum(a, few), high))
     case.expect("Clip", [a, high, few], np.full_like(a, few))
-    case.expect("Abs", [a], exactly(abs, a))
+    case.expect("Abs", [a], apply_exactly(abs, a))
     case.expect("Sign", [a], np.sign(a))
     case.expect("BitwiseNot", [a], ~a)
     if signed:
-        case.expect("Neg", [a], exactly(lambda x: -x, a))
+        case.expect("Neg", [a], apply_exactly(lambda x: -x, a))
     base, exponent = RNG.integers(0, 9, (3, 24)).astype(dtype), RNG.integers(0, 12, (24,)).astype(dtype)
-    case.expect("Pow", [base, exponent], exactly(pow, base, exponent))
-    case.expect("Pow", [base // 2, exponent.astype("float32") // 4], exactly(pow, base // 2, exponent // 4))
+    case.expect("Pow", [base, exponent], apply_exactly(pow, base, exponent))
+    case.expect("Pow", [base // 2, exponent.astype("float32") // 4], apply_exactly(pow, base // 2, exponent // 4))
     bits = info.bits
     count = np.array([0, 1, bits - 1, bits, 100] + ([-1] if signed else []), dtype)
     x = np.stack([a[0, : count.size], ~a[0, : count.size]])
 
-    left = exactly(lambda x, c: x << c if 0 <= c < bits else 0, x, count)
-    right = exactly(lambda x, c: x >> c if 0 <= c < bits else x >> bits, x, count)
+    left = apply_exactly(lambda x, c: x << c if 0 <= c < bits else 0, x, count)
+    right = apply_exactly(lambda x, c: x >> c if 0 <= c < bits else x >> bits, x, count)
 
     case.expect("BitShift", [x, count], left, direction="LEFT")
     case.expect("BitShift", [x, count], right, direction="RIGHT")
@@ -94,7 +95,7 @@ def test_floats(dtype: str) -> None:
     x = np.array(SPECIAL + list(RNG.standard_normal(24) * 3)).astype(dtype).reshape(4, 10)
     y = np.array(list(RNG.standard_normal(24) * 3) + SPECIAL).astype(dtype).reshape(4, 10)
     wx, wy = x.astype("float64"), y.astype("float64")
-    one, two = np.array(1, dtype), np.array(2, dtype)
+    ones, twos = np.array(1, dtype), np.array(2, dtype)
     case = Expectations(opset=28)
 
     def expect(operator: str, inputs: list[np.ndarray], expected: np.ndarray, **attributes: Any) -> None:
@@ -113,8 +114,8 @@ def test_floats(dtype: str) -> None:
         expect("Mod", [x, y], np.mod(wx, wy), fmod=0)
         expect("Pow", [np.abs(x), y], np.power(np.abs(wx), wy))
         expect("Pow", [x, np.arange(10) - 4], np.power(wx, np.arange(10) - 4))
-        expect("Clip", [x, -one, one], np.clip(wx, -1, 1))
-        expect("Clip", [x, two, one], np.where(np.isnan(wx), np.nan, 1))
+        expect("Clip", [x, -ones, ones], np.clip(wx, -1, 1))
+        expect("Clip", [x, twos, ones], np.where(np.isnan(wx), np.nan, 1))
         functions = {
             "Abs": np.abs, "Acos": np.arccos, "Acosh": np.arccosh, "Asin": np.arcsin, "Asinh": np.arcsinh,
             "Atan": np.arctan, "Atanh": np.arctanh, "Ceil": np.ceil, "Cos": np.cos, "Cosh": np.cosh,
@@ -139,13 +140,13 @@ def test_constant_exponents_become_matmuls() -> None:
             f"{{ e = Constant<value_float={exponent}>() y = Pow(x, e) }}"
         )
         module = import_model(load_model(proto)).module
-        assert kernels_of(module) == kernels
+        assert list_kernels(module) == kernels
         assert ("T.pow" in module.script(show_meta=False)) == (exponent == 0.5)
         x = np.array([0.0, 1.0, 2.5], "float32")
         np.testing.assert_allclose(lowering.compile(proto).run({"x": x})["y"], x**exponent, rtol=1e-6)
 
 
-def kernels_of(module: Any) -> set[str]:
+def list_kernels(module: Any) -> set[str]:
     return {g.name_hint for g, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
 
 
@@ -166,9 +167,9 @@ def test_broadcasting_symbolic_sizes() -> None:
 
 def test_sizes_that_do_not_broadcast() -> None:
     with pytest.raises(lowering.NodeError, match=r"Add-25 'the_node'.*\(4,\).*\(5,\).*broadcast"):
-        imported("Add", [("float32", (4,)), ("float32", (5,))])
+        import_node("Add", [("float32", (4,)), ("float32", (5,))])
     with pytest.raises(lowering.NodeError, match="broadcast"):
-        imported("Pow", [("float32", (4,)), ("float32", (5,))])
+        import_node("Pow", [("float32", (4,)), ("float32", (5,))])
 
 
 def test_symbolic_sizes_that_differ_at_run_time_are_an_error() -> None:
@@ -188,7 +189,7 @@ def test_symbolic_sizes_that_differ_at_run_time_are_an_error() -> None:
 
 
 def test_arithmetic_on_shapes_is_symbolic() -> None:
-    """Values computed from sizes become expressions: no kernel but those that cache them."""
+    """Values computed from sizes become expressions: there are only kernels that cache them."""
     body = """
         s = Shape(x) two = Constant<value_ints=[2]>() three = Constant<value_int=3>()
         a = Add(s, two) b = Sub(s, two) c = Mul(s, a) d = Div(b, two) e = Mod(s, three) f = Min(s, c, two) g = Max(d, e)
@@ -198,7 +199,7 @@ def test_arithmetic_on_shapes_is_symbolic() -> None:
     proto = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 20]> g (float[N, M] x) => (int64[K] y) {{{body}}}'
     )
-    assert {k.partition("_")[0] for k in kernels_of(import_model(load_model(proto)).module)} == {"sizes"}
+    assert {k.partition("_")[0] for k in list_kernels(import_model(load_model(proto)).module)} == {"sizes"}
     module = lowering.compile(proto)
     for n, m in ((1, 7), (6, 2)):
         s = np.array([n, m])
@@ -215,4 +216,4 @@ def test_arithmetic_on_shapes_is_symbolic() -> None:
 
 def test_elements_that_are_bit_patterns_are_refused() -> None:
     with pytest.raises(lowering.NodeError, match=r"IsNaN-25 'the_node'.*float8_e4m3fn.*Cast"):
-        imported("IsNaN", [("float8_e4m3fn", (4,))])
+        import_node("IsNaN", [("float8_e4m3fn", (4,))])

@@ -7,12 +7,12 @@ import pytest
 
 import lowering
 
-from .expectations import Expectations, imported
+from .expectations import Expectations, import_node
 
 RNG = np.random.default_rng(0)
 
 
-def normalized(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
+def normalize_groups(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
     grouped = x.astype(np.float64).reshape(x.shape[0], groups, -1)
     centered = grouped - grouped.mean(axis=2, keepdims=True)
     y = centered / np.sqrt((centered**2).mean(axis=2, keepdims=True) + epsilon)
@@ -20,7 +20,7 @@ def normalized(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, groups: int, 
 
 
 def test_scale_and_bias_of_groups() -> None:
-    """Of several types, ranks and numbers of groups, with symbolic sizes, and against opset 21's form."""
+    """Several types, ranks and numbers of groups, with symbolic sizes, compared with opset 21's form."""
     case = Expectations(opset=18)
     for dtype, shape, groups, epsilon in (
         ("float32", (2, 6, 4, 3), 3, 1e-5),
@@ -32,7 +32,7 @@ def test_scale_and_bias_of_groups() -> None:
     ):
         x, scale, bias = (RNG.standard_normal(s).astype(dtype) for s in (shape, (groups,), (groups,)))
         dims = [["n", *shape[1:2], *(f"d{k}" for k in range(len(shape) - 2))], None, None]
-        expected = normalized(x, scale, bias, groups, epsilon)
+        expected = normalize_groups(x, scale, bias, groups, epsilon)
         case.expect("GroupNormalization", [x, scale, bias], expected, dims=dims, num_groups=groups, epsilon=epsilon)
     case.check()
 
@@ -48,4 +48,6 @@ def test_scale_and_bias_of_groups() -> None:
 )
 def test_refusals(shape: tuple[int, ...], vector: tuple[int, ...], groups: int, message: str) -> None:
     with pytest.raises(lowering.LoweringError, match=message):
-        imported("GroupNormalization", [("float32", s) for s in (shape, vector, vector)], opset=18, num_groups=groups)
+        import_node(
+            "GroupNormalization", [("float32", s) for s in (shape, vector, vector)], opset=18, num_groups=groups
+        )

@@ -1,5 +1,5 @@
-"""LinearAttention against float64, on both sides of chunks, in place, whatever later tokens hold; and convolutions that
-carry their state on."""
+"""LinearAttention compared with float64: across chunks, in place, independent of later tokens; and convolutions
+with a state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowering.errors import InputError, NodeError
 LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 50)  # chunks are of 8 or 16 tokens
 
 
-def drawn(rng: random.Random) -> LinearCase:
+def draw_case(rng: random.Random) -> LinearCase:
     heads = rng.choice([(1, 1, 1), (4, 2, 2), (6, 1, 1), (3, 3, 3), (2, 2, 4), (2, 4, 4), (1, 2, 4)])
     half = rng.random() < 0.3
     return LinearCase(
@@ -40,28 +40,28 @@ def drawn(rng: random.Random) -> LinearCase:
     )
 
 
-def check_drawn(seed: int) -> None:
+def check_case(seed: int) -> None:
     rng = random.Random(seed)
-    case, target, threads = drawn(rng), rng.choice(TARGETS), rng.choice((1, 2))
+    case, target, threads = draw_case(rng), rng.choice(TARGETS), rng.choice((1, 2))
     print(f"seed {seed}: {case} {target}")
     donate = ("state",) if case.past and rng.random() < 0.5 else ()
     module = lowering.compile(case.model(), target, threads=threads, donate=donate)
     for length in rng.sample(LENGTHS, 4):
-        given = case.feeds(length, seed)
-        place = rng.choice((unaligned, lambda x: guarded(x, True), lambda x: guarded(x, False)))
-        found = module(**{name: place(x) for name, x in given.items()})
-        assert not differences(case, found, given), f"length {length}"
+        feeds = case.feeds(length, seed)
+        allocate = rng.choice((unaligned, lambda x: guarded(x, True), lambda x: guarded(x, False)))
+        results = module(**{name: allocate(x) for name, x in feeds.items()})
+        assert not differences(case, results, feeds), f"length {length}"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_attention(seed: int) -> None:
-    check_drawn(seed)
+    check_case(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8, 158))
 def test_more_attentions(seed: int) -> None:
-    check_drawn(seed)
+    check_case(seed)
 
 
 @pytest.mark.slow
@@ -71,55 +71,55 @@ def test_long_sequences(rule: str) -> None:
     case = LinearCase(rule=rule, q_heads=1, k_heads=1, v_heads=1, head_dim=128, v_head_dim=128)
     module = lowering.compile(case.model())
     for length in (1000, 8192):
-        given = case.feeds(length, length)
-        assert not differences(case, module(**given), given)
+        feeds = case.feeds(length, length)
+        assert not differences(case, module(**feeds), feeds)
 
 
-def test_a_sequence_in_parts_is_the_sequence() -> None:
-    """Prefill and decoding go on from each other, in the memory of the state."""
+def test_a_sequence_in_chunks_equals_the_sequence() -> None:
+    """Prefill and decoding continue each other's state in place."""
     case = LinearCase(q_heads=4, head_dim=32, v_head_dim=32)
     module = lowering.compile(case.model(), donate=("state",))
-    given = case.feeds(41, seed=3)
-    state, parts, rows = given["state"].copy(), [], [name for name in given if name != "state"]
+    feeds = case.feeds(41, seed=3)
+    state, chunks, rows = feeds["state"].copy(), [], [name for name in feeds if name != "state"]
     for first, last in ((0, 1), (1, 2), (2, 36), (36, 40), (40, 41)):
-        found = module(state=state, **{name: given[name][:, first:last].copy() for name in rows})
-        parts.append(np.array(found["y"]))
-        assert np.shares_memory(np.asarray(found["present"]), state)
-    whole = {"y": np.concatenate(parts, axis=1), "present": state}
-    assert not differences(case, whole, given)
+        results = module(state=state, **{name: feeds[name][:, first:last].copy() for name in rows})
+        chunks.append(np.array(results["y"]))
+        assert np.shares_memory(np.asarray(results["present"]), state)
+    whole = {"y": np.concatenate(chunks, axis=1), "present": state}
+    assert not differences(case, whole, feeds)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_later_tokens_change_nothing(rule: str) -> None:
     case = LinearCase(rule=rule, by_element=rule == "gated")
     module = lowering.compile(case.model())
-    given = case.feeds(40, seed=5)
-    clean = np.array(module(**given)["y"])
+    feeds = case.feeds(40, seed=5)
+    clean = np.array(module(**feeds)["y"])
     for bad in (np.nan, np.inf):
-        corrupted = {name: x.copy() for name, x in given.items()}
+        corrupted = {name: x.copy() for name, x in feeds.items()}
         for name in set(corrupted) - {"state"}:
             corrupted[name][:, 21:] = bad
-        found = np.asarray(module(**corrupted)["y"])
-        assert np.array_equal(found[:, :21], clean[:, :21])
+        actual = np.asarray(module(**corrupted)["y"])
+        assert np.array_equal(actual[:, :21], clean[:, :21])
 
 
 def test_decays_of_any_size() -> None:
-    """What fades to nothing within a chunk is nothing; a state that grows beyond float32 is no number."""
+    """Decays that underflow within a chunk give 0; a state that grows beyond float32 is not finite."""
     case = LinearCase(rule="gated", by_element=True)
     module = lowering.compile(case.model())
-    given = case.feeds(40, seed=7)
-    given["decay"][:, ::3] = -500
-    assert not differences(case, module(**given), given)
-    given["decay"][...] = 100
-    assert not np.isfinite(np.asarray(module(**given)["present"])).any()
+    feeds = case.feeds(40, seed=7)
+    feeds["decay"][:, ::3] = -500
+    assert not differences(case, module(**feeds), feeds)
+    feeds["decay"][...] = 100
+    assert not np.isfinite(np.asarray(module(**feeds)["present"])).any()
 
 
 def test_without_donation_the_state_stays() -> None:
     case = LinearCase()
-    given = case.feeds(20, seed=9)
-    before = given["state"].copy()
-    assert not differences(case, lowering.compile(case.model())(**given), given)
-    assert np.array_equal(before, given["state"])
+    feeds = case.feeds(20, seed=9)
+    before = feeds["state"].copy()
+    assert not differences(case, lowering.compile(case.model())(**feeds), feeds)
+    assert np.array_equal(before, feeds["state"])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def _dim(model: onnx.ModelProto, name: str, axis: int, size: int) -> None:
     value.type.tensor_type.shape.dim[axis].dim_value = size
 
 
-def conv_model(domain: str, channels: int, k: int, past: bool, bias: bool, activation: str, **more: int) -> Any:
+def make_conv_model(domain: str, channels: int, k: int, past: bool, bias: bool, activation: str, **more: int) -> Any:
     float32, reach = onnx.TensorProto.FLOAT, (k - 1) * more.get("dilation", 1)
     last = more.get("channels_last", 0)
     x, state = (
@@ -167,9 +167,9 @@ def conv_model(domain: str, channels: int, k: int, past: bool, bias: bool, activ
     )  # fmt: skip
     info = helper.make_tensor_value_info
     inputs = [info("x", float32, x), *([info("past", float32, state)] if past else [])]
-    made = [info("y", float32, x), info("present", float32, state)]
+    outputs = [info("y", float32, x), info("present", float32, state)]
     constants = [numpy_helper.from_array(w.astype(np.float32), name) for name, w in weights.items()]
-    graph = helper.make_graph([node], "g", inputs, made, constants)
+    graph = helper.make_graph([node], "g", inputs, outputs, constants)
     opsets = [helper.make_opsetid("", 27), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=11), weights
 
@@ -183,17 +183,17 @@ def test_causal_conv(domain: str, seed: int) -> None:
     activation, more = rng.choice(("none", "silu")), {}
     if domain:
         more = {"dilation": rng.choice((1, 3)), "channels_last": rng.choice((0, 1))}
-    model, weights = conv_model(domain, channels, k, past, bias, activation, **more)
+    model, weights = make_conv_model(domain, channels, k, past, bias, activation, **more)
     module, data = lowering.compile(model), np.random.default_rng(seed)
     dilation, reach = more.get("dilation", 1), (k - 1) * more.get("dilation", 1)
     for length in (1, 2, 9):
         x = data.standard_normal((2, channels, length)).astype(np.float32)
         before = data.standard_normal((2, channels, reach)).astype(np.float32) * past
-        turn = (0, 2, 1) if more.get("channels_last") else (0, 1, 2)
-        found = module(**{n: a.transpose(turn) for n, a in (("x", x), ("past", before)) if past or n == "x"})
+        permutation = (0, 2, 1) if more.get("channels_last") else (0, 1, 2)
+        results = module(**{n: a.transpose(permutation) for n, a in (("x", x), ("past", before)) if past or n == "x"})
         joined = np.concatenate([before, x], axis=2).astype(np.float64)
         y = sum(joined[:, :, j * dilation :][:, :, :length] * weights["w"][:, 0, j, None] for j in range(k))
         y = y + weights["bias"][:, None] * bias
         y = y / (1 + np.exp(-y)) if activation == "silu" else y
-        np.testing.assert_allclose(np.asarray(found["y"]), y.transpose(turn), rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(np.asarray(found["present"]), joined[:, :, length:].transpose(turn))
+        np.testing.assert_allclose(np.asarray(results["y"]), y.transpose(permutation), rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(np.asarray(results["present"]), joined[:, :, length:].transpose(permutation))

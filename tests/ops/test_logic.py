@@ -1,4 +1,4 @@
-"""Comparisons and truth values: every type, NaN, strings, and contents of shapes."""
+"""Comparisons and boolean operators: every type, NaN, strings, and contents of shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_comparisons(dtype: str) -> None:
     case.check()
 
 
-def test_truth_values() -> None:
+def test_boolean_operators() -> None:
     a, b = np.array([[False], [True]]), np.array([False, True])
     case = Expectations()
     case.expect("And", [a, b], a & b)
@@ -44,7 +44,7 @@ def test_truth_values() -> None:
 def test_strings_are_equal_by_value() -> None:
     proto = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 20]> g (string[N] x, string[N] y) => (bool[N] a, bool[N] b) '
-        '{ known = Constant<value_strings=["cat"]>() a = Equal(x, y) b = Equal(x, known) }'
+        '{ pattern = Constant<value_strings=["cat"]>() a = Equal(x, y) b = Equal(x, pattern) }'
     )
     x, y = np.array(["cat", "dog", "cow"], object), np.array(["dog", "dog", "cat"], object)
     results = lowering.compile(proto).run({"x": x, "y": y})
@@ -53,7 +53,7 @@ def test_strings_are_equal_by_value() -> None:
 
 
 def test_comparisons_of_shapes_are_symbolic() -> None:
-    """All of it is known up to the sizes, so that one kernel stores the results."""
+    """All values are static up to the sizes, so that one kernel stores the results."""
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
         g (float[N, M] x) => (bool[K] y) {
             s = Shape(x) three = Constant<value_ints=[3]>()

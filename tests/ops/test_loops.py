@@ -1,4 +1,4 @@
-"""Loop and Scan, written out and as loops of the run, as onnxruntime runs them; If that squeezes."""
+"""Loop and Scan, unrolled and as loops at run time, compared with onnxruntime; If that squeezes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lowering.errors import InputError, NodeError
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 
 
-def same(text: str, feeds: dict[str, np.ndarray], **options: object) -> None:
+def check_equal(text: str, feeds: dict[str, np.ndarray], **options: object) -> None:
     model = onnx.parser.parse_model(f"{HEADER} {text}")
-    found = lowering.compile(model, **options).run(feeds)  # type: ignore[arg-type]
+    results = lowering.compile(model, **options).run(feeds)  # type: ignore[arg-type]
     session = onnxruntime.InferenceSession(model.SerializeToString())
-    for value, want in zip(model.graph.output, session.run(None, feeds)):
-        np.testing.assert_allclose(found[value.name], want, rtol=1e-5, atol=1e-6)
+    for value, expected in zip(model.graph.output, session.run(None, feeds)):
+        np.testing.assert_allclose(results[value.name], expected, rtol=1e-5, atol=1e-6)
 
 
 LOOP = """m (float[N, 3] x) => (float[N, 3] y, float[K, N, 3] all)
@@ -35,13 +35,13 @@ LOOP = """m (float[N, 3] x) => (float[N, 3] y, float[K, N, 3] all)
 
 @pytest.mark.parametrize("trips, last", [(1, 99), (5, 99), (50, 3)])
 def test_loop(trips: int, last: int) -> None:
-    """By their number, or by a condition on the number of the step."""
+    """The loop ends by its number of steps, or by a condition on the number of the step."""
     x = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
-    same(LOOP.replace("TRIPS", str(trips)).replace("LAST", str(last)), {"x": x})
+    check_equal(LOOP.replace("TRIPS", str(trips)).replace("LAST", str(last)), {"x": x})
 
 
-SCAN = """m (float[2, S, B] x, float[B] start) => (float[B] last, float[B, S] sums)
-    { last, sums = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [BACK],
+SCAN = """m (float[2, S, B] x, float[B] start) => (float[B] last, float[B, S] totals)
+    { last, totals = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [BACK],
         scan_output_axes = [1], scan_output_directions = [OUT],
         body = b (float[B] s, float[2, B] at) => (float[B] t, float[B] o) {
             axis = Constant <value_ints = [0]> ()
@@ -54,22 +54,22 @@ SCAN = """m (float[2, S, B] x, float[B] start) => (float[B] last, float[B, S] su
 def test_scan(back: int, out: int) -> None:
     rng = np.random.default_rng(1)
     x, start = rng.standard_normal((2, 6, 4)).astype(np.float32), rng.standard_normal(4).astype(np.float32)
-    same(SCAN.replace("BACK", str(back)).replace("OUT", str(out)), {"x": x, "start": start}, dims={"S": 6})
+    check_equal(SCAN.replace("BACK", str(back)).replace("OUT", str(out)), {"x": x, "start": start}, dims={"S": 6})
 
 
-def compared(text: str, calls: list[dict[str, np.ndarray]]) -> None:
-    """The same for calls of one module with other numbers of steps."""
+def check_calls(text: str, calls: list[dict[str, np.ndarray]]) -> None:
+    """Compare several calls of one module, with different numbers of steps."""
     model = onnx.parser.parse_model(f"{HEADER} {text}")
     module, session = lowering.compile(model), onnxruntime.InferenceSession(model.SerializeToString())
     for feeds in calls:
-        found = module.run(feeds)
-        for value, want in zip(model.graph.output, session.run(None, feeds)):
-            assert found[value.name].shape == want.shape
-            np.testing.assert_allclose(found[value.name], want, rtol=1e-5, atol=1e-6)
+        results = module.run(feeds)
+        for value, expected in zip(model.graph.output, session.run(None, feeds)):
+            assert results[value.name].shape == expected.shape
+            np.testing.assert_allclose(results[value.name], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_loop_of_the_run() -> None:
-    """By a number, a condition or both, of the run; none and negative ones are no steps."""
+    """A number, a condition or both are inputs; negative numbers run 0 steps."""
     rng = np.random.default_rng(2)
     free = LOOP.replace("m (", "m (int64 trips, bool go, int64 last, ")
     free = free.replace("<int64 trips = {TRIPS}, bool go = {1}, int64 last = {LAST}>", "")
@@ -80,22 +80,22 @@ def test_loop_of_the_run() -> None:
          "x": rng.standard_normal((n, 3)).astype(np.float32)}
         for t, g, last, n in steps + none
     ]  # fmt: skip
-    compared(free, calls[:3])  # onnxruntime reserves memory for all steps that there may be
+    check_calls(free, calls[:3])  # onnxruntime reserves memory for the maximum number of steps
     module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {free}"))
     assert module.run(calls[3])["all"].shape == (21, 3, 3)
     for feeds in calls[4:]:
-        found = module.run(feeds)
-        assert np.array_equal(found["y"], feeds["x"]) and found["all"].shape == (0, *feeds["x"].shape)
+        results = module.run(feeds)
+        assert np.array_equal(results["y"], feeds["x"]) and results["all"].shape == (0, *feeds["x"].shape)
 
 
-def test_outputs_are_no_inputs() -> None:
-    """What no step has changed is a copy, too."""
+def test_outputs_are_not_inputs() -> None:
+    """A value that no step changes is a copy, too."""
     free = LOOP.replace("m (", "m (int64 trips, ").replace("int64 trips = {TRIPS}, ", "").replace("LAST", "9")
     module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {free}"))
     x = np.ones((2, 3), np.float32)
-    found = module.run({"trips": np.asarray(0), "x": x})["y"]
+    actual = module.run({"trips": np.asarray(0), "x": x})["y"]
     x[:] = 2
-    assert np.array_equal(found, np.ones((2, 3)))
+    assert np.array_equal(actual, np.ones((2, 3)))
 
 
 @pytest.mark.parametrize("back, out", [(1, 0), (0, 1)])
@@ -105,7 +105,7 @@ def test_scan_of_the_run(back: int, out: int) -> None:
         {"x": rng.standard_normal((2, steps, 4)).astype(np.float32), "start": np.ones(4, np.float32)}
         for steps in (6, 1, 33)
     ]
-    compared(SCAN.replace("BACK", str(back)).replace("OUT", str(out)), calls)
+    check_calls(SCAN.replace("BACK", str(back)).replace("OUT", str(out)), calls)
 
 
 NESTED = """m (float[S, 4] x, float[4] h, int64 inner, float[Q] other) => (float[4] last, float[S, 4] all)
@@ -131,23 +131,23 @@ def test_bodies_that_read_what_is_around_them() -> None:
          "inner": np.asarray(n), "other": np.zeros(q, np.float32)}
         for s, n, q in ((6, 2, 3), (1, 0, 0), (17, 1, 2))
     ]  # fmt: skip
-    compared(NESTED.replace("WEIGHTS", weights), calls)
+    check_calls(NESTED.replace("WEIGHTS", weights), calls)
 
 
 FRAMES = """m (float[B, N] x) => (float[B, T, 5] frames) {
     head = Slice (x, zero, three, one) rest = Slice (x, three, last, one) parts = Reshape (rest, shape)
-    kept, frames = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+    state, frames = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
         body = b (float[B, 3] before, float[B, 2] at) => (float[B, 3] next, float[B, 5] frame) {
             frame = Concat <axis = 1> (before, at) next = Slice (frame, two, last, one) }> (head, parts) }"""
 
 
 def test_a_body_that_reads_a_size_as_a_number() -> None:
-    """Frames that overlap, of as many rows as the run says, cut out by a kernel that takes their number."""
+    """Overlapping frames, whose number is symbolic, cut by a kernel that takes their number."""
     named = {"zero": [0], "one": [1], "two": [2], "three": [3], "last": [2**62], "shape": [0, -1, 2]}
     constants = ", ".join(f"int64[{len(v)}] {k} = {{{', '.join(map(str, v))}}}" for k, v in named.items())
     text = FRAMES.replace("frames) {", f"frames) <{constants}> {{", 1)
     rng = np.random.default_rng(5)
-    compared(text, [{"x": rng.standard_normal((b, n)).astype(np.float32)} for b, n in ((2, 9), (1, 5), (3, 41))])
+    check_calls(text, [{"x": rng.standard_normal((b, n)).astype(np.float32)} for b, n in ((2, 9), (1, 5), (3, 41))])
 
 
 WHILE = """m (float[N] x, float limit) => (float[N] y, int64 count)
@@ -158,21 +158,21 @@ WHILE = """m (float[N] x, float limit) => (float[N] y, int64 count)
 
 def test_while() -> None:
     x = np.asarray([0.5, 0.25, 0.125], np.float32)
-    compared(WHILE, [{"x": x, "limit": np.asarray(limit, np.float32)} for limit in (100, 1e6, 0)])
+    check_calls(WHILE, [{"x": x, "limit": np.asarray(limit, np.float32)} for limit in (100, 1e6, 0)])
 
 
 def test_standard_cases() -> None:
-    """With the number of steps a constant, as exporters have it."""
+    """The number of steps is a constant, as exporters write it."""
     for case in node_cases.cases("Loop"):
-        made, rest = onnx.ModelProto(), case.named_inputs
-        made.CopyFrom(case.model)
-        for value in list(made.graph.input)[:2]:
-            made.graph.initializer.append(onnx.numpy_helper.from_array(rest.pop(value.name), value.name))
-            made.graph.input.remove(value)
-        fitting, dims = node_cases.fitted(made, rest)
-        results = lowering.compile(fitting, dims=dims).run(rest)
-        for value, want in zip(made.graph.output, case.outputs, strict=True):
-            node_cases.assert_close(results[value.name], want, 1e-6, 0, case.name)
+        proto, feeds = onnx.ModelProto(), case.named_inputs
+        proto.CopyFrom(case.model)
+        for value in list(proto.graph.input)[:2]:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(feeds.pop(value.name), value.name))
+            proto.graph.input.remove(value)
+        fitting, dims = node_cases.fitted(proto, feeds)
+        results = lowering.compile(fitting, dims=dims).run(feeds)
+        for value, expected in zip(proto.graph.output, case.outputs, strict=True):
+            node_cases.assert_close(results[value.name], expected, 1e-6, 0, case.name)
 
 
 CHANGED = """m (int64 trips, float[N] x) => (float[K] y)
@@ -181,7 +181,7 @@ CHANGED = """m (int64 trips, float[N] x) => (float[K] y)
 
 
 def test_values_that_change() -> None:
-    """Rank, type or size of a carried value, where steps cannot be written out."""
+    """Rank, type or size of a carried value changes in loops that cannot be unrolled."""
     for body, words in (
         ("Cast <to = 11> (s)", "float64 of rank 1 behind"),
         ("Unsqueeze (s, axis)", "of rank 2 behind"),
@@ -195,24 +195,24 @@ def test_values_that_change() -> None:
 
 
 def test_outputs_of_sizes_that_depend_on_data() -> None:
-    """Each step pads its own number of rows to those of the longest, as encoders of images do."""
-    text = """m (int64[S] counts) => (int64[S, M] y, int64[S, 1, K] places)
-        { most = ReduceMax <keepdims = 0> (counts) y, places = Scan <num_scan_inputs = 1, body = b (int64 count)
+    """Each step pads its own number of rows to the longest, as encoders of images do."""
+    text = """m (int64[S] counts) => (int64[S, M] y, int64[S, 1, K] indices)
+        { most = ReduceMax <keepdims = 0> (counts) y, indices = Scan <num_scan_inputs = 1, body = b (int64 count)
             => (int64[M] row, int64[1, K] two) {
                 zero = Constant <value_int = 0> () one = Constant <value_int = 1> ()
                 ones = Constant <value_ints = [1]> () none = Constant <value_ints = [0]> ()
                 own = Range (zero, count, one) left = Sub (most, count) room = Reshape (left, ones)
                 pads = Concat <axis = 0> (none, room) row = Pad (own, pads, zero)
-                first = Slice (row, none, ones) held = Equal (first, first) two = NonZero (held) }> (counts) }"""
+                first = Slice (row, none, ones) equal = Equal (first, first) two = NonZero (equal) }> (counts) }"""
     model = onnx.parser.parse_model(f"{HEADER} {text}")
     module, session = lowering.compile(model), onnxruntime.InferenceSession(model.SerializeToString())
     for counts in ([3, 1, 5, 2, 4], [2]):
         feeds = {"counts": np.array(counts)}
-        for name, want in zip(("y", "places"), session.run(None, feeds)):
-            np.testing.assert_array_equal(module.run(feeds)[name], want)
-    assert module.run({"counts": np.zeros(0, np.int64)})["places"].shape[0] == 0
+        for name, expected in zip(("y", "indices"), session.run(None, feeds)):
+            np.testing.assert_array_equal(module.run(feeds)[name], expected)
+    assert module.run({"counts": np.zeros(0, np.int64)})["indices"].shape[0] == 0
     uneven = """m (float[S, 4] x) => (int64[S, 1, K] y) { y = Scan <num_scan_inputs = 1, body = b (float[4] s)
-                => (int64[1, M] places) { places = NonZero (s) }> (x) }"""
+                => (int64[1, M] indices) { indices = NonZero (s) }> (x) }"""
     module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {uneven}"))
     assert module.run({"x": np.float32([[1, 0, 2, 0], [0, 3, 0, 4]])})["y"].tolist() == [[[0, 2]], [[1, 3]]]
     with pytest.raises(InputError, match="what a later step gives out must"):
@@ -226,8 +226,8 @@ REPEATED = """m (int64[S, 3] x) => (int64[S, K] y)
         size = Unsqueeze (n, axis) ones = Expand (one, size) row = Mul (ones, matmul) }> (x) }"""
 
 
-def test_a_step_whose_kernels_join_before_their_size_is_known() -> None:
-    compared(REPEATED, [{"x": np.array([[2, 3, 4], [2, 5, 6]])}, {"x": np.array([[3, 1, 1]])}])
+def test_a_step_whose_kernels_are_fused_before_their_size_is_static() -> None:
+    check_calls(REPEATED, [{"x": np.array([[2, 3, 4], [2, 5, 6]])}, {"x": np.array([[3, 1, 1]])}])
 
 
 SQUEEZE = """m (float[A, C] x) => (float[C] y)
@@ -246,8 +246,8 @@ def test_squeeze_under_a_condition() -> None:
 
 
 SCAN_8 = """<ir_version: 10, opset_import: ["" : 8]> m (float[B, 2] start, float[B, S, 2] x)
-    => (float[B, 2] last, float[B, S, 2] sums) {
-    last, sums = Scan <num_scan_inputs = 1, directions = [BACK], body = b (float[2] s, float[2] at) =>
+    => (float[B, 2] last, float[B, S, 2] totals) {
+    last, totals = Scan <num_scan_inputs = 1, directions = [BACK], body = b (float[2] s, float[2] at) =>
         (float[2] t, float[2] o) { t = Add (s, at) o = Neg (t) }> (LENGTHS, start, x) }"""
 
 
@@ -257,10 +257,10 @@ def test_scan_over_batches(back: int) -> None:
     module, rng = lowering.compile(model, dims={"B": 3}), np.random.default_rng(2)
     for length in (1, 5, 70):
         start, x = (rng.standard_normal(s).astype(np.float32) for s in ((3, 2), (3, length, 2)))
-        sums = start[:, None] + np.cumsum(x[:, ::-1] if back else x, axis=1)
-        found = module.run({"start": start, "x": x})
-        np.testing.assert_allclose(found["last"], sums[:, -1], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(found["sums"], -sums, rtol=1e-4, atol=1e-5)
+        cumulative = start[:, None] + np.cumsum(x[:, ::-1] if back else x, axis=1)
+        results = module.run({"start": start, "x": x})
+        np.testing.assert_allclose(results["last"], cumulative[:, -1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(results["totals"], -cumulative, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,30 +9,30 @@ from .expectations import Expectations
 RNG = np.random.default_rng(0)
 
 
-def loss(
+def compute_loss(
     scores: np.ndarray, target: np.ndarray, weights: np.ndarray | None, reduction: str, ignored: int | None
 ) -> np.ndarray:
-    """-w[t] log p[t] of each place; weights of ignored places are 0, and a mean is over the weights."""
+    """Return -w[t] log p[t] of each label t; ignored labels have weight 0, and a mean is over the weights."""
     wide = np.moveaxis(scores.astype(np.float64), 1, -1).reshape(-1, scores.shape[1])
-    places = target.ravel()
-    kept = np.ones(places.shape, bool) if ignored is None else places != ignored
-    chosen = np.where(kept, places, 0)
-    weight = np.where(kept, 1.0 if weights is None else weights.astype(np.float64)[chosen], 0.0)
-    losses = -wide[np.arange(places.size), chosen] * weight
+    labels = target.ravel()
+    is_counted = np.ones(labels.shape, bool) if ignored is None else labels != ignored
+    chosen = np.where(is_counted, labels, 0)
+    weight = np.where(is_counted, 1.0 if weights is None else weights.astype(np.float64)[chosen], 0.0)
+    losses = -wide[np.arange(labels.size), chosen] * weight
     if reduction == "none":
         return losses.reshape(target.shape).astype(scores.dtype)
     total = losses.sum() / (weight.sum() if reduction == "mean" else 1.0)
     return np.asarray(total, scores.dtype)
 
 
-def log_softmax(x: np.ndarray) -> np.ndarray:
+def compute_log_softmax(x: np.ndarray) -> np.ndarray:
     wide = x.astype(np.float64)
     wide = wide - wide.max(axis=1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
 
 
 def test_losses() -> None:
-    """Of several ranks and types, with and without weights and ignored classes, with the log probabilities too."""
+    """Several ranks and types, with and without weights and ignored classes; log probabilities are an output, too."""
     case = Expectations()
     for dtype, shape, weighted, reduction, ignored in (
         ("float32", (3, 5), False, "none", None),
@@ -49,10 +49,10 @@ def test_losses() -> None:
         inputs = [x, target, *([] if weights is None else [weights])]
         attributes = {"reduction": reduction} | ({} if ignored is None else {"ignore_index": ignored})
         dims = [("n", *shape[1:]), ("n", *shape[2:]), *([] if weights is None else [None])]
-        expected = loss(x, target, weights, reduction, ignored)
+        expected = compute_loss(x, target, weights, reduction, ignored)
         case.expect("NegativeLogLikelihoodLoss", inputs, expected, dims=dims, **attributes)
-        log_p = log_softmax(x)
-        expected = loss(log_p, target, weights, reduction, ignored).astype(dtype)
+        log_p = compute_log_softmax(x)
+        expected = compute_loss(log_p, target, weights, reduction, ignored).astype(dtype)
         case.expect("SoftmaxCrossEntropyLoss", inputs, expected, **attributes)
         case.expect("SoftmaxCrossEntropyLoss", inputs, expected, log_p.astype(dtype), **attributes)
     case.check()

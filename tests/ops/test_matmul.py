@@ -1,4 +1,4 @@
-"""matmuls: every rank and type, sizes that must agree, Einsum by equation, and how they look in Relax."""
+"""Matmuls: every rank and type, sizes that must agree, Einsum by equation, and their form in Relax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lowering
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
 
-from .expectations import Dims, Expectations, imported
+from .expectations import Dims, Expectations, import_node
 
 RNG = np.random.default_rng(0)
 SHAPES: list[tuple[Dims, Dims, Dims, Dims]] = [
@@ -43,8 +43,8 @@ def test_matmul(dtype: str) -> None:
     case.check()
 
 
-def test_half_precision_is_summed_in_float32() -> None:
-    """In float16 a sum of ones stops growing at 2048."""
+def test_half_precision_accumulates_in_float32() -> None:
+    """In float16 an accumulator of ones stops growing at 2048."""
     ones = np.ones((1, 4096), "float16")
     case = Expectations()
     case.expect("MatMul", [ones, ones.T], np.array([[4096]], "float16"))
@@ -66,7 +66,7 @@ def test_gemm(dtype: str) -> None:
 
 
 def test_weights_are_the_right_operand_of_a_relax_matmul() -> None:
-    """What the weight packing pass looks for."""
+    """The weight packing pass searches this form."""
     weight = RNG.standard_normal((64, 8)).astype("float32")
     for operator, tensor, attributes in (("MatMul", weight.T, ""), ("Gemm", weight, "<transB=1>")):
         proto = onnx.parser.parse_model(
@@ -86,11 +86,11 @@ def test_sizes_that_do_not_agree() -> None:
         ((), (3,), "scalar"),
     ):
         with pytest.raises(lowering.NodeError, match=message):
-            imported("MatMul", [(f, a), (f, b)])
+            import_node("MatMul", [(f, a), (f, b)])
     with pytest.raises(lowering.NodeError, match="Gemm takes matrices"):
-        imported("Gemm", [(f, (2, 3, 4)), (f, (4, 5))])
+        import_node("Gemm", [(f, (2, 3, 4)), (f, (4, 5))])
     with pytest.raises(lowering.NodeError, match=r"alpha is 0.5.*int32"):
-        imported("Gemm", [("int32", (3, 4)), ("int32", (4, 5))], alpha=0.5)
+        import_node("Gemm", [("int32", (3, 4)), ("int32", (4, 5))], alpha=0.5)
 
 
 EQUATIONS: list[tuple[str, list[Dims], list[Dims]]] = [
@@ -123,9 +123,9 @@ def test_einsum() -> None:
 
 
 def test_matmuls_inside_of_an_equation() -> None:
-    """Of three operands two are multiplied first: no kernel sums over all labels at once."""
+    """Two of three operands are multiplied first: a kernel never reduces over all labels at once."""
     shapes = [("float32", [*labels]) for labels in ("bhst", "bthd", "hde")]
-    text = str(imported("Einsum", shapes, opset=20, equation="bhst,bthd,hde->bhse").module["main"])
+    text = str(import_node("Einsum", shapes, opset=20, equation="bhst,bthd,hde->bhse").module["main"])
     assert text.count("R.matmul") == 2 and "einsum" not in text
 
 
@@ -135,9 +135,9 @@ def test_matmuls_inside_of_an_equation() -> None:
 )
 def test_equations_that_are_refused(equation: str, message: str) -> None:
     with pytest.raises(lowering.NodeError, match=message):
-        imported("Einsum", [("float32", (3, 4))], equation=equation)
+        import_node("Einsum", [("float32", (3, 4))], equation=equation)
 
 
 def test_labels_of_two_sizes() -> None:
     with pytest.raises(lowering.NodeError, match="label 'j' of the equation is 4 and 5"):
-        imported("Einsum", [("float32", (3, 4)), ("float32", (5, 6))], equation="ij,jk->ik")
+        import_node("Einsum", [("float32", (3, 4)), ("float32", (5, 6))], equation="ij,jk->ik")

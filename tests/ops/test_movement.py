@@ -1,4 +1,4 @@
-"""Operators that move elements, where they differ between versions, types and kinds of sizes, against NumPy."""
+"""Operators that move elements, where versions, types and kinds of sizes differ, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import lowering
 
-from .expectations import Expectations, imported
+from .expectations import Expectations, import_node
 
 RNG = np.random.default_rng(0)
 
@@ -85,13 +85,13 @@ def test_negative_indices_count_from_the_back() -> None:
     pairs = np.array([[[0, -1]], [[-1, 0]]])
     e.expect("GatherND", [x, pairs], x[[[0], [-1]], [[-1], [0]]], dims=[["n", 3], ["r", 1, 2]])
     batched = floats(2, 3, 4)
-    places = np.array([[[-1], [0]], [[1], [-3]]])
-    expected = np.stack([b[p[:, 0]] for b, p in zip(batched, places)])
-    e.expect("GatherND", [batched, places], expected, dims=[["b", "n", 4], ["b", 2, 1]], batch_dims=1)
+    indices = np.array([[[-1], [0]], [[1], [-3]]])
+    expected = np.stack([b[p[:, 0]] for b, p in zip(batched, indices)])
+    e.expect("GatherND", [batched, indices], expected, dims=[["b", "n", 4], ["b", 2, 1]], batch_dims=1)
     e.check()
 
 
-def test_known_indices_outside_are_refused() -> None:
+def test_static_indices_out_of_range_are_rejected() -> None:
     e = Expectations()
     e.expect("Gather", [floats(3), ints(3)], floats(1), constant=[1])
     with pytest.raises(lowering.NodeError, match="holds 3, and dimension 0 of input 'x0_0' allows -3 to 2"):
@@ -119,12 +119,12 @@ def test_scatter_applies_repeated_indices_in_order(dtype: str) -> None:
 
 def test_one_hot() -> None:
     e = Expectations()
-    places = np.array([0, -1, 5, 2], np.int32)
+    indices = np.array([0, -1, 5, 2], np.int32)
     expected = np.full((4, 3), -1, np.float32)
     expected[0, 0] = expected[1, 2] = expected[3, 2] = 7
     values = np.array([-1, 7], np.float32)
-    e.expect("OneHot", [places, ints(3), values], expected, dims=[["n"], None, None])
-    e.expect("OneHot", [places.astype(np.float32), np.array(3), values], expected.T, constant=[1], axis=0)
+    e.expect("OneHot", [indices, ints(3), values], expected, dims=[["n"], None, None])
+    e.expect("OneHot", [indices.astype(np.float32), np.array(3), values], expected.T, constant=[1], axis=0)
     e.check()
 
 
@@ -137,20 +137,20 @@ def test_reverse_sequence() -> None:
     e.check()
 
 
-# -- joining and dividing ---------------------------------------------------------------------------------------------
+# -- concatenating and splitting --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bool", "int8", "complex64", "complex128"))
-@pytest.mark.parametrize("axis, tails", ((0, (3, 1, 40000)), (1, (5, 0)), (-1, (70, 1, 13))), ids=str)
-def test_concat_is_copied_by_all_threads(dtype: str, axis: int, tails: tuple[int, ...]) -> None:
-    """Rows that are cut into tasks, and tensors of any length in them, one of them empty."""
-    shapes = [[2, 3, 4] for _ in tails]
-    for shape, size in zip(shapes, tails):
+@pytest.mark.parametrize("axis, lengths", ((0, (3, 1, 40000)), (1, (5, 0)), (-1, (70, 1, 13))), ids=str)
+def test_concat_is_copied_by_all_threads(dtype: str, axis: int, lengths: tuple[int, ...]) -> None:
+    """Rows are split into tasks, with tensors of any length in them, one of them empty."""
+    shapes = [[2, 3, 4] for _ in lengths]
+    for shape, size in zip(shapes, lengths):
         shape[axis] = size
-    parts = [(9 * RNG.standard_normal(shape)).astype(dtype) for shape in shapes]
-    names = [f"x{k}" for k in range(len(parts))]
+    arrays = [(9 * RNG.standard_normal(shape)).astype(dtype) for shape in shapes]
+    names = [f"x{k}" for k in range(len(arrays))]
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    sizes = [["a", "b", "c"] for _ in tails]
+    sizes = [["a", "b", "c"] for _ in lengths]
     for k, shape in enumerate(sizes):
         shape[axis] = f"n{k}"
     ports = [onnx.helper.make_tensor_value_info(name, kind, s) for name, s in zip(names, sizes)]
@@ -160,11 +160,11 @@ def test_concat_is_copied_by_all_threads(dtype: str, axis: int, tails: tuple[int
     opset = [onnx.helper.make_opsetid("", 20)]
     compiled = lowering.compile(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10))
     assert [kernel.schedule for kernel in compiled.manifest.kernels] == ["concat"]
-    bound = compiled.bind(dict(zip(names, parts)), threads=2)
-    np.testing.assert_array_equal(bound()["y"], np.concatenate(parts, axis))
+    bound = compiled.bind(dict(zip(names, arrays)), threads=2)
+    np.testing.assert_array_equal(bound()["y"], np.concatenate(arrays, axis))
 
 
-def test_concat_of_empty_parts() -> None:
+def test_concat_of_empty_tensors() -> None:
     e = Expectations()
     x, nothing = floats(2, 3), floats(0, 3)
     e.expect("Concat", [x, nothing], x, dims=[["a", 3], ["b", 3]], axis=0)
@@ -179,7 +179,7 @@ def test_concat_asserts_the_other_dimensions() -> None:
     with pytest.raises(lowering.InputError, match=r"Concat-25.*'x0_1' must be .*axis 0 is 3, not 2\."):
         e.check()
     with pytest.raises(lowering.NodeError, match="differ outside of axis 1"):
-        imported("Concat", [("float32", [2, 3]), ("float32", [3, 3])], axis=1)
+        import_node("Concat", [("float32", [2, 3]), ("float32", [3, 3])], axis=1)
 
 
 def test_split_through_the_versions() -> None:
@@ -197,7 +197,7 @@ def test_split_through_the_versions() -> None:
 
 def test_split_lengths_must_add_up() -> None:
     with pytest.raises(lowering.NodeError, match=r"\[3, 5\] do not add up to dimension 0, which is 7"):
-        imported("Split", [("float32", [7, 2])], results=2, opset=11, split=[3, 5])
+        import_node("Split", [("float32", [7, 2])], results=2, opset=11, split=[3, 5])
     e = Expectations()
     e.expect("Split", [floats(7), ints(3, 5)], floats(3), floats(5))
     with pytest.raises(lowering.InputError, match=r"Split-25.*dimension 0 of input 'x0_0' is 7, and must be 8"):

@@ -7,7 +7,7 @@ import pytest
 
 import lowering
 
-from .expectations import FLOATS, Expectations, imported
+from .expectations import FLOATS, Expectations, import_node
 
 RNG = np.random.default_rng(0)
 SYMBOLIC = ("a", "b", "c")
@@ -53,7 +53,7 @@ def test_statistics_are_outputs_of_the_stash_type() -> None:
 
 
 def test_variance_far_from_zero() -> None:
-    """The mean of squares less the square of the mean would be 0 or negative here."""
+    """The mean of squares minus the square of the mean would be 0 or negative here."""
     x = (10_000 + np.arange(64) % 2).astype("float32").reshape(1, 64)
     y = standardized(x, (1,)).astype("float32")  # -1 and 1: the mean and the variance are exact
     case = Expectations()
@@ -95,12 +95,12 @@ def test_over_channels(dtype: str) -> None:
 def test_refusals() -> None:
     f = "float32"
     with pytest.raises(lowering.NodeError, match=r"training_mode is 1.*inference"):
-        imported("BatchNormalization", [(f, (2, 3, 4)), *[(f, (3,))] * 4], training_mode=1)
+        import_node("BatchNormalization", [(f, (2, 3, 4)), *[(f, (3,))] * 4], training_mode=1)
     with pytest.raises(lowering.NodeError, match="is 5, which does not divide into num_groups = 2"):
-        imported("GroupNormalization", [(f, (2, 5, 4)), (f, (5,)), (f, (5,))], num_groups=2)
+        import_node("GroupNormalization", [(f, (2, 5, 4)), (f, (5,)), (f, (5,))], num_groups=2)
     for shape in ((5,), (2, 2, 3, 4)):
         with pytest.raises(lowering.NodeError, match="broadcast"):
-            imported("RMSNormalization", [(f, (2, 3, 1)), (f, shape)])
+            import_node("RMSNormalization", [(f, (2, 3, 1)), (f, shape)])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -108,11 +108,11 @@ def test_across_channels(dtype: str) -> None:
     x = (RNG.standard_normal((2, 5, 3, 2)) * 3).astype(dtype)
     case = Expectations()
     for size, settings in ((1, {}), (2, {"alpha": 0.25}), (5, {"beta": 0.5, "bias": 2.0}), (40, {"alpha": 2.0})):
-        sums = np.zeros(x.shape)
+        accumulated = np.zeros(x.shape)
         for c in range(5):
             first = c - (size - 1) // 2
-            sums[:, c] = (wide(x)[:, max(first, 0) : first + size] ** 2).sum(1)
-        base = settings.get("bias", 1.0) + settings.get("alpha", 1e-4) / size * sums
+            accumulated[:, c] = (wide(x)[:, max(first, 0) : first + size] ** 2).sum(1)
+        base = settings.get("bias", 1.0) + settings.get("alpha", 1e-4) / size * accumulated
         y = wide(x) / base ** settings.get("beta", 0.75)
         case.expect("LRN", [x], y.astype(dtype), dims=["abcd"], size=size, **settings)
         case.expect("LRN", [x[:, :, 0, 0]], y[:, :, 0, 0].astype(dtype), size=size, **settings)
@@ -124,4 +124,4 @@ def test_across_channels(dtype: str) -> None:
                                    ("nchw", "int32", 3, "int32")])  # fmt: skip
 def test_across_channels_refusals(dims: str, dtype: str, size: int, message: str) -> None:
     with pytest.raises(lowering.NodeError, match=message):
-        imported("LRN", [(dtype, list(dims))], size=size)
+        import_node("LRN", [(dtype, list(dims))], size=size)

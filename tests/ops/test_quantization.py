@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 import lowering
 from lowering.importing.values import numpy_dtype
 
-from .expectations import Expectations, imported
+from .expectations import Expectations, import_node
 
 RNG = np.random.default_rng(0)
 RANGES = {
@@ -21,12 +21,12 @@ RANGES = {
 }  # fmt: skip
 
 
-def draw(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+def draw_values(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return RNG.integers(*RANGES[dtype], shape).astype(numpy_dtype(dtype))
 
 
-def spread(values: np.ndarray, axis: int, size: int, rank: int, extent: int) -> np.ndarray:
-    """Values of a tensor, an axis, or of blocks, so that they broadcast."""
+def broadcast_blocks(values: np.ndarray, axis: int, size: int, rank: int, extent: int) -> np.ndarray:
+    """Broadcast values of a tensor, an axis, or of blocks."""
     if size:
         return values.repeat(size, axis).take(range(extent), axis)
     return values.reshape([-1 if k == axis else 1 for k in range(rank)]) if values.ndim else values
@@ -42,10 +42,12 @@ def test_values(dtype: str) -> None:
         ((4, 7), 1, 3, (4, 3)),
         ((2, 8, 3), 1, 4, (2, 2, 3)),
     ):
-        x, zero = draw(dtype, shape), draw(dtype, scales)
+        x, zero = draw_values(dtype, shape), draw_values(dtype, scales)
         for out in ("float32", "float16"):
             scale = RNG.uniform(0.01, 0.1, scales).astype(out)
-            s, z = (spread(a.astype(np.float32), axis % x.ndim, size, x.ndim, shape[axis]) for a in (scale, zero))
+            s, z = (
+                broadcast_blocks(a.astype(np.float32), axis % x.ndim, size, x.ndim, shape[axis]) for a in (scale, zero)
+            )
             exact = ((x.astype(np.float32) - z) * s).astype(out)
             case.expect("DequantizeLinear", [x, scale, zero], exact, axis=axis, block_size=size)
             case.expect(
@@ -59,7 +61,7 @@ def test_values(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in RANGES if dtype != "uint2"])
 def test_quantized_values(dtype: str) -> None:
-    """Ties, what does not fit, and quotients in each precision."""
+    """Ties, values out of range, and quotients in each precision."""
     case = Expectations()
     low, high = RANGES[dtype] if dtype != "int16" else (-(2**15), 2**15)
     for shape, axis, size, scales in (
@@ -71,9 +73,9 @@ def test_quantized_values(dtype: str) -> None:
         for source, precise in (("float32", ""), ("float16", ""), ("bfloat16", ""), ("float16", "float32")):
             scale = (2.0 ** RNG.integers(-1, 3, scales)).astype(source)
             x = (RNG.integers(low - 20, high + 20, shape) / 2).astype(source)
-            zero = draw(dtype, scales)
+            zero = draw_values(dtype, scales)
             s, z = (
-                spread(a.astype(np.float64), axis % x.ndim, size, x.ndim, shape[axis])
+                broadcast_blocks(a.astype(np.float64), axis % x.ndim, size, x.ndim, shape[axis])
                 if a.size > 1
                 else a.astype(np.float64)
                 for a in (scale, zero)
@@ -116,11 +118,15 @@ def test_small_floats(dtype: str) -> None:
     ],
 )
 def test_matmuls_read_integers(dtype: str, axis: int, size: int, transposed: bool) -> None:
-    """The weights of the artifact are no larger than the model's integers and scales, and padding."""
+    """The weights of the artifact are at most as large as the model's integers, scales and padding."""
     rows, columns = 100, 128
     shape = (columns, rows) if transposed else (rows, columns)
     scales = tuple(-(-n // size) if k == axis else n for k, n in enumerate(shape)) if size else (shape[axis],)
-    w, zero, scale = draw(dtype, shape), draw(dtype, scales), RNG.uniform(0.01, 0.1, scales).astype(np.float32)
+    w, zero, scale = (
+        draw_values(dtype, shape),
+        draw_values(dtype, scales),
+        RNG.uniform(0.01, 0.1, scales).astype(np.float32),
+    )
     graph = helper.make_graph(
         [
             helper.make_node("DequantizeLinear", ["w", "scale", "zero"], ["v"], axis=axis, block_size=size),
@@ -134,9 +140,9 @@ def test_matmuls_read_integers(dtype: str, axis: int, size: int, transposed: boo
     opset, ir_version = (25, 13) if "2" in dtype else (21, 10)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
     module = lowering.compile(model)
-    given = w.size // (1 if "8" in dtype else 2) + scale.nbytes + zero.size
-    assert sum(weight.nbytes for weight in module.manifest.weights) < 1.1 * given
-    s, z = (spread(a.astype(np.float64), axis, size, 2, shape[axis]) for a in (scale, zero))
+    quantized_bytes = w.size // (1 if "8" in dtype else 2) + scale.nbytes + zero.size
+    assert sum(weight.nbytes for weight in module.manifest.weights) < 1.1 * quantized_bytes
+    s, z = (broadcast_blocks(a.astype(np.float64), axis, size, 2, shape[axis]) for a in (scale, zero))
     exact = (w.astype(np.float64) - z) * s
     for m in (1, 3, 9):
         x = RNG.standard_normal((m, rows), np.float32)
@@ -156,12 +162,12 @@ def test_matmuls_read_integers(dtype: str, axis: int, size: int, transposed: boo
 def test_refusals(shapes: tuple, attributes: dict, message: str) -> None:
     types = ("int8", "float32", "int8")
     with pytest.raises(lowering.NodeError, match=message):
-        imported("DequantizeLinear", list(zip(types, shapes)), **attributes)
+        import_node("DequantizeLinear", list(zip(types, shapes)), **attributes)
 
 
 def test_types_that_differ_are_refused() -> None:
     shapes = [("float32", (4,)), ("float32", ()), ("int8", ())]
     with pytest.raises(lowering.NodeError, match="output_dtype is uint8, and y_zero_point has type int8"):
-        imported("QuantizeLinear", shapes, output_dtype=TensorProto.UINT8)
+        import_node("QuantizeLinear", shapes, output_dtype=TensorProto.UINT8)
     with pytest.raises(lowering.NodeError, match="cannot quantize to int32"):
-        imported("QuantizeLinear", shapes[:2], output_dtype=TensorProto.INT32)
+        import_node("QuantizeLinear", shapes[:2], output_dtype=TensorProto.INT32)

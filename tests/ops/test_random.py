@@ -1,4 +1,4 @@
-"""Random operators: the words of Philox 4x32-10, the numbers made of them, and where seeds come from."""
+"""Random operators: the random bits of Philox 4x32-10, the numbers computed from them, and the sources of seeds."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ from onnx import TensorProto, helper
 
 import lowering
 
-from .expectations import imported, value_info
+from .expectations import import_node, value_info
 
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: np.ndarray, seed: int) -> np.ndarray:
-    """Philox 4x32-10 as its paper has it. counter is uint64 [..., 4], each a word; so is the result."""
-    words, key = [counter[..., k].astype(np.uint64) for k in range(4)], [seed % 2**32, seed >> 32]
+def run_philox(counter: np.ndarray, seed: int) -> np.ndarray:
+    """Run Philox 4x32-10 of the paper. counter is uint64 [..., 4], with 32 bits in each element; so is the result."""
+    values, key = [counter[..., k].astype(np.uint64) for k in range(4)], [seed % 2**32, seed >> 32]
     for number in range(10):
         keys = [np.uint64((k + number * step) % 2**32) for k, step in zip(key, KEY_STEPS)]
-        first, second = (word * np.uint64(factor) for word, factor in zip(words[::2], MULTIPLIERS))
+        first, second = (value * np.uint64(factor) for value, factor in zip(values[::2], MULTIPLIERS))
         half, low = np.uint64(32), np.uint64(2**32 - 1)
-        words = [(second >> half) ^ words[1] ^ keys[0], second & low, (first >> half) ^ words[3] ^ keys[1], first & low]
-    return np.stack(words, axis=-1)
+        values = [
+            (second >> half) ^ values[1] ^ keys[0],
+            second & low,
+            (first >> half) ^ values[3] ^ keys[1],
+            first & low,
+        ]
+    return np.stack(values, axis=-1)
 
 
-def stream_words(count: int, seed: int, stream: int, step: int = 0) -> np.ndarray:
-    """The first words of a node's stream."""
+def draw_stream(count: int, seed: int, stream: int, step: int = 0) -> np.ndarray:
+    """Return the first random bits of a node's stream, 32 in each element."""
     counter = np.zeros((-(-count // 4), 4), np.uint64)
     counter[:, 0], counter[:, 2], counter[:, 3] = np.arange(len(counter)), stream, step
-    return philox(counter, seed).reshape(-1)[:count]
+    return run_philox(counter, seed).reshape(-1)[:count]
 
 
 @pytest.mark.parametrize(
-    ("counter", "seed", "words"),
+    ("counter", "seed", "expected"),
     [
         ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -48,57 +53,57 @@ def stream_words(count: int, seed: int, stream: int, step: int = 0) -> np.ndarra
         ),
     ],
 )
-def test_the_reference_gives_published_words(counter: Sequence[int], seed: int, words: Sequence[int]) -> None:
-    """Known answers of Random123, the library of the paper's authors."""
-    assert tuple(philox(np.array(counter, np.uint64), seed).tolist()) == words
+def test_the_reference_gives_published_values(counter: Sequence[int], seed: int, expected: Sequence[int]) -> None:
+    """Published results of Random123, the library of the paper's authors."""
+    assert tuple(run_philox(np.array(counter, np.uint64), seed).tolist()) == expected
 
 
-def random_node(operator: str, output: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:
+def make_random_node(operator: str, output: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:
     return helper.make_node(operator, list(inputs), [output], name=f"node_{output}", **attributes)
 
 
-def random_model(
+def make_random_model(
     nodes: Sequence[onnx.NodeProto],
     outputs: Mapping[str, str],
     inputs: Mapping[str, tuple[str, Sequence[int | str]]] | None = None,
     ranks: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """A model of opset 22. outputs are types by name; they are vectors but for those of other ranks."""
-    given = [value_info(name, *kind) for name, kind in (inputs or {}).items()]
-    made = [
+    """Return a model of opset 22. outputs are types by name; outputs without an entry in ranks are vectors."""
+    graph_inputs = [value_info(name, *kind) for name, kind in (inputs or {}).items()]
+    graph_outputs = [
         value_info(name, dtype, [f"{name}_{axis}" for axis in range((ranks or {}).get(name, 1))])
         for name, dtype in outputs.items()
     ]
-    graph = helper.make_graph(list(nodes), "random", given, made)
+    graph = helper.make_graph(list(nodes), "random", graph_inputs, graph_outputs)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
 
 
-def draw(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray] | None = None, **options: Any) -> dict[str, Any]:
+def run_model(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray] | None = None, **options: Any) -> dict[str, Any]:
     return lowering.compile(model, **options).run(dict(feeds or {}))
 
 
-def test_uniform_numbers_are_words_as_fractions() -> None:
-    """Bit by bit, of every type, size and seed: each node draws from the stream of its place among random nodes."""
+def test_uniform_numbers_are_random_bits_as_fractions() -> None:
+    """Results are equal bit for bit, in every type, size and seed: each random node has the stream of its index."""
     nodes = [
-        random_node("RandomUniform", "first", shape=[3, 5]),
-        random_node("RandomUniform", "seeded", shape=[7], seed=3.0),
-        random_node("RandomUniform", "fraction", shape=[8], seed=2.5),
-        random_node("RandomUniform", "negative", shape=[6], seed=-2.0),
-        random_node("RandomUniform", "wide", shape=[2, 2], dtype=TensorProto.DOUBLE),
-        random_node("RandomUniformLike", "like", "x"),
-        random_node("RandomUniform", "moved", shape=[9], low=-2.0, high=2.0),
-        random_node("RandomUniformLike", "scalar", "s"),
-        random_node("RandomUniform", "empty", shape=[0, 3]),
+        make_random_node("RandomUniform", "first", shape=[3, 5]),
+        make_random_node("RandomUniform", "seeded", shape=[7], seed=3.0),
+        make_random_node("RandomUniform", "fraction", shape=[8], seed=2.5),
+        make_random_node("RandomUniform", "negative", shape=[6], seed=-2.0),
+        make_random_node("RandomUniform", "wide", shape=[2, 2], dtype=TensorProto.DOUBLE),
+        make_random_node("RandomUniformLike", "like", "x"),
+        make_random_node("RandomUniform", "moved", shape=[9], low=-2.0, high=2.0),
+        make_random_node("RandomUniformLike", "scalar", "s"),
+        make_random_node("RandomUniform", "empty", shape=[0, 3]),
     ]
     types = {str(node.output[0]): "float64" if node.output[0] == "wide" else "float32" for node in nodes}
     ranks = {"first": 2, "wide": 2, "like": 2, "scalar": 0, "empty": 2}
-    model = random_model(nodes, types, {"x": ("float32", ["n", "m"]), "s": ("float32", [])}, ranks)
+    model = make_random_model(nodes, types, {"x": ("float32", ["n", "m"]), "s": ("float32", [])}, ranks)
     seed = 0x123456789ABCDEF
-    got = draw(model, {"x": np.zeros((11, 13), np.float32), "s": np.float32(0)}, seed=seed)
+    actual = run_model(model, {"x": np.zeros((11, 13), np.float32), "s": np.float32(0)}, seed=seed)
 
     def fractions(shape: Sequence[int], seed: int, stream: int) -> np.ndarray:
-        words = stream_words(math.prod(shape), seed, stream)
-        return ((words >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(shape)
+        values = draw_stream(math.prod(shape), seed, stream)
+        return ((values >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(shape)
 
     half_bits = int(np.float64(2.5).view(np.int64))
     expected = {
@@ -111,45 +116,45 @@ def test_uniform_numbers_are_words_as_fractions() -> None:
         "scalar": fractions([], seed, 7),
         "empty": np.zeros((0, 3), np.float32),
     }
-    upper, lower = stream_words(8, seed, 4).reshape(4, 2).T
+    upper, lower = draw_stream(8, seed, 4).reshape(4, 2).T
     whole = (upper >> np.uint64(5)).astype(np.float64) * 2**26 + (lower >> np.uint64(6)).astype(np.float64)
     expected["wide"] = (whole * 2**-53).reshape(2, 2)
     for name, array in expected.items():
-        assert got[name].dtype == array.dtype, name
-        np.testing.assert_array_equal(got[name], array, err_msg=name)
+        assert actual[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
-def largest_distance(sample: np.ndarray, distribution: Any) -> float:
-    """Kolmogorov and Smirnov's statistic: how far the empirical distribution is from the other, at most."""
+def compute_distance(sample: np.ndarray, distribution: Any) -> float:
+    """Return Kolmogorov and Smirnov's statistic: the largest distance of the empirical distribution from the other."""
     ordered = np.sort(sample.astype(np.float64).ravel())
     expected, steps = distribution(ordered), np.arange(ordered.size + 1) / ordered.size
     return float(max(np.max(steps[1:] - expected), np.max(expected - steps[:-1])))
 
 
-def normal_distribution(x: np.ndarray) -> np.ndarray:
+def compute_normal_cdf(x: np.ndarray) -> np.ndarray:
     return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x])
 
 
 COUNT = 20000
-# By these the statistics of a right generator differ once in about 10^5 seeds; the seeds are fixed.
+# The statistics of a correct generator exceed these for about one of 10^5 seeds; the seeds are fixed.
 DISTANCE, DEVIATIONS = 2.5 / math.sqrt(COUNT), 4.5
 
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, np.ndarray]:
-    """Many numbers of each type, two nodes of each with the same attributes."""
+    """Draw many numbers of each type, by two nodes of each with the same attributes."""
     kinds = {"float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE}
     nodes, types = [], {}
     for name, dtype in kinds.items():
         for copy in "ab":
-            nodes.append(random_node("RandomNormalLike", f"normal_{name}_{copy}", "x", dtype=dtype))
+            nodes.append(make_random_node("RandomNormalLike", f"normal_{name}_{copy}", "x", dtype=dtype))
             uniform = {"low": -1.0, "high": 3.0}
-            nodes.append(random_node("RandomUniformLike", f"uniform_{name}_{copy}", "x", dtype=dtype, **uniform))
+            nodes.append(make_random_node("RandomUniformLike", f"uniform_{name}_{copy}", "x", dtype=dtype, **uniform))
             types |= {f"{kind}_{name}_{copy}": name for kind in ("normal", "uniform")}
-    nodes.append(random_node("RandomNormalLike", "moved", "x", mean=5.0, scale=0.25, seed=1.0))
-    nodes.append(random_node("RandomNormal", "other_seed", shape=[COUNT], seed=2.0))
+    nodes.append(make_random_node("RandomNormalLike", "moved", "x", mean=5.0, scale=0.25, seed=1.0))
+    nodes.append(make_random_node("RandomNormal", "other_seed", shape=[COUNT], seed=2.0))
     types |= {"moved": "float32", "other_seed": "float32"}
-    return draw(random_model(nodes, types, {"x": ("float32", ["n"])}), {"x": np.zeros(COUNT, np.float32)})
+    return run_model(make_random_model(nodes, types, {"x": ("float32", ["n"])}), {"x": np.zeros(COUNT, np.float32)})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -159,7 +164,7 @@ def test_normal_numbers_have_their_distribution(samples: dict[str, np.ndarray], 
         assert abs(sample.mean()) < DEVIATIONS / math.sqrt(COUNT)
         assert abs(sample.var() - 1) < DEVIATIONS * math.sqrt(2 / COUNT)
         assert abs((sample**3).mean()) < DEVIATIONS * math.sqrt(15 / COUNT)
-        assert largest_distance(sample, normal_distribution) < DISTANCE
+        assert compute_distance(sample, compute_normal_cdf) < DISTANCE
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -169,15 +174,15 @@ def test_uniform_numbers_have_their_distribution(samples: dict[str, np.ndarray],
         assert sample.min() >= -1 and sample.max() <= 3
         assert abs(sample.mean() - 1) < DEVIATIONS * math.sqrt(16 / 12 / COUNT)
         assert abs(sample.var() - 16 / 12) < DEVIATIONS * math.sqrt(256 / 180 / COUNT)
-        assert largest_distance(sample, lambda x: (x + 1) / 4) < DISTANCE
+        assert compute_distance(sample, lambda x: (x + 1) / 4) < DISTANCE
 
 
 def test_mean_and_scale(samples: dict[str, np.ndarray]) -> None:
-    assert largest_distance((samples["moved"].astype(np.float64) - 5) / 0.25, normal_distribution) < DISTANCE
+    assert compute_distance((samples["moved"].astype(np.float64) - 5) / 0.25, compute_normal_cdf) < DISTANCE
 
 
 def test_streams_are_independent(samples: dict[str, np.ndarray]) -> None:
-    """No correlation between nodes, nor within one between neighbors, nor between seeds."""
+    """Nodes, neighbors within one node, and seeds do not correlate."""
     bound = DEVIATIONS / math.sqrt(COUNT)
     names = sorted(samples)
     correlations = np.corrcoef(np.stack([samples[name].astype(np.float64) for name in names]))
@@ -188,8 +193,8 @@ def test_streams_are_independent(samples: dict[str, np.ndarray]) -> None:
             assert abs(np.corrcoef(wide[:-distance], wide[distance:])[0, 1]) < bound, (name, distance)
 
 
-LIKE = [random_node("RandomNormalLike", "y", "x"), random_node("RandomUniformLike", "z", "x")]
-LIKE_MODEL = random_model(LIKE, {"y": "float32", "z": "float32"}, {"x": ("float32", ["n"])})
+LIKE = [make_random_node("RandomNormalLike", "y", "x"), make_random_node("RandomUniformLike", "z", "x")]
+LIKE_MODEL = make_random_model(LIKE, {"y": "float32", "z": "float32"}, {"x": ("float32", ["n"])})
 X = np.zeros(5000, np.float32)
 
 
@@ -198,23 +203,25 @@ def test_numbers_are_the_same_in_every_call_and_on_every_target() -> None:
     first = compiled.run({"x": X})
     assert all(np.array_equal(compiled.run({"x": X})[name], first[name]) for name in first)
     for options in ({"threads": 4}, {"target": "cpu:x86-64-v3"}, {"seed": np.int64(0)}):
-        other = draw(LIKE_MODEL, {"x": X}, **options)
+        other = run_model(LIKE_MODEL, {"x": X}, **options)
         np.testing.assert_array_equal(other["z"], first["z"])
         np.testing.assert_allclose(other["y"], first["y"], atol=2e-6)
-    shorter = compiled.run({"x": X[:77]})  # a stream does not depend on how much of it is drawn
+    shorter = compiled.run({"x": X[:77]})  # the length of a draw does not change the stream
     np.testing.assert_array_equal(shorter["z"], first["z"][:77])
 
 
 def test_calls_may_give_the_seed() -> None:
-    """An input of the model; the same number as an option gives the same."""
+    """The seed is an input of the model; the same number as an option gives the same results."""
     compiled = lowering.compile(LIKE_MODEL, seed="noise_seed")
     assert [(spec.name, spec.dtype, tuple(spec.dims)) for spec in compiled.inputs][-1] == ("noise_seed", "int64", ())
-    zero, one, large, again = (compiled.run({"x": X, "noise_seed": np.int64(seed)}) for seed in (0, 1, 2**62 + 5, 1))
+    zero, first, large, repeated = (
+        compiled.run({"x": X, "noise_seed": np.int64(seed)}) for seed in (0, 1, 2**62 + 5, 1)
+    )
     for name in ("y", "z"):
-        np.testing.assert_array_equal(one[name], again[name])
-        assert not (one[name] == zero[name]).any() or abs(np.corrcoef(one[name], zero[name])[0, 1]) < 0.07
+        np.testing.assert_array_equal(first[name], repeated[name])
+        assert not (first[name] == zero[name]).any() or abs(np.corrcoef(first[name], zero[name])[0, 1]) < 0.07
         assert abs(np.corrcoef(large[name], zero[name])[0, 1]) < 0.07
-    np.testing.assert_array_equal(draw(LIKE_MODEL, {"x": X}, seed=2**62 + 5)["z"], large["z"])
+    np.testing.assert_array_equal(run_model(LIKE_MODEL, {"x": X}, seed=2**62 + 5)["z"], large["z"])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "", "x", "y"])
@@ -237,7 +244,7 @@ def test_verify_takes_dropout_of_inference(ratio: float, training: bool, is_rand
         helper.make_node("Constant", [], ["t"], value=onnx.numpy_helper.from_array(np.array(training))),
     ]
     nodes = [*constants, helper.make_node("Dropout", ["x", "ratio", "t"], ["y", "mask"])]
-    model = random_model(nodes, {"y": "float32", "mask": "bool"}, {"x": ("float32", [3])})
+    model = make_random_model(nodes, {"y": "float32", "mask": "bool"}, {"x": ("float32", [3])})
     if is_random:
         with pytest.raises(lowering.InputError, match=r"Dropout.*draws random numbers"):
             lowering.verify(model)
@@ -246,8 +253,8 @@ def test_verify_takes_dropout_of_inference(ratio: float, training: bool, is_rand
 
 
 def test_a_seed_that_nobody_reads_is_refused() -> None:
-    seeded = random_model(
-        [random_node("RandomNormalLike", "y", "x", seed=1.0)], {"y": "float32"}, {"x": ("float32", [3])}
+    seeded = make_random_model(
+        [make_random_node("RandomNormalLike", "y", "x", seed=1.0)], {"y": "float32"}, {"x": ("float32", [3])}
     )
     with pytest.raises(lowering.InputError, match="no node would read"):
         lowering.compile(seeded, seed="noise_seed")
@@ -255,7 +262,7 @@ def test_a_seed_that_nobody_reads_is_refused() -> None:
 
 @pytest.mark.parametrize("trips", [3, None])
 def test_steps_of_loops_draw_other_numbers(trips: int | None) -> None:
-    """Written out (a known number of steps) and as a loop of the run, in which a second loop lies."""
+    """Loops are unrolled (with a static number of steps) or run at run time, with a second loop inside."""
 
     def body(name: str, nodes: Sequence[onnx.NodeProto], result: str, dims: Sequence[int | str]) -> onnx.GraphProto:
         inputs = [value_info(f"{name}_i", "int64", []), value_info(f"{name}_go", "bool", [])]
@@ -263,31 +270,33 @@ def test_steps_of_loops_draw_other_numbers(trips: int | None) -> None:
         passed = helper.make_node("Identity", [f"{name}_go"], [f"{name}_on"])
         return helper.make_graph([passed, *nodes], name, inputs, outputs)
 
-    inner = body("inner", [random_node("RandomUniform", "u", shape=[6])], "u", [6])
+    inner = body("inner", [make_random_node("RandomUniform", "u", shape=[6])], "u", [6])
     nested = helper.make_node("Loop", ["count", ""], ["many"], body=inner)
     outer = body("outer", [nested], "many", ["steps", 6])
     count = [] if trips is None else [helper.make_node("Constant", [], ["count"], value_int=trips)]
     nodes = [*count, helper.make_node("Loop", ["count", ""], ["y"], body=outer)]
     inputs = {"count": ("int64", [])} if trips is None else {}
-    got = draw(random_model(nodes, {"y": "float32"}, inputs, {"y": 3}), {name: np.int64(3) for name in inputs})["y"]
+    got = run_model(
+        make_random_model(nodes, {"y": "float32"}, inputs, {"y": 3}), {name: np.int64(3) for name in inputs}
+    )["y"]
     assert got.shape == (3, 3, 6)
     assert len(np.unique(got)) == got.size
 
 
 def test_bernoulli() -> None:
-    """As often as each element says, of all types."""
+    """The rate is the probability of each element, for all types."""
     nodes = [
-        random_node("Bernoulli", "half", "p"),
-        random_node("Bernoulli", "truth", "p", dtype=TensorProto.BOOL),
-        random_node("Bernoulli", "whole", "p", dtype=TensorProto.INT32, seed=4.0),
-        random_node("Bernoulli", "wide", "q"),
-        random_node("Bernoulli", "small", "h", dtype=TensorProto.INT8),
+        make_random_node("Bernoulli", "half", "p"),
+        make_random_node("Bernoulli", "flag", "p", dtype=TensorProto.BOOL),
+        make_random_node("Bernoulli", "whole", "p", dtype=TensorProto.INT32, seed=4.0),
+        make_random_node("Bernoulli", "wide", "q"),
+        make_random_node("Bernoulli", "small", "h", dtype=TensorProto.INT8),
     ]
-    types = {"half": "float32", "truth": "bool", "whole": "int32", "wide": "float64", "small": "int8"}
+    types = {"half": "float32", "flag": "bool", "whole": "int32", "wide": "float64", "small": "int8"}
     inputs = {name: (dtype, ["n", "m"]) for name, dtype in (("p", "float32"), ("q", "float64"), ("h", "float16"))}
     shares = np.broadcast_to(np.array([0.0, 0.125, 0.5, 0.875, 1.0]), (4000, 5))
     feeds = {name: shares.astype(dtype) for name, (dtype, _) in inputs.items()}
-    got = draw(random_model(nodes, types, inputs, dict.fromkeys(types, 2)), feeds)
+    got = run_model(make_random_model(nodes, types, inputs, dict.fromkeys(types, 2)), feeds)
     for name, dtype in types.items():
         assert got[name].dtype == dtype and set(np.unique(got[name])) == {0, 1}
         mean = got[name].astype(np.float64).mean(axis=0)
@@ -297,17 +306,17 @@ def test_bernoulli() -> None:
 
 @pytest.mark.parametrize("logits_type", ["float16", "float32", "float64"])
 def test_multinomial(logits_type: str) -> None:
-    """Classes of weight 0 are never drawn, whichever they are; logits need not be normalized."""
+    """Classes of weight 0 are never drawn, whichever they are; logits may be unnormalized."""
     weights = np.array([[0, 1, 2, 0, 5, 0], [3, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 9, 0, 0]], np.float64)
     with np.errstate(divide="ignore"):
         logits = np.log(weights) + np.array([[0], [3], [-20], [8]])
     nodes = [
-        random_node("Multinomial", "y", "x", sample_size=8000),
-        random_node("Multinomial", "one", "x", dtype=TensorProto.INT64),
-        random_node("Multinomial", "none", "x", sample_size=0),
+        make_random_node("Multinomial", "y", "x", sample_size=8000),
+        make_random_node("Multinomial", "one", "x", dtype=TensorProto.INT64),
+        make_random_node("Multinomial", "none", "x", sample_size=0),
     ]
     types, inputs = {"y": "int32", "one": "int64", "none": "int32"}, {"x": (logits_type, ["batch", "classes"])}
-    got = draw(random_model(nodes, types, inputs, dict.fromkeys(types, 2)), {"x": logits.astype(logits_type)})
+    got = run_model(make_random_model(nodes, types, inputs, dict.fromkeys(types, 2)), {"x": logits.astype(logits_type)})
     assert got["one"].shape == (4, 1) and got["one"].dtype == np.int64 and got["none"].shape == (4, 0)
     shares = weights / weights.sum(axis=1, keepdims=True)
     counted = np.stack([np.bincount(row, minlength=6) for row in got["y"]]) / 8000
@@ -317,7 +326,7 @@ def test_multinomial(logits_type: str) -> None:
 
 
 def test_dropout_in_training() -> None:
-    """What is kept grows by 1 / (1 - ratio), so that means stay; the mask says what is kept."""
+    """Remaining values are scaled by 1 / (1 - ratio), so that means stay; the mask marks them."""
     nodes = [
         helper.make_node("Dropout", ["x", "ratio", "training"], ["y", "mask"]),
         helper.make_node("Dropout", ["x", "", "training"], ["default"], seed=5),
@@ -325,7 +334,7 @@ def test_dropout_in_training() -> None:
     ]
     inputs = {"x": ("float32", ["n"]), "h": ("float16", ["n"]), "ratio": ("float32", []), "training": ("bool", [])}
     compiled = lowering.compile(
-        random_model(nodes, {"y": "float32", "mask": "bool", "default": "float32", "half": "float16"}, inputs)
+        make_random_model(nodes, {"y": "float32", "mask": "bool", "default": "float32", "half": "float16"}, inputs)
     )
     x = np.linspace(1, 2, COUNT, dtype=np.float32)
     feeds = {"x": x, "h": x.astype(np.float16)}
@@ -354,4 +363,4 @@ def test_dropout_in_training() -> None:
 )
 def test_errors_name_the_node(operator: str, inputs: Any, attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(lowering.NodeError, match=f"(?s){operator}.*{message}"):
-        imported(operator, inputs, opset=22, **attributes)
+        import_node(operator, inputs, opset=22, **attributes)

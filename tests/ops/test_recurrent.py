@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN against float64, with every attribute."""
+"""LSTM, GRU and RNN compared with float64, with every attribute."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from this_machine import TARGETS
 import lowering
 from lowering.errors import NodeError
 
-from .expectations import model, value_info
-from .recurrent_reference import functions, recurrent
+from .expectations import make_model, value_info
+from .recurrent_reference import make_activations, run_recurrence
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 COUNT = {"LSTM": 3, "GRU": 2, "RNN": 1}
 DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 
 
-def check(seed: int) -> None:
+def check_case(seed: int) -> None:
     rng, data = random.Random(seed), np.random.default_rng(seed)
     kind, H, width = rng.choice(["LSTM", "GRU", "RNN"]), rng.choice([1, 5, 16, 17, 40]), rng.choice([1, 3, 24])
     direction = rng.choice(["forward", "reverse", "bidirectional"])
     D, dtype = 1 + (direction == "bidirectional"), rng.choice(["float32", "float32", "float16"])
     numbers = rng.choice([None, (0.3, 0.4)])
-    # The first is a gate's: one without bounds would make states grow beyond all numbers.
+    # The first activation is a gate's: an unbounded one would make states overflow.
     first_of = [rng.choice(["HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"])]
-    names = [*first_of, *(rng.choice(sorted(functions(0, 0))) for _ in range(COUNT[kind] - 1))]
+    names = [*first_of, *(rng.choice(sorted(make_activations(0, 0))) for _ in range(COUNT[kind] - 1))]
     names = names if numbers else DEFAULTS[kind]
     attributes: dict[str, Any] = {"direction": direction, "hidden_size": H}
     if numbers:
@@ -65,56 +65,56 @@ def check(seed: int) -> None:
     inputs += [value_info(n, dtype, state) for n in ("h", "c") if has_state and n in order]
     if not constant:
         inputs += [value_info(n, dtype, list(w.shape)) for n, w in weights.items()]
-    made = ["y", "y_h", "y_c"][: 2 + (kind == "LSTM")]
-    outputs = [value_info(n, dtype, [f"{n}{k}" for k in range(4 if n == "y" else 3)]) for n in made]
-    node = helper.make_node(kind, [n if n in there else "" for n in order], made, **attributes)
+    output_names = ["y", "y_h", "y_c"][: 2 + (kind == "LSTM")]
+    outputs = [value_info(n, dtype, [f"{n}{k}" for k in range(4 if n == "y" else 3)]) for n in output_names]
+    node = helper.make_node(kind, [n if n in there else "" for n in order], output_names, **attributes)
     constants = [numpy_helper.from_array(w, n) for n, w in weights.items()] if constant else []
     target, threads = rng.choice(TARGETS), rng.choice([1, 2])
-    module = lowering.compile(model([node], inputs, outputs, 22, constants), target, threads=threads)
-    acts = [functions(*(numbers or (0, 0)))[name] for name in names]
+    module = lowering.compile(make_model([node], inputs, outputs, 22, constants), target, threads=threads)
+    acts = [make_activations(*(numbers or (0, 0)))[name] for name in names]
     for L, B in ((1, 1), (7, 3), (4, 9)):
-        given = {"x": data.standard_normal((L, B, width)).astype(dtype)}
+        feeds = {"x": data.standard_normal((L, B, width)).astype(dtype)}
         if has_lens:
-            given["lens"] = data.integers(0, L + 1, B).astype(np.int32)
+            feeds["lens"] = data.integers(0, L + 1, B).astype(np.int32)
         if has_state:
-            given |= {n: data.standard_normal((D, B, H)).astype(dtype) for n in ("h", "c") if n in order}
+            feeds |= {n: data.standard_normal((D, B, H)).astype(dtype) for n in ("h", "c") if n in order}
         reverses = [direction == "reverse"] if D == 1 else [False, True]
-        want = recurrent(kind, {**given, **weights}, [acts] * D, reverses, clip, coupled, before)
+        want = run_recurrence(kind, {**feeds, **weights}, [acts] * D, reverses, clip, coupled, before)
         if first:
-            given = {n: a if n == "lens" else a.swapaxes(0, 1).copy() for n, a in given.items()}
+            feeds = {n: a if n == "lens" else a.swapaxes(0, 1).copy() for n, a in feeds.items()}
             want = [a.transpose(2, 0, 1, 3) if a.ndim == 4 else a.swapaxes(0, 1) for a in want]
-        found = module(**{n: unaligned(a) for n, a in {**given, **({} if constant else weights)}.items()})
-        for name, expected in zip(made, want):
+        results = module(**{n: unaligned(a) for n, a in {**feeds, **({} if constant else weights)}.items()})
+        for name, expected in zip(output_names, want):
             tolerance = (3e-4 if numbers else 2e-5) if dtype == "float32" else 4e-3
             np.testing.assert_allclose(
-                np.asarray(found[name]).astype(np.float64), expected, rtol=tolerance, atol=tolerance
+                np.asarray(results[name]).astype(np.float64), expected, rtol=tolerance, atol=tolerance
             )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_recurrence(seed: int) -> None:
-    check(seed)
+    check_case(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8, 208))
 def test_more_recurrences(seed: int) -> None:
-    check(seed)
+    check_case(seed)
 
 
 @pytest.mark.parametrize("value", [-5, 99])
 def test_lengths_that_do_not_fit(value: int) -> None:
-    """A length outside of the sequence is its nearest end."""
+    """A length out of range is clamped to the sequence."""
     node = helper.make_node("RNN", ["x", "w", "r", "", "lens"], ["y"], hidden_size=4)
     w = {n: np.ones((1, 4, 4), np.float32) / 9 for n in "wr"}
     inputs = [value_info("x", "float32", ["L", "B", 4]), value_info("lens", "int32", ["B"])]
-    proto = model([node], inputs, [value_info("y", "float32", ["L", 1, "B", 4])], 22,
-                  [numpy_helper.from_array(a, n) for n, a in w.items()])  # fmt: skip
+    proto = make_model([node], inputs, [value_info("y", "float32", ["L", 1, "B", 4])], 22,
+                       [numpy_helper.from_array(a, n) for n, a in w.items()])  # fmt: skip
     x = np.ones((3, 2, 4), np.float32)
     lens = np.asarray([value, 2], np.int32)
-    found = np.asarray(lowering.compile(proto)(x=x, lens=lens)["y"])
-    want, _ = recurrent("RNN", {"x": x, "lens": lens, **w}, [[np.tanh]], [False])
-    np.testing.assert_allclose(found, want, atol=1e-6)
+    actual = np.asarray(lowering.compile(proto)(x=x, lens=lens)["y"])
+    expected, _ = run_recurrence("RNN", {"x": x, "lens": lens, **w}, [[np.tanh]], [False])
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_lengths_that_do_not_fit(value: int) -> None:
 def test_refusals(attributes: dict[str, Any], words: str) -> None:
     node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], **attributes)
     constants = [numpy_helper.from_array(np.zeros((1, 16, 4), np.float32), n) for n in "wr"]
-    proto = model([node], [value_info("x", "float32", ["L", "B", 4])], [value_info("y", "float32", ["L", 1, "B", 4])],
-                  22, constants)  # fmt: skip
+    proto = make_model([node], [value_info("x", "float32", ["L", "B", 4])],
+                       [value_info("y", "float32", ["L", 1, "B", 4])], 22, constants)  # fmt: skip
     with pytest.raises(NodeError, match=words):
         lowering.compile(proto)
 
@@ -139,12 +139,13 @@ def test_bfloat16() -> None:
     rng = np.random.default_rng(5)
     weights = {n: (rng.standard_normal((1, 48, 16)) * 0.3).astype(ml_dtypes.bfloat16) for n in "wr"}
     node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=16)
-    proto = model([node], [value_info("x", "bfloat16", ["L", "B", 16])],
-                  [value_info("y", "bfloat16", ["L", 1, "B", 16])], 22,
-                  [numpy_helper.from_array(a, n) for n, a in weights.items()])  # fmt: skip
+    proto = make_model([node], [value_info("x", "bfloat16", ["L", "B", 16])],
+                       [value_info("y", "bfloat16", ["L", 1, "B", 16])], 22,
+                       [numpy_helper.from_array(a, n) for n, a in weights.items()])  # fmt: skip
     x = rng.standard_normal((6, 2, 16)).astype(ml_dtypes.bfloat16)
-    acts = functions(0, 0)
-    want, _ = recurrent("GRU", {"x": x.astype(np.float32), **{n: a.astype(np.float32) for n, a in weights.items()}},
-                        [[acts["Sigmoid"], acts["Tanh"]]], [False])  # fmt: skip
-    found = np.asarray(lowering.compile(proto)(x=x)["y"]).astype(np.float64)
-    np.testing.assert_allclose(found, want, atol=1e-2)
+    acts = make_activations(0, 0)
+    expected, _ = run_recurrence("GRU",
+                                 {"x": x.astype(np.float32), **{n: a.astype(np.float32) for n, a in weights.items()}},
+                                 [[acts["Sigmoid"], acts["Tanh"]]], [False])  # fmt: skip
+    actual = np.asarray(lowering.compile(proto)(x=x)["y"]).astype(np.float64)
+    np.testing.assert_allclose(actual, expected, atol=1e-2)

@@ -1,4 +1,4 @@
-"""Reductions: every type, where the axes come from, nothing to reduce, and contents of shapes."""
+"""Reductions: every type, the sources of axes, empty axes, and contents of shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import lowering
 
-from .expectations import Expectations, assert_close, imported
+from .expectations import Expectations, assert_close, import_node
 
 RNG = np.random.default_rng(0)
 Function = Callable[..., np.ndarray]
@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, Function] = {
     "ReduceLogSum": lambda x, **k: np.log(np.sum(x, **k)),
     "ReduceLogSumExp": lambda x, **k: np.log(np.sum(np.exp(x), **k)),
 }
-# What reducing nothing gives.
+# The results of empty reductions.
 NOTHING = {"ReduceMax": -np.inf, "ReduceProd": 1, "ReduceMean": np.nan, "ReduceLogSumExp": -np.inf}
 
 
@@ -36,14 +36,14 @@ def test_types(dtype: str) -> None:
     case = Expectations(opset=20)
     for operator, function in FUNCTIONS.items():
         if dtype != "float32" and operator not in ("ReduceMean", "ReduceMax", "ReduceProd", "ReduceL2"):
-            continue  # the same code as others
+            continue  # shares the code of other types
         wide = x.astype("float64")
         case.expect(operator, [x, np.array([1])], function(wide, axis=1, keepdims=True).astype(dtype))
     case.check()
 
 
 def test_axes() -> None:
-    """From an attribute, or from an input that only the run knows; negative, all, none; kept or not."""
+    """Axes from an attribute, or from an input at run time; negative, all, none; with and without keepdims."""
     x = RNG.standard_normal((3, 4, 5)).astype("float32")
     old, new = Expectations(opset=12), Expectations()
     symbolic = ("a", "b", "c")
@@ -73,9 +73,9 @@ def test_special_values() -> None:
         case.expect(operator, [x, np.array([1])], np.array(values, "float32"), keepdims=0)
     large = np.array([[1000, 1000], [-1000, -1000]], "float32")
     case.expect("ReduceLogSumExp", [large, np.array([1])], large[:, :1] + np.log(np.float32(2)))
-    truth = np.array([[True, False], [False, False]])
-    case.expect("ReduceMax", [truth, np.array([1])], truth.max(axis=1, keepdims=True))
-    case.expect("ReduceMin", [truth, np.array([1])], truth.min(axis=1, keepdims=True))
+    booleans = np.array([[True, False], [False, False]])
+    case.expect("ReduceMax", [booleans, np.array([1])], booleans.max(axis=1, keepdims=True))
+    case.expect("ReduceMin", [booleans, np.array([1])], booleans.min(axis=1, keepdims=True))
     case.expect("ReduceMean", [np.array([[-3, -4]], "int32"), np.array([1])], np.array([[-3]], "int32"))
     case.check()
 
@@ -106,7 +106,7 @@ def test_nothing_to_reduce() -> None:
 
 
 def test_contents() -> None:
-    """The number of elements as a product of sizes reaches Reshape as an expression."""
+    """Multiplied sizes, the number of elements, reach Reshape as an expression."""
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
         g (float[N, M] x) => (float[K] y, int64[4] z) {
             s = Shape(x) n = ReduceProd(s) y = Reshape(x, n)
@@ -122,6 +122,6 @@ def test_contents() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(lowering.NodeError, match="axis 2 does not exist in a tensor of rank 2"):
-        imported("ReduceSum", [("float32", (2, 3))], opset=12, axes=[2])
+        import_node("ReduceSum", [("float32", (2, 3))], opset=12, axes=[2])
     with pytest.raises(lowering.NodeError, match="number of axes is symbolic"):
-        imported("ReduceSum", [("float32", (2, 3)), ("int64", ("k",))])
+        import_node("ReduceSum", [("float32", (2, 3)), ("int64", ("k",))])

@@ -1,4 +1,4 @@
-"""RotaryEmbedding: layouts, partial and interleaved rotation, where angles come from, batches of 1, refusals."""
+"""RotaryEmbedding: layouts, partial and interleaved rotation, sources of angles, batches of 1, errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 
 import lowering
 
-from .expectations import Dims, Expectations, imported
+from .expectations import Dims, Expectations, import_node
 
 RNG = np.random.default_rng(0)
 B, H, S, D, P = 2, 3, 5, 8, 9
 
 
-def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: int, dim: int) -> np.ndarray:
-    """x [B, H, S, D] with angles [B, S, dim / 2], as complex numbers times e^(i angle)."""
+def rotate_expected(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: int, dim: int) -> np.ndarray:
+    """Rotate x [B, H, S, D] by angles [B, S, dim / 2], as complex numbers times e^(i angle)."""
     wide, out = x.astype("float64"), x.astype("float64")
     turn = (cos.astype("float64") + 1j * sin.astype("float64"))[:, None]
     half = dim // 2
@@ -24,16 +24,16 @@ def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: int, d
     return out.astype(x.dtype)
 
 
-def expect(
+def add_nodes(
     case: Expectations, dtype: str, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | None, **how: int
 ) -> None:
-    """A node for X [B, H, S, D] and one for [B, S, H * D], all sizes but those of heads symbolic.
+    """Add a node for X [B, H, S, D] and one for [B, S, H * D]. All sizes except those of heads are symbolic.
 
-    The angles are cos and sin, or where there are positions cos[positions] and sin[positions].
+    The angles are cos and sin, or, with positions, cos[positions] and sin[positions].
     """
     x = RNG.standard_normal((B, H, S, D)).astype(dtype)
     angles = [c if positions is None else c[positions] for c in (cos, sin)]
-    y = rotated(x, *angles, how.get("interleaved", 0), how.get("rotary_embedding_dim", D))
+    y = rotate_expected(x, *angles, how.get("interleaved", 0), how.get("rotary_embedding_dim", D))
     flat_x, flat_y = (np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(B, S, H * D) for a in (x, y))
     half, batch = cos.shape[-1], 1 if angles[0].shape[0] == 1 else "b"
     if positions is None:
@@ -59,8 +59,8 @@ def test_rotation(dtype: str, ways: list[dict[str, int]]) -> None:
         cos, sin = (RNG.standard_normal((P, half)).astype(dtype) for _ in range(2))
         positions = RNG.integers(0, P, (B, S))
         for p in (positions, positions[:1]):
-            expect(case, dtype, cos, sin, p, **how)
-            expect(case, dtype, cos[p], sin[p], None, **how)
+            add_nodes(case, dtype, cos, sin, p, **how)
+            add_nodes(case, dtype, cos[p], sin[p], None, **how)
     case.check()
 
 
@@ -68,7 +68,7 @@ def test_negative_positions_count_from_the_end_of_the_cache() -> None:
     x, cos = RNG.standard_normal((1, 1, 3, 4)).astype("float32"), RNG.standard_normal((2, 2)).astype("float32")
     positions = np.array([[-2, 1, -1]])
     case = Expectations()
-    case.expect("RotaryEmbedding", [x, cos, cos, positions], rotated(x, cos[positions], cos[positions], 0, 4))
+    case.expect("RotaryEmbedding", [x, cos, cos, positions], rotate_expected(x, cos[positions], cos[positions], 0, 4))
     case.check()
 
 
@@ -96,4 +96,4 @@ def test_positions_outside_the_cache_are_an_error() -> None:
 )
 def test_refusals(shapes: list[Dims], attributes: dict[str, int], message: str) -> None:
     with pytest.raises(lowering.NodeError, match=message):
-        imported("RotaryEmbedding", [("float32", shape) for shape in shapes], **attributes)
+        import_node("RotaryEmbedding", [("float32", shape) for shape in shapes], **attributes)

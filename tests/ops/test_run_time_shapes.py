@@ -1,5 +1,5 @@
-"""Symbolic sizes that do not fit together: an error of the call, in words that name the node, and never an answer; and
-sizes of 0, of which there is an answer."""
+"""Symbolic sizes that do not fit together: an error of the call that names the node, and never a result; and
+sizes of 0, which have a result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-# What the model is, arrays that fit, arrays that do not, and the code of the error.
+# The model, arrays that fit, arrays that do not, and the code of the error.
 CASES = {
     "Expand": (
         "(float[a, b] x) => (float[c, d, e] y) {s = Constant<value_ints=[2, 3, 5]>() [node] y = Expand(x, s)}",
@@ -118,7 +118,7 @@ def test_sizes_that_do_not_fit(name: str) -> None:
          "{y = DepthToSpace<blocksize = 2147483648>(x)}", "blocksize is 2147483648"),
     ],
 )  # fmt: skip
-def test_what_no_run_could_mend(body: str, words: str) -> None:
+def test_models_that_every_run_would_reject(body: str, words: str) -> None:
     with pytest.raises(NodeError, match=words):
         module(body.replace("'exact'", '"exact"'))
 
@@ -134,17 +134,17 @@ def test_nan_goes_through_clips_maxima_and_minima(columns: int) -> None:
     np.testing.assert_array_equal(results["z"], np.maximum(x, np.float32(-0.5)))
 
 
-def test_nothing_gives_nothing_or_what_nothing_adds_up_to() -> None:
+def test_empty_inputs_give_empty_results_or_zeros() -> None:
     assert (
         module('(float[n, 0] x) => (float y) {y = Einsum<equation = "ij,ij->">(x, x)}').run({"x": zeros(2, 0)})["y"]
         == 0
     )
-    normed = module(
+    normalize = module(
         "(float[a, b, c] x, float[0] s) => (float[a, b, c] y) {y = GroupNormalization<num_groups = 3>(x, s, s)}"
     )
-    assert normed.run({"x": zeros(2, 0, 3), "s": zeros(0)})["y"].shape == (2, 0, 3)
-    sums = module("(int32[a, 0, b] x, int64 k) => (int32[a, 0, b] y) {y = CumSum(x, k)}")
-    assert sums.run({"x": zeros(3, 0, 5, dtype="int32"), "k": np.int64(-1)})["y"].shape == (3, 0, 5)
+    assert normalize.run({"x": zeros(2, 0, 3), "s": zeros(0)})["y"].shape == (2, 0, 3)
+    accumulate = module("(int32[a, 0, b] x, int64 k) => (int32[a, 0, b] y) {y = CumSum(x, k)}")
+    assert accumulate.run({"x": zeros(3, 0, 5, dtype="int32"), "k": np.int64(-1)})["y"].shape == (3, 0, 5)
     dropped = module("(float[2, 0] x) => (float[2, 0] y, bool[2, 0] m) {y, m = Dropout(x)}").run({"x": zeros(2, 0)})
     assert dropped["m"].shape == (2, 0)
     keys = "(float[5, 15, 8] q, float[5, 0, 8] k, int32[5, 0] m) => (float[5, 15, 8] y) "

@@ -10,7 +10,7 @@ import lowering
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
 
-from .expectations import Expectations, imported, model, value_info
+from .expectations import Expectations, import_node, make_model, value_info
 
 RNG = np.random.default_rng(0)
 
@@ -19,21 +19,21 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def top(x: np.ndarray, k: int, axis: int, largest: bool) -> tuple[np.ndarray, np.ndarray]:
+def select_top(x: np.ndarray, k: int, axis: int, largest: bool) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-x if largest else x, axis=axis, kind="stable")
     indices = np.take(order, np.arange(k), axis)
     return np.take_along_axis(x, indices, axis), indices
 
 
-def test_a_few_of_a_long_row_are_kept_without_sorting_it() -> None:
-    """No memory but for those few; of ascending, descending and equal elements, where each or none moves the others."""
+def test_a_few_of_a_long_row_are_selected_without_sorting_it() -> None:
+    """The only memory is the selection; ascending, descending and equal elements, where each or none moves others."""
     e, n = Expectations(), 5000
     for x in (np.arange(n), -np.arange(n), np.zeros(n), np.arange(n) % 7):
-        e.expect("TopK", [x.astype(np.float32), ints(32)], *top(x.astype(np.float32), 32, 0, True), constant=[1])
+        e.expect("TopK", [x.astype(np.float32), ints(32)], *select_top(x.astype(np.float32), 32, 0, True), constant=[1])
     e.check()
     node = helper.make_node("TopK", ["x", "k"], ["v", "i"])
     outputs = [value_info("v", "float32", [32]), value_info("i", "int64", [32])]
-    proto = model([node], [value_info("x", "float32", [n])], outputs, 25, [numpy_helper.from_array(ints(32), "k")])
+    proto = make_model([node], [value_info("x", "float32", [n])], outputs, 25, [numpy_helper.from_array(ints(32), "k")])
     text = import_model(load_model(proto)).module.script()
     allocated = [line for line in text.splitlines() if "alloc_buffer" in line]
     assert allocated and not any(str(n) in line for line in allocated)
@@ -44,7 +44,7 @@ def test_top_k_keeps_the_order_of_equal_elements(dtype: str) -> None:
     e = Expectations()
     x = RNG.integers(-4, 5, (3, 17, 2)).astype(dtype)
     for axis, k, largest in ((1, 5, True), (1, 17, False), (-1, 2, True), (0, 1, False), (1, 0, True)):
-        expected = top(x, k, axis, largest)
+        expected = select_top(x, k, axis, largest)
         e.expect("TopK", [x, ints(k)], *expected, dims=[["a", "b", 2], None], axis=axis, largest=int(largest))
         e.expect("TopK", [x, ints(k)], *expected, constant=[1], axis=axis, largest=int(largest))
     e.check()
@@ -61,7 +61,7 @@ def test_top_k_takes_nan_for_the_largest() -> None:
 def test_top_k_of_the_first_version() -> None:
     x = RNG.standard_normal((2, 6)).astype(np.float32)
     e = Expectations(opset=9)
-    e.expect("TopK", [x], *top(x, 2, 1, True), k=2)
+    e.expect("TopK", [x], *select_top(x, 2, 1, True), k=2)
     e.check()
 
 
@@ -72,7 +72,7 @@ def test_top_k_of_more_than_there_are() -> None:
     with pytest.raises(lowering.InputError, match=r"TopK-25.*k is 4, and dimension 0 has 3 elements"):
         e.check()
     with pytest.raises(lowering.NodeError, match="k is 4, and dimension 0 has 3 elements"):
-        imported("TopK", [("float32", [3])], results=2, opset=9, k=4)
+        import_node("TopK", [("float32", [3])], results=2, opset=9, k=4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "int64"])
@@ -131,6 +131,6 @@ def test_cum_sum(dtype: str) -> None:
 
 def test_types_without_order_or_sum_are_refused() -> None:
     with pytest.raises(lowering.NodeError, match=r"input data is complex64, and must be a float or an integer"):
-        imported("ArgMax", [("complex64", [3])])
+        import_node("ArgMax", [("complex64", [3])])
     with pytest.raises(lowering.NodeError, match="elements of type int4 cannot be added"):
-        imported("CumSum", [("int4", [3]), ("int64", [])])
+        import_node("CumSum", [("int4", [3]), ("int64", [])])

@@ -1,4 +1,4 @@
-"""Sequences whose lengths are known when a model is compiled, against onnxruntime."""
+"""Sequences whose lengths are static, compared with onnxruntime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = {
         h = ConcatFromSequence <axis = 0> (i) j = ConcatFromSequence <axis = 0> (g) y = Concat <axis = 0> (h, j)""",
     "another type": """i = Cast <to = 7> (x) e = SequenceEmpty <dtype = 7> () a = SequenceInsert (e, i)
         y = ConcatFromSequence <axis = 0> (a)""",
-    "a place of the run": """n = Neg (x) s = SequenceConstruct (x, n) t = ReduceMax <keepdims = 0> (x)
+    "an index of the run": """n = Neg (x) s = SequenceConstruct (x, n) t = ReduceMax <keepdims = 0> (x)
         z = Constant <value_float = 0.0> () g = Greater (t, z) p = Cast <to = 7> (g) y = SequenceAt (s, p)""",
     "a loop": """e = SequenceEmpty () t = Constant <value_int = 3> ()
         s = Loop (t, , e) <body = b (int64 i, bool go, seq(float[B, 6]) a) => (bool g, seq(float[B, 6]) c) {
@@ -53,29 +53,29 @@ CASES = {
 }
 
 
-def model(body: str, output: str = "float[P, Q] y") -> onnx.ModelProto:
-    made = onnx.parser.parse_model(
+def make_model(body: str, output: str = "float[P, Q] y") -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : 18]> m (float[B, 6] x) => ({output}) {NUMBERS} {{ {body} }}'
     )
-    made.graph.output[0].ClearField("type")
-    return made
+    proto.graph.output[0].ClearField("type")
+    return proto
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sequences(case: str) -> None:
-    made = model(CASES[case])
-    module, session = lowering.compile(made), onnxruntime.InferenceSession(made.SerializeToString())
+    proto = make_model(CASES[case])
+    module, session = lowering.compile(proto), onnxruntime.InferenceSession(proto.SerializeToString())
     rng = np.random.default_rng(0)
     for rows in (2, 1):
         x = (3 * rng.standard_normal((rows, 6))).astype(np.float32)
-        found, (want,) = module.run({"x": x})["y"], session.run(None, {"x": x})
-        assert found.shape == want.shape and found.dtype == want.dtype
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+        actual, (expected,) = module.run({"x": x})["y"], session.run(None, {"x": x})
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_symbolic_dimension_of_known_lengths() -> None:
-    """They are asserted to be all of it."""
-    module = lowering.compile(model("s = SplitToSequence <axis = 0> (x, sizes) y = SequenceAt (s, one)"))
+def test_a_symbolic_dimension_of_static_lengths() -> None:
+    """The lengths are asserted to add up to the dimension."""
+    module = lowering.compile(make_model("s = SplitToSequence <axis = 0> (x, sizes) y = SequenceAt (s, one)"))
     x = np.random.default_rng(1).standard_normal((6, 6)).astype(np.float32)
     np.testing.assert_array_equal(module.run({"x": x})["y"], x[1:4])
     with pytest.raises(lowering.InputError, match="SplitToSequence-18"):
@@ -99,7 +99,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("body", REFUSED)
 def test_refused(body: str) -> None:
-    made = model(body)
+    proto = make_model(body)
     with pytest.raises(lowering.NodeError, match=REFUSED[body]):
-        lowering.compile(made)
-    assert not lowering.check(made).ok
+        lowering.compile(proto)
+    assert not lowering.check(proto).ok

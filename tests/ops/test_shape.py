@@ -1,4 +1,4 @@
-"""Operators on shapes, in the versions whose inputs or attributes differ, and with sizes known at run time only."""
+"""Operators on shapes, in the versions whose inputs or attributes differ, and with sizes of the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 import lowering
 
-from .expectations import Expectations, imported
+from .expectations import Expectations, import_node
 
 RNG = np.random.default_rng(0)
 
@@ -105,10 +105,10 @@ def test_eye_like() -> None:
     e.check()
 
 
-def test_what_has_no_rank_is_refused() -> None:
+def test_values_without_a_rank_are_rejected() -> None:
     with pytest.raises(lowering.NodeError, match=r"which dimensions \[0\] of any size do not tell"):
-        imported("Squeeze", [("float32", ["n", 1])])
+        import_node("Squeeze", [("float32", ["n", 1])])
     with pytest.raises(lowering.NodeError, match="symbolic length"):
-        imported("Reshape", [("float32", [4]), ("int64", ["n"])])
+        import_node("Reshape", [("float32", [4]), ("int64", ["n"])])
     with pytest.raises(lowering.NodeError, match="dimension 1 is 3 and cannot be squeezed"):
-        imported("Squeeze", [("float32", [1, 3])], opset=11, axes=[1])
+        import_node("Squeeze", [("float32", [1, 3])], opset=11, axes=[1])

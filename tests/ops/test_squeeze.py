@@ -1,4 +1,4 @@
-"""Squeeze without axes behind symbolic sizes: the declared rank says which go, and a run checks it."""
+"""Squeeze without axes on symbolic sizes: the declared rank selects the axes, and a run checks it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import lowering
 
 
-def model(declared: str, dims: str = "n, 1, m, 3", opset: int = 12) -> onnx.ModelProto:
+def make_model(declared: str, dims: str = "n, 1, m, 3", opset: int = 12) -> onnx.ModelProto:
     return onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["": {opset}]> g (float[{dims}] x) => (float[{declared}] y) '
         "{ r = Neg(x) y = Squeeze(r) }"
@@ -24,9 +24,9 @@ def model(declared: str, dims: str = "n, 1, m, 3", opset: int = 12) -> onnx.Mode
         ("n, 1, m, 3", "3", (1, 1, 1, 3)), ("n, 1, 3", "n, 3", (5, 1, 3)), ("n, 2", "2", (1, 2)), ("n", "n", (7,)),
     ],
 )  # fmt: skip
-def test_the_declared_rank_holds(opset: int, dims: str, declared: str, shape: tuple[int, ...]) -> None:
+def test_the_declared_rank_selects_the_axes(opset: int, dims: str, declared: str, shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    np.testing.assert_array_equal(lowering.compile(model(declared, dims, opset)).run({"x": x})["y"], -x.squeeze())
+    np.testing.assert_array_equal(lowering.compile(make_model(declared, dims, opset)).run({"x": x})["y"], -x.squeeze())
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_the_declared_rank_holds(opset: int, dims: str, declared: str, shape: tu
 )
 def test_runs_of_another_rank(declared: str, shape: tuple[int, ...], said: str) -> None:
     with pytest.raises(lowering.InputError, match=f"Squeeze-12.*without axes it removes all.*{said}"):
-        lowering.compile(model(declared)).run({"x": np.ones(shape, np.float32)})
+        lowering.compile(make_model(declared)).run({"x": np.ones(shape, np.float32)})
 
 
-def test_ranks_that_do_not_tell() -> None:
-    text = model("a, 3")
+def test_ranks_that_are_ambiguous() -> None:
+    text = make_model("a, 3")
     with pytest.raises(lowering.NodeError, match=r"declared with 2 dimensions, which dimensions \[0, 2\] of any size"):
         lowering.compile(text)
     x = np.ones((1, 1, 5, 3), np.float32)

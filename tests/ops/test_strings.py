@@ -1,4 +1,4 @@
-"""Operators of strings: of constants, of the run where equality is enough, and elsewhere refused with a reason."""
+"""Operators of strings: of constants, at run time where equality is enough, and otherwise rejected with a reason."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onnx import TensorProto, helper, numpy_helper
 import lowering
 from lowering.errors import NodeError
 
-from .expectations import model
+from .expectations import make_model
 
 
-def texts(*values: Any) -> np.ndarray:
+def make_texts(*values: Any) -> np.ndarray:
     return np.array(values, object)
 
 
-def operator(
+def make_operator(
     name: str,
     inputs: list[np.ndarray],
     constant: bool,
@@ -28,7 +28,7 @@ def operator(
     y_type: int = TensorProto.STRING,
     **attributes: Any,
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """A model of one node and its feeds."""
+    """Return a model of one node and its feeds."""
     names = [f"x{k}" for k in range(len(inputs))]
     outputs = [helper.make_tensor_value_info("y", y_type, [f"y{k}" for k in range(y_rank)])]
     if name == "StringSplit":
@@ -42,23 +42,24 @@ def operator(
         for n, kind, a in zip(names, kinds, inputs)
     ]
     constants = [numpy_helper.from_array(a, n) for n, a in zip(names, inputs)]
-    proto = model([node], [] if constant else infos, outputs, 22, constants if constant else [])
+    proto = make_model([node], [] if constant else infos, outputs, 22, constants if constant else [])
     return proto, {} if constant else dict(zip(names, inputs))
 
 
 CONSTANTS: dict[str, tuple[str, list[np.ndarray], dict[str, Any], list[Any]]] = {
-    "concat": ("StringConcat", [texts("a", "é", ""), texts("x", "", "")], {}, [["ax", "é", ""]]),
-    "concat broadcast": ("StringConcat", [texts(["a"], ["b"]), texts("1", "2")], {}, [[["a1", "a2"], ["b1", "b2"]]]),
-    "split": ("StringSplit", [texts("a b  c", "", "d")], {},
+    "concat": ("StringConcat", [make_texts("a", "é", ""), make_texts("x", "", "")], {}, [["ax", "é", ""]]),
+    "concat broadcast": ("StringConcat", [make_texts(["a"], ["b"]), make_texts("1", "2")], {},
+                         [[["a1", "a2"], ["b1", "b2"]]]),
+    "split": ("StringSplit", [make_texts("a b  c", "", "d")], {},
               [[["a", "b", "c"], ["", "", ""], ["d", "", ""]], [3, 0, 1]]),
-    "split by": ("StringSplit", [texts("a,b,,c", "d")], {"delimiter": ",", "maxsplit": 2},
+    "split by": ("StringSplit", [make_texts("a,b,,c", "d")], {"delimiter": ",", "maxsplit": 2},
                  [[["a", "b", ",c"], ["d", "", ""]], [3, 1]]),
-    "match": ("RegexFullMatch", [texts("abc", "ab", "abcd")], {"pattern": "ab.?"}, [[True, True, False]]),
-    "normalize": ("StringNormalizer", [texts("Monday", "the", "The")],
+    "match": ("RegexFullMatch", [make_texts("abc", "ab", "abcd")], {"pattern": "ab.?"}, [[True, True, False]]),
+    "normalize": ("StringNormalizer", [make_texts("Monday", "the", "The")],
                   {"stopwords": ["the"], "case_change_action": "UPPER"}, [["MONDAY"]]),
-    "normalize case": ("StringNormalizer", [texts(["The", "the", "B"])],
+    "normalize case": ("StringNormalizer", [make_texts(["The", "the", "B"])],
                        {"stopwords": ["the"], "case_change_action": "LOWER", "is_case_sensitive": 1}, [[["the", "b"]]]),
-    "normalize away": ("StringNormalizer", [texts("a")], {"stopwords": ["A"]}, [[""]]),
+    "normalize away": ("StringNormalizer", [make_texts("a")], {"stopwords": ["A"]}, [[""]]),
 }  # fmt: skip
 
 
@@ -66,9 +67,9 @@ CONSTANTS: dict[str, tuple[str, list[np.ndarray], dict[str, Any], list[Any]]] = 
 def test_constants(form: str) -> None:
     name, inputs, attributes, want = CONSTANTS[form]
     kind = TensorProto.BOOL if name == "RegexFullMatch" else TensorProto.STRING
-    proto, _ = operator(name, inputs, True, np.ndim(want[0]), kind, **attributes)
-    found = lowering.compile(proto).run({})
-    for array, expected in zip(found.values(), want, strict=True):
+    proto, _ = make_operator(name, inputs, True, np.ndim(want[0]), kind, **attributes)
+    results = lowering.compile(proto).run({})
+    for array, expected in zip(results.values(), want, strict=True):
         assert np.asarray(array).tolist() == expected
 
 
@@ -76,15 +77,16 @@ STOPS = ["the", "a", ""]
 
 
 @pytest.mark.parametrize("x", [
-    texts("the", "b", "The", "a"), texts("the"), texts("b", "c"), texts(["a", "x", "the", "x"]), texts(["", "a"]),
+    make_texts("the", "b", "The", "a"), make_texts("the"), make_texts("b", "c"), make_texts(["a", "x", "the", "x"]),
+    make_texts(["", "a"]),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("stopwords", [[], STOPS], ids=["none", "some"])
-def test_stop_words_of_run(x: np.ndarray, stopwords: list[str]) -> None:
+def test_stopwords_of_run(x: np.ndarray, stopwords: list[str]) -> None:
     attributes = {"stopwords": stopwords, "is_case_sensitive": 1} if stopwords else {}
-    proto, feeds = operator("StringNormalizer", [x], False, x.ndim, **attributes)
-    (want,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
-    found = np.asarray(lowering.compile(proto).run(feeds)["y"])
-    assert found.shape == np.shape(want) and found.tolist() == np.asarray(want).tolist()
+    proto, feeds = make_operator("StringNormalizer", [x], False, x.ndim, **attributes)
+    (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
+    actual = np.asarray(lowering.compile(proto).run(feeds)["y"])
+    assert actual.shape == np.shape(expected) and actual.tolist() == np.asarray(expected).tolist()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_stop_words_of_run(x: np.ndarray, stopwords: list[str]) -> None:
 )
 def test_letters_of_run_are_refused(name: str, count: int, attributes: dict[str, Any]) -> None:
     kind, rank = (TensorProto.BOOL if name == "RegexFullMatch" else TensorProto.STRING), 1 + (name == "StringSplit")
-    proto, _ = operator(name, [texts("a", "b")] * count, False, rank, kind, **attributes)
+    proto, _ = make_operator(name, [make_texts("a", "b")] * count, False, rank, kind, **attributes)
     with pytest.raises(NodeError, match="known to the run only, and compiled code tells of strings only whether"):
         lowering.compile(proto)
 
@@ -112,7 +114,7 @@ def test_letters_of_run_are_refused(name: str, count: int, attributes: dict[str,
     ],
 )
 def test_refusals(name: str, attributes: dict[str, Any], words: str) -> None:
-    proto, _ = operator(name, [texts("a")], True, **attributes)
+    proto, _ = make_operator(name, [make_texts("a")], True, **attributes)
     with pytest.raises(NodeError, match=words):
         lowering.compile(proto)
 
@@ -142,9 +144,9 @@ COUNTED: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
         {**TRIGRAMS, "min_gram_length": 2, "max_gram_length": 3, "mode": "TF", "max_skip_count": 2},
     ),
     "short": (np.array([[1]]), {**TRIGRAMS, **GRAMS, "mode": "IDF", "max_skip_count": 2}),
-    "words": (texts("the", "a", "b", "a", "the", "é"), {**WORDS, **GRAMS, "mode": "TF", "max_skip_count": 1}),
-    "rows of words": (
-        texts(["the", "a"], ["a", "a"]),
+    "tokens": (make_texts("the", "a", "b", "a", "the", "é"), {**WORDS, **GRAMS, "mode": "TF", "max_skip_count": 1}),
+    "rows of tokens": (
+        make_texts(["the", "a"], ["a", "a"]),
         {**WORDS, **GRAMS, "mode": "TFIDF", "max_skip_count": 0, "weights": [1, 2, 3, 4.5]},
     ),
 }  # fmt: skip
@@ -153,7 +155,7 @@ COUNTED: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
 @pytest.mark.parametrize("form", COUNTED)
 def test_ngrams(form: str) -> None:
     x, attributes = COUNTED[form]
-    proto, feeds = operator("TfIdfVectorizer", [x], False, x.ndim, TensorProto.FLOAT, **attributes)
+    proto, feeds = make_operator("TfIdfVectorizer", [x], False, x.ndim, TensorProto.FLOAT, **attributes)
     (want,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
     np.testing.assert_array_equal(np.asarray(lowering.compile(proto).run(feeds)["y"]), want)
 
@@ -173,6 +175,6 @@ def test_ngrams(form: str) -> None:
 )
 def test_pools_that_do_not_fit(change: dict[str, Any], words: str) -> None:
     attributes = {**INTEGERS, **GRAMS, "mode": "TFIDF", "max_skip_count": 0, **change}
-    proto, _ = operator("TfIdfVectorizer", [X], False, 2, TensorProto.FLOAT, **attributes)
+    proto, _ = make_operator("TfIdfVectorizer", [X], False, 2, TensorProto.FLOAT, **attributes)
     with pytest.raises(NodeError, match=words):
         lowering.compile(proto)

@@ -1,4 +1,4 @@
-"""Inputs of types that an operator does not take are refused in the words of its definition, by check, too."""
+"""Inputs whose types an operator does not take are rejected, with the types of its definition, by check, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import lowering
 
 WRONG = {
     "Reshape": ("(float[2,3] x, float[2] s) => (float[a,b] y) { y = Reshape(x, s) }", "shape is float32.*an integer"),
-    "Gelu behind it": (
+    "Gelu after it": (
         "(float[2,3] x, float[2] s) => (float[a,b] y) <float c = {1.41421356}, float one = {1.0}, float half = {0.5}> "
         "{ r = Reshape(x, s) d = Div(r, c) e = Erf(d) o = Add(e, one) m = Mul(r, o) y = Mul(m, half) }",
         "shape is float32, and must be an integer",
@@ -43,7 +43,7 @@ def test_types_that_do_not_fit(name: str) -> None:
 
 
 def test_types_that_may_differ() -> None:
-    """Of operators with several types, and of lists of inputs that need not be alike."""
+    """Operators with several types, and lists of inputs that may differ."""
     for text in (
         "(float[2] x, int64[2] s) => (float[a] y) { y = Pow(x, s) }",
         "(float[2,3] x, int32[2] s) => (float[a,b] y) { y = Gather(x, s) }",

@@ -1,4 +1,4 @@
-"""Unique against NumPy."""
+"""Unique compared with NumPy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from onnx import helper, numpy_helper
 
 import lowering
 
-from .expectations import Expectations, imported
+from .expectations import Expectations, import_node
 
 RNG = np.random.default_rng(0)
 
 
-def expected(x: np.ndarray, axis: int | None = None, sorted: int = 1) -> list[np.ndarray]:
-    """NumPy's answer; onnx's reference evaluator fails for slices in the order of appearance."""
+def compute_expected(x: np.ndarray, axis: int | None = None, sorted: int = 1) -> list[np.ndarray]:
+    """Return NumPy's result; onnx's reference evaluator fails for slices in the order of appearance."""
     y, firsts, inverse, counts = np.unique(x, True, True, True, axis=axis)
     inverse = inverse.ravel()
     if not sorted:
@@ -27,7 +27,7 @@ def expected(x: np.ndarray, axis: int | None = None, sorted: int = 1) -> list[np
 
 
 def test_unique() -> None:
-    """Of all elements and of slices, sorted and in the order of appearance, of several types, with symbolic sizes."""
+    """All elements and slices, sorted and in the order of appearance, of several types, with symbolic sizes."""
     case, special = Expectations(opset=21), np.array([np.nan, 2, -np.inf, 0.5, 2, np.nan, np.inf, -np.inf], np.float32)
     wide = RNG.integers(-40, 40, 500)
     for x, attributes in (
@@ -43,7 +43,7 @@ def test_unique() -> None:
         (RNG.integers(0, 2, 9).astype(bool), {}),
     ):
         dims = [[f"d{k}" for k in range(x.ndim)]]
-        case.expect("Unique", [x], *expected(x, **attributes), dims=dims, **attributes)
+        case.expect("Unique", [x], *compute_expected(x, **attributes), dims=dims, **attributes)
     case.check()
 
 
@@ -69,18 +69,20 @@ def test_unique_of_nothing() -> None:
     ],
 )
 def test_unique_of_constants(shape: tuple[int, ...], attributes: dict[str, int]) -> None:
-    """Which onnx's reference evaluator must not fold: it takes slices along the first axis instead."""
+    """The folding must not use onnx's reference evaluator: it takes slices along the first axis instead."""
     x = np.random.default_rng(1).integers(-1, 2, shape)
     node = helper.make_node("Unique", ["x"], ["y", "firsts", "inverse", "counts"], **attributes)
     results = [helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in node.output]
     graph = helper.make_graph([node], "unique", [], results, [numpy_helper.from_array(x, "x")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    for actual, wanted in zip(lowering.compile(model).run({}).values(), expected(x, **attributes), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
+    for actual, expected_array in zip(
+        lowering.compile(model).run({}).values(), compute_expected(x, **attributes), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected_array)
 
 
 def test_refusals() -> None:
     with pytest.raises(lowering.NodeError, match="axis 2 does not exist"):
-        imported("Unique", [("float32", (2, 3))], opset=21, axis=2)
+        import_node("Unique", [("float32", (2, 3))], opset=21, axis=2)
     with pytest.raises(lowering.NodeError, match="string"):
-        imported("Unique", [("object", (2,))], opset=21)
+        import_node("Unique", [("object", (2,))], opset=21)

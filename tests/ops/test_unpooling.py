@@ -1,4 +1,4 @@
-"""MaxPool with Indices, and MaxUnpool: for symbolic sizes, and places that are hostile."""
+"""MaxPool with Indices, and MaxUnpool: for symbolic sizes, and for hostile indices."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from onnx.reference import ReferenceEvaluator
 import lowering
 from lowering.errors import InputError, NodeError
 
-from .expectations import imported, model, value_info
+from .expectations import import_node, make_model, value_info
 
 DIMS = ["n", "c", "h", "w"]
 
 
 @pytest.mark.parametrize("order, pads, dilations", [(0, 0, 1), (1, 1, 2)])
-def test_places_of_the_largest(order: int, pads: int, dilations: int) -> None:
-    node = helper.make_node("MaxPool", ["x"], ["y", "places"], kernel_shape=[3, 2], strides=[2, 1], pads=[pads] * 4,
+def test_indices_of_the_largest(order: int, pads: int, dilations: int) -> None:
+    node = helper.make_node("MaxPool", ["x"], ["y", "indices"], kernel_shape=[3, 2], strides=[2, 1], pads=[pads] * 4,
                             dilations=[dilations, 1], storage_order=order)  # fmt: skip
     outputs = [value_info("y", "float32", [f"y{k}" for k in range(4)])]
-    outputs.append(value_info("places", "int64", [f"p{k}" for k in range(4)]))
-    proto = model([node], [value_info("x", "float32", DIMS)], outputs, 12)
+    outputs.append(value_info("indices", "int64", [f"p{k}" for k in range(4)]))
+    proto = make_model([node], [value_info("x", "float32", DIMS)], outputs, 12)
     module, session = lowering.compile(proto), onnxruntime.InferenceSession(proto.SerializeToString())
     rng = np.random.default_rng(0)
     for shape in ((1, 1, 5, 4), (2, 3, 8, 7)):
-        x = rng.integers(-3, 3, shape).astype(np.float32)  # of equal ones, the first
-        found = module.run({"x": x})
-        for name, want in zip(("y", "places"), session.run(None, {"x": x})):
-            np.testing.assert_array_equal(found[name], want)
+        x = rng.integers(-3, 3, shape).astype(np.float32)  # the first of equal elements
+        results = module.run({"x": x})
+        for name, expected in zip(("y", "indices"), session.run(None, {"x": x})):
+            np.testing.assert_array_equal(results[name], expected)
 
 
 def test_nan_is_the_largest() -> None:
-    node = helper.make_node("MaxPool", ["x"], ["y", "places"], kernel_shape=[3])
-    outputs = [value_info("y", "float16", [1, 1, "m"]), value_info("places", "int64", [1, 1, "m"])]
-    module = lowering.compile(model([node], [value_info("x", "float16", [1, 1, "n"])], outputs, 12))
-    found = module.run({"x": np.asarray([[[1, np.nan, 5, 2, 3]]], np.float16)})
-    assert np.isnan(found["y"][0, 0, :2]).all() and found["places"].tolist() == [[[1, 1, 2]]]
+    node = helper.make_node("MaxPool", ["x"], ["y", "indices"], kernel_shape=[3])
+    outputs = [value_info("y", "float16", [1, 1, "m"]), value_info("indices", "int64", [1, 1, "m"])]
+    module = lowering.compile(make_model([node], [value_info("x", "float16", [1, 1, "n"])], outputs, 12))
+    results = module.run({"x": np.asarray([[[1, np.nan, 5, 2, 3]]], np.float16)})
+    assert np.isnan(results["y"][0, 0, :2]).all() and results["indices"].tolist() == [[[1, 1, 2]]]
 
 
-def unpooling(sized: bool, dtype: str = "float32") -> object:
-    node = helper.make_node("MaxUnpool", ["x", "places", *(["shape"] if sized else [])], ["y"], kernel_shape=[2, 2],
+def make_unpooling(sized: bool, dtype: str = "float32") -> object:
+    node = helper.make_node("MaxUnpool", ["x", "indices", *(["shape"] if sized else [])], ["y"], kernel_shape=[2, 2],
                             strides=[2, 2])  # fmt: skip
-    inputs = [value_info("x", dtype, DIMS), value_info("places", "int64", DIMS)]
+    inputs = [value_info("x", dtype, DIMS), value_info("indices", "int64", DIMS)]
     inputs += [value_info("shape", "int64", [4])] if sized else []
-    return model([node], inputs, [value_info("y", dtype, [f"y{k}" for k in range(4)])], 11)
+    return make_model([node], inputs, [value_info("y", dtype, [f"y{k}" for k in range(4)])], 11)
 
 
 @pytest.mark.parametrize("sized, dtype", [(False, "float16"), (True, "float32")])
 def test_unpooling(sized: bool, dtype: str) -> None:
-    proto = unpooling(sized, dtype)
+    proto = make_unpooling(sized, dtype)
     module, reference = lowering.compile(proto), ReferenceEvaluator(proto)
     rng = np.random.default_rng(1)
     for n, c, h, w in ((1, 1, 2, 2), (2, 3, 3, 1)):
         count = n * c * h * w
-        places = rng.permutation(4 * count)[:count].reshape(n, c, h, w)
-        feeds = {"x": rng.standard_normal(places.shape).astype(dtype), "places": places}
+        indices = rng.permutation(4 * count)[:count].reshape(n, c, h, w)
+        feeds = {"x": rng.standard_normal(indices.shape).astype(dtype), "indices": indices}
         if sized:
             feeds["shape"] = np.asarray([n, c, 2 * h + 1, 2 * w + 3])
-        (want,) = reference.run(None, feeds)
-        np.testing.assert_array_equal(module.run(feeds)["y"], want)
+        (expected,) = reference.run(None, feeds)
+        np.testing.assert_array_equal(module.run(feeds)["y"], expected)
 
 
-def test_places_that_are_hostile() -> None:
-    module = lowering.compile(unpooling(sized=True))
+def test_indices_that_are_hostile() -> None:
+    module = lowering.compile(make_unpooling(sized=True))
     x = np.ones((1, 1, 1, 2), np.float32)
-    for place, shape in itertools.product((8, -1, 2**62, 3), ([1, 1, 2, 4], [1, 1, 1, 4], [2, 1, 2, 4])):
-        feeds = {"x": x, "places": np.asarray([[[[0, place]]]]), "shape": np.asarray(shape)}
-        if place == 3 and shape == [1, 1, 2, 4]:
+    for index, shape in itertools.product((8, -1, 2**62, 3), ([1, 1, 2, 4], [1, 1, 1, 4], [2, 1, 2, 4])):
+        feeds = {"x": x, "indices": np.asarray([[[[0, index]]]]), "shape": np.asarray(shape)}
+        if index == 3 and shape == [1, 1, 2, 4]:
             assert module.run(feeds)["y"].ravel().tolist() == [1, 0, 0, 1, 0, 0, 0, 0]
             continue
         with pytest.raises(InputError):
@@ -78,8 +78,8 @@ def test_places_that_are_hostile() -> None:
 
 
 def test_refusals() -> None:
-    given = [("float32", [1, 1, 2, 2]), ("int64", [1, 1, 2, 2])]
+    inputs = [("float32", [1, 1, 2, 2]), ("int64", [1, 1, 2, 2])]
     with pytest.raises(NodeError, match=r"kernel_shape \[2\]"):
-        imported("MaxUnpool", given, opset=11, kernel_shape=[2])
+        import_node("MaxUnpool", inputs, opset=11, kernel_shape=[2])
     with pytest.raises(NodeError, match="pads leave -2 elements"):
-        imported("MaxUnpool", given, opset=11, kernel_shape=[2, 2], pads=[3, 0, 2, 0])
+        import_node("MaxUnpool", inputs, opset=11, kernel_shape=[2, 2], pads=[3, 0, 2, 0])

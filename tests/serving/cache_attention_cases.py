@@ -1,9 +1,9 @@
-"""Random configurations of PPL's operators for ragged requests with a key-value cache, and data for calls of them.
+"""Random configurations of PPL's operators for ragged batches with a KV cache, and data for calls of them.
 
-A configuration fixes what a model fixes: attributes, types, ranks, heads, and which inputs there are. A call draws
-requests, lengths, and where the cache has their tokens. What no request may read is NaN, or a number that leads
-nowhere: slots of other layers, slots of no request, those that the call itself stores, columns of attn_mask of other
-requests or of none, and entries of the page table past a request's keys.
+A configuration fixes the static properties of a model: attributes, types, ranks, heads, and the set of inputs. A call
+draws requests, lengths, and cache slots of their tokens. Data that requests must not read is NaN, or an index out of
+range: slots of other layers, slots without a request, slots that the call itself writes, columns of attn_mask of other
+requests, and entries of the page table after a request's keys.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _NOWHERE = (-1, -7, -(2**31), -(2**62), 2**31, 2**40, 2**62)
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration. attributes has what its node has: one that equals its default may be missing.
+    """A configuration. attributes are those of its node; an attribute that equals its default may be missing.
 
-    scale is "stored" where the cache has codes; else "absent", "empty" (without elements), or "unused" (shaped as if it
-    had). mask is "absent", "empty" (of rank 1), "2-D" or "3-D". Scalars are of rank scalar_rank, 0 or 1. num_kv_heads
-    counts heads: unlike the attribute it is never 0.
+    scale is "stored" where the cache is quantized; else "absent", "empty" (without elements), or "unused" (of the shape
+    for a quantized cache). mask is "absent", "empty" (of rank 1), "2-D" or "3-D". Scalars are of rank scalar_rank, 0
+    or 1. num_kv_heads counts heads: unlike the attribute it is never 0.
     """
 
     name: str
@@ -78,11 +78,11 @@ class Case:
     scalar_rank: int
 
     def attribute(self, name: str) -> int:
-        """Its value, or its default."""
+        """Return the value of an attribute, or its default."""
         return (DEFAULTS[self.operator] | self.attributes)[name]
 
     def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
-        """Type and shape of every input there is, in order. Sizes of calls have names; a mask's row count is N."""
+        """Return type and shape of every input, in order. Sizes of calls have names; a mask's row count is N."""
         ints, heads, own = "int64", self.num_heads, (self.num_kv_heads, self.head_dim)
         scalar: tuple[int | str, ...] = (1,) * self.scalar_rank
         types: dict[str, tuple[str, tuple[int | str, ...]]] = {
@@ -103,7 +103,7 @@ class Case:
             shapes = {"empty": (0,), "2-D": ("N", "M"), "3-D": (heads, "N", "M")}
             types["attn_mask"] = (self.dtype, shapes[self.mask])
         if self.operator != "MultiHeadAttention":
-            paged, coded = self.attribute("cache_mode"), self.attribute("quant_bit")
+            paged, is_quantized = self.attribute("cache_mode"), self.attribute("quant_bit")
             types["cachestarts"] = (ints, ("B", "MaxP") if paged else ("B",))
             sizes: dict[str, int | str] = {
                 "p": "MaxT",
@@ -112,15 +112,15 @@ class Case:
                 "h": self.num_kv_heads,
             }
             slots: tuple[int | str, ...] = tuple(sizes[axis] for axis in _AXES[self.attribute("cache_layout")][:-1])
-            types["cache"] = ("int8" if coded else self.dtype, (*slots, self.head_dim))
+            types["cache"] = ("int8" if is_quantized else self.dtype, (*slots, self.head_dim))
             if self.scale != "absent":
                 shape = (0,) if self.scale == "empty" else (*slots, self.head_dim // self.attribute("quant_group"))
                 types["scale"] = (self.scale_dtype, shape)
         return {name: types[name] for name in INPUTS[self.operator] if name in types}
 
     def features(self) -> Features:
-        """What cases are drawn of, and pairs are counted of: see `missing_pairs`."""
-        found: Features = {
+        """Return the features that cases are drawn from, and whose pairs are counted: see `find_missing_pairs`."""
+        values: Features = {
             "domain": self.domain,
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
@@ -128,25 +128,25 @@ class Case:
             "scalar_rank": self.scalar_rank,
         }
         if self.operator != "MultiHeadAttention":
-            found |= {name: self.attribute(name) for name in ("cache_mode", "cache_layout", "num_layer", "layer_idx")}
-            found["page_size"] = self.attribute("page_size") if self.attribute("cache_mode") else 0
-            found["quant_group"] = self.attribute("quant_group") if self.attribute("quant_bit") else 0
-            found |= {"scale": self.scale, "scale_dtype": self.scale_dtype}
+            values |= {name: self.attribute(name) for name in ("cache_mode", "cache_layout", "num_layer", "layer_idx")}
+            values["page_size"] = self.attribute("page_size") if self.attribute("cache_mode") else 0
+            values["quant_group"] = self.attribute("quant_group") if self.attribute("quant_bit") else 0
+            values |= {"scale": self.scale, "scale_dtype": self.scale_dtype}
         if self.operator == "KeyValueCache":
-            return found | {"num_repeat": self.attribute("num_repeat")}
+            return values | {"num_repeat": self.attribute("num_repeat")}
         names = {1: "one", self.num_heads: "all" if self.attribute("num_kv_heads") else "0"}
-        found["num_kv_heads"] = names.get(self.num_kv_heads, "some")
-        return found | {"mask": self.mask} | {name: self.attribute(name) for name in ("is_causal", "is_alibi")}
+        values["num_kv_heads"] = names.get(self.num_kv_heads, "some")
+        return values | {"mask": self.mask} | {name: self.attribute(name) for name in ("is_causal", "is_alibi")}
 
     def arrays(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """The inputs of one call by name, in order, of those that there are.
+        """Draw the inputs of one call by name, in order.
 
-        Sizes of a call differ from `inputs` where a mask of rank 2 or 3 has 0 for M, so no elements: it is as none.
+        Sizes of a call differ from `inputs` where a mask of rank 2 or 3 has 0 for M. Such a mask counts as absent.
         """
-        rows, past, decoding = _requests(rng)
+        rows, past, decoding = _draw_requests(rng)
         keys = past + rows
         n, nk, scalar = int(rows.sum()), int(keys.sum()), (1,) * self.scalar_rank
-        found = {
+        arrays = {
             "query": rng.standard_normal((n, self.num_heads, self.head_dim)),
             "key": rng.standard_normal((nk, self.num_kv_heads, self.head_dim)),
             "value": rng.standard_normal((nk, self.num_kv_heads, self.head_dim)),
@@ -158,132 +158,136 @@ class Case:
             "max_kvlen": np.full(scalar, keys.max()),
         }
         if self.operator != "MultiHeadAttention":
-            found |= self._stored(rng, rows, past)
+            arrays |= self._draw_cache_inputs(rng, rows, past)
         if self.mask != "absent":
-            found["attn_mask"] = _mask(rng, self.mask, self.num_heads, rows, keys, self.dtype)
-        return {name: found[name].astype(dtype) for name, (dtype, _) in self.inputs().items()}
+            arrays["attn_mask"] = _draw_mask(rng, self.mask, self.num_heads, rows, keys, self.dtype)
+        return {name: arrays[name].astype(dtype) for name, (dtype, _) in self.inputs().items()}
 
-    def _stored(self, rng: np.random.Generator, rows: np.ndarray, past: np.ndarray) -> dict[str, np.ndarray]:
-        """Current keys and values, the cache, and where it has each request's tokens."""
+    def _draw_cache_inputs(self, rng: np.random.Generator, rows: np.ndarray, past: np.ndarray) -> dict[str, np.ndarray]:
+        """Draw current keys and values, the cache, and the slots of each request's tokens."""
         shape = (int(rows.sum()), self.num_kv_heads, self.head_dim)
         group = self.attribute("quant_group") if self.attribute("quant_bit") else self.head_dim
-        found = {name: _tokens(rng, shape, group) for name in ("current_key", "current_value")}
+        arrays = {name: _draw_tokens(rng, shape, group) for name in ("current_key", "current_value")}
         page_size = self.attribute("page_size") if self.attribute("cache_mode") else 0
         keys = past + rows
-        found["cachestarts"], slots = _pages(rng, past, keys, page_size) if page_size else _regions(rng, keys)
-        # The last page or region may be cut: of that, a call needs no more than its request's tokens.
+        arrays["cachestarts"], slots = (
+            _draw_pages(rng, past, keys, page_size) if page_size else _draw_regions(rng, keys)
+        )
+        # The last page or region may be incomplete: a call reads only its request's tokens of it.
         max_t = max(1, *(int(own.max(initial=-1)) + 1 for own in slots)) + int(rng.choice([0, 0, 1, 5]))
         if page_size and rng.random() < 0.5:
             max_t = -(-max_t // page_size) * page_size
-        known = np.concatenate([own[:count] for own, count in zip(slots, past)])
-        return found | self._cache(rng, known, max_t)
+        past_slots = np.concatenate([own[:count] for own, count in zip(slots, past)])
+        return arrays | self._draw_cache(rng, past_slots, max_t)
 
-    def _cache(self, rng: np.random.Generator, known: np.ndarray, max_t: int) -> dict[str, np.ndarray]:
-        """cache and scale of max_t slots: data at the slots `known`, of past tokens, in the layer used; else NaN."""
-        coded, layer, group = (self.attribute(name) for name in ("quant_bit", "layer_idx", "quant_group"))
+    def _draw_cache(self, rng: np.random.Generator, past_slots: np.ndarray, max_t: int) -> dict[str, np.ndarray]:
+        """Draw cache and scale of max_t slots: data at `past_slots`, in the layer of the node; else NaN."""
+        is_quantized, layer, group = (self.attribute(name) for name in ("quant_bit", "layer_idx", "quant_group"))
         canonical = (self.attribute("num_layer"), 2, self.num_kv_heads, max_t)  # layout 3
         cache = np.full((*canonical, self.head_dim), np.nan)
         scale = np.full((*canonical, self.head_dim // group), np.nan)
-        there, shape = np.isin(np.arange(max_t), known), (2, self.num_kv_heads, max_t, 1)
-        there = np.broadcast_to(there[:, None], shape)
-        if coded:
-            cache = rng.integers(-128, 128, cache.shape)  # codes of unknown slots may be any: their scales are NaN
-            cache[layer] = np.where(there & (cache[layer] == -128), 127, cache[layer])
+        is_past, shape = np.isin(np.arange(max_t), past_slots), (2, self.num_kv_heads, max_t, 1)
+        is_past = np.broadcast_to(is_past[:, None], shape)
+        if is_quantized:
+            cache = rng.integers(
+                -128, 128, cache.shape
+            )  # quantized values of other slots are arbitrary: their scales are NaN
+            cache[layer] = np.where(is_past & (cache[layer] == -128), 127, cache[layer])
             sizes = rng.uniform(0.2, 2.0, scale[layer].shape) / 64
             least = rng.random(sizes.shape) < 0.1
-            scale[layer] = np.where(there, np.where(least, 1e-5, sizes), np.nan)
+            scale[layer] = np.where(is_past, np.where(least, 1e-5, sizes), np.nan)
         else:
-            cache[layer] = np.where(there, rng.standard_normal(cache[layer].shape), np.nan)
+            cache[layer] = np.where(is_past, rng.standard_normal(cache[layer].shape), np.nan)
         order = [_AXES[3].index(axis) for axis in _AXES[self.attribute("cache_layout")]]
-        found = {name: np.ascontiguousarray(x.transpose(order)) for name, x in (("cache", cache), ("scale", scale))}
-        return found | ({"scale": np.zeros(0)} if self.scale == "empty" else {})
+        arrays = {name: np.ascontiguousarray(x.transpose(order)) for name, x in (("cache", cache), ("scale", scale))}
+        return arrays | ({"scale": np.zeros(0)} if self.scale == "empty" else {})
 
 
 def cases(seed: int, count: int, operator: str = "MultiHeadCacheAttention") -> list[Case]:
-    """So many configurations, which follow from the seed: the first of a longer list are those of a shorter one.
+    """Return `count` configurations of the seed; the first of a longer list are those of a shorter one.
 
-    Each is the one of several drawn at random that has the most pairs of features that none before it has.
+    Each is the best of several random ones: the one with the most new pairs of features.
     """
-    rng, blocks = random.Random(seed), _blocks(operator)
-    found, seen = list[Case](), set[Pair]()
+    rng, blocks = random.Random(seed), _list_blocks(operator)
+    selected, seen = list[Case](), set[Pair]()
     for number in range(count):
-        drawn = [_case(rng, operator, number, blocks) for _ in range(8)]
-        best = max(drawn, key=lambda case: len(_pairs(case.features()) - seen))
-        seen |= _pairs(best.features())
-        found.append(best)
-    return found
+        drawn = [_draw_case(rng, operator, number, blocks) for _ in range(8)]
+        best = max(drawn, key=lambda case: len(_list_pairs(case.features()) - seen))
+        seen |= _list_pairs(best.features())
+        selected.append(best)
+    return selected
 
 
-def missing_pairs(drawn: Sequence[Case]) -> set[Pair]:
-    """Pairs of values of two features that none of the cases, all of one operator, has, of those that go together."""
-    found = set[Pair]().union(*(_pairs(case.features()) for case in drawn))
-    wanted = set[Pair]()
-    for one, other in itertools.combinations(_blocks(drawn[0].operator), 2):
-        for a, b in itertools.product(one, other):
-            wanted |= _pairs(a | b)
-    return wanted - found
+def find_missing_pairs(drawn: Sequence[Case]) -> set[Pair]:
+    """Return pairs of compatible values of two features that none of the cases, all of one operator, has."""
+    covered = set[Pair]().union(*(_list_pairs(case.features()) for case in drawn))
+    possible = set[Pair]()
+    for first_block, second_block in itertools.combinations(_list_blocks(drawn[0].operator), 2):
+        for a, b in itertools.product(first_block, second_block):
+            possible |= _list_pairs(a | b)
+    return possible - covered
 
 
-def expected(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the reference gives for the inputs: output in float64, or key and value; and new cache and scale."""
-    given: dict[str, Any] = {**inputs, **case.attributes}
+def compute_expected(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Compute the reference's results: output in float64, or key and value; and new cache and scale."""
+    arguments: dict[str, Any] = {**inputs, **case.attributes}
     if case.operator == "MultiHeadAttention":
-        return {"output": reference.multi_head_attention(**given)}
+        return {"output": reference.multi_head_attention(**arguments)}
     names: tuple[str, ...] = ("key", "value", "cache", "scale")
     results: tuple[np.ndarray | None, ...]
     if case.operator == "KeyValueCache":
-        results = reference.key_value_cache(**given)
+        results = reference.key_value_cache(**arguments)
     else:
-        names, results = ("output", "cache", "scale"), reference.multi_head_cache_attention(**given)
+        names, results = ("output", "cache", "scale"), reference.multi_head_cache_attention(**arguments)
     return {name: x for name, x in zip(names, results) if x is not None}
 
 
-def _pairs(features: Features) -> set[Pair]:
+def _list_pairs(features: Features) -> set[Pair]:
     return set(itertools.combinations(sorted(features.items()), 2))
 
 
-def _blocks(operator: str) -> list[list[Features]]:
-    """Features that go together, whatever those of other blocks are: one of each block's choices makes a case."""
+def _list_blocks(operator: str) -> list[list[Features]]:
+    """Return blocks of features. A case is one choice of each block; choices of different blocks are independent."""
 
-    def each(name: str, *values: Feature) -> list[Features]:
+    def list_values(name: str, *values: Feature) -> list[Features]:
         return [{name: value} for value in values]
 
     dims = (8, 16, 20, 40, 64, 128)
     dtypes = ("float32", "float16")
-    blocks = [each("domain", "opmx.dynamic_batching", "pmx.dynamic_batching"), each("dtype", *dtypes)]
-    blocks += [each("scalar_rank", 0, 1)]
+    blocks = [list_values("domain", "opmx.dynamic_batching", "pmx.dynamic_batching"), list_values("dtype", *dtypes)]
+    blocks += [list_values("scalar_rank", 0, 1)]
     if operator == "KeyValueCache":
-        blocks += [each("num_heads", *range(1, 9)), each("num_repeat", 1, 2, 3, 8)]
+        blocks += [list_values("num_heads", *range(1, 9)), list_values("num_repeat", 1, 2, 3, 8)]
     else:
         heads = list[Features]()
         for count in range(1, 9):
-            kinds = ["0", "all"] + ["one"] * (count > 1) + ["some"] * bool(_between(count))
+            kinds = ["0", "all"] + ["one"] * (count > 1) + ["some"] * bool(_list_divisors(count))
             heads += [{"num_heads": count, "num_kv_heads": kind} for kind in kinds]
-        blocks += [heads, each("is_causal", 0, 1), each("is_alibi", 0, 1)]
-        blocks += [each("mask", "absent", "empty", "2-D", "3-D")]
+        blocks += [heads, list_values("is_causal", 0, 1), list_values("is_alibi", 0, 1)]
+        blocks += [list_values("mask", "absent", "empty", "2-D", "3-D")]
     if operator == "MultiHeadAttention":
-        return [*blocks, each("head_dim", *dims)]
-    plain: list[Features] = [
+        return [*blocks, list_values("head_dim", *dims)]
+    unquantized: list[Features] = [
         {"head_dim": dim, "quant_group": 0, "scale": scale} for dim in dims for scale in ("absent", "empty", "unused")
     ]
-    coded: list[Features] = [
-        {"head_dim": dim, "quant_group": group, "scale": "stored"} for dim in dims for group in _groups(dim)
+    quantized: list[Features] = [
+        {"head_dim": dim, "quant_group": group, "scale": "stored"} for dim in dims for group in _list_group_sizes(dim)
     ]
     pages: list[Features] = [{"cache_mode": 1, "page_size": size} for size in (1, 4, 16)]
     layers: list[Features] = [{"num_layer": count, "layer_idx": i} for count in (1, 2, 3) for i in range(count)]
-    blocks += [plain + coded, [{"cache_mode": 0, "page_size": 0}, *pages], layers]
-    return [*blocks, each("cache_layout", *_AXES), each("scale_dtype", *dtypes)]
+    blocks += [unquantized + quantized, [{"cache_mode": 0, "page_size": 0}, *pages], layers]
+    return [*blocks, list_values("cache_layout", *_AXES), list_values("scale_dtype", *dtypes)]
 
 
-def _between(heads: int) -> list[int]:
+def _list_divisors(heads: int) -> list[int]:
     return [count for count in range(2, heads) if heads % count == 0]
 
 
-def _groups(head_dim: int) -> list[int]:
+def _list_group_sizes(head_dim: int) -> list[int]:
     return [size for size in (4, 8, 16) if head_dim % size == 0]
 
 
-def _case(rng: random.Random, operator: str, number: int, blocks: list[list[Features]]) -> Case:
+def _draw_case(rng: random.Random, operator: str, number: int, blocks: list[list[Features]]) -> Case:
     drawn: dict[str, Any] = {}
     for block in blocks:
         drawn |= rng.choice(block)
@@ -292,34 +296,36 @@ def _case(rng: random.Random, operator: str, number: int, blocks: list[list[Feat
     if operator != "KeyValueCache":
         attributes = {"num_heads": heads, "head_dim": dim}
         attributes |= {name: drawn[name] for name in ("is_causal", "is_alibi")}
-        kv_heads = {"one": 1, "some": rng.choice(_between(heads) or [0])}.get(drawn["num_kv_heads"], heads)
+        kv_heads = {"one": 1, "some": rng.choice(_list_divisors(heads) or [0])}.get(drawn["num_kv_heads"], heads)
         attributes["num_kv_heads"] = 0 if drawn["num_kv_heads"] == "0" else kv_heads
     if operator != "MultiHeadAttention":
         attributes |= {name: drawn[name] for name in ("num_layer", "layer_idx", "cache_mode", "cache_layout")}
         attributes["quant_bit"] = 8 if drawn["quant_group"] else 0
-        # neither of these is used without codes, or without pages
-        attributes["quant_group"] = drawn["quant_group"] or rng.choice(_groups(dim))
+        # unused without quantization, or without pages
+        attributes["quant_group"] = drawn["quant_group"] or rng.choice(_list_group_sizes(dim))
         attributes["page_size"] = drawn["page_size"] or rng.choice([1, 16, 128])
     if operator == "KeyValueCache":
         attributes["num_repeat"] = drawn["num_repeat"]
     defaults = DEFAULTS[operator]
     attributes = {name: x for name, x in attributes.items() if defaults.get(name) != x or rng.random() < 0.5}
-    parts = [str(number), drawn["dtype"], f"{heads}_of_{kv_heads}_x_{dim}"]
+    labels = [str(number), drawn["dtype"], f"{heads}_of_{kv_heads}_x_{dim}"]
     if operator != "MultiHeadAttention":
-        codes = f"int8_by_{drawn['quant_group']}_{drawn['scale_dtype']}" if drawn["quant_group"] else drawn["scale"]
+        cache_label = (
+            f"int8_by_{drawn['quant_group']}_{drawn['scale_dtype']}" if drawn["quant_group"] else drawn["scale"]
+        )
         slots = f"pages_{drawn['page_size']}" if drawn["cache_mode"] else "regions"
-        parts += [
+        labels += [
             f"layout_{drawn['cache_layout']}",
             slots,
             f"layer_{drawn['layer_idx']}_of_{drawn['num_layer']}",
-            codes,
+            cache_label,
         ]
     if operator == "KeyValueCache":
-        parts += [f"times_{drawn['num_repeat']}"]
+        labels += [f"times_{drawn['num_repeat']}"]
     else:
-        parts += ["causal"] * drawn["is_causal"] + ["alibi"] * drawn["is_alibi"] + [f"mask_{drawn['mask']}"]
+        labels += ["causal"] * drawn["is_causal"] + ["alibi"] * drawn["is_alibi"] + [f"mask_{drawn['mask']}"]
     return Case(
-        name="-".join(parts),
+        name="-".join(labels),
         operator=operator,
         domain=drawn["domain"],
         attributes=attributes,
@@ -334,8 +340,8 @@ def _case(rng: random.Random, operator: str, number: int, blocks: list[list[Feat
     )
 
 
-def _requests(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of one to six requests, their rows and past tokens, [B]; and how many of the first count as decoding."""
+def _draw_requests(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
+    """Draw one to six requests: their rows and past tokens, [B], and the number of leading decoding requests."""
     batch = int(rng.integers(1, 7))
 
     def lengths(*ranges: tuple[int, int], p: Sequence[float]) -> np.ndarray:
@@ -345,16 +351,16 @@ def _requests(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
     rows = lengths((0, 0), (1, 1), (2, 8), (9, 33), p=(0.05, 0.45, 0.35, 0.15))
     past = lengths((0, 0), (1, 8), (9, 40), (41, 140), p=(0.35, 0.3, 0.25, 0.1))
     decoding = int(rng.integers(0, batch + 1))
-    if rng.random() < 0.5:  # as mostly, but decoding requests may have more rows
+    if rng.random() < 0.5:  # usually; otherwise decoding requests have more rows
         rows[:decoding] = 1
     return rows, past, decoding
 
 
-def _tokens(rng: np.random.Generator, shape: tuple[int, int, int], group: int) -> np.ndarray:
-    """Keys or values, [N, heads, D], of which some groups are zeros, some small numbers, and some ties.
+def _draw_tokens(rng: np.random.Generator, shape: tuple[int, int, int], group: int) -> np.ndarray:
+    """Draw keys or values, [N, heads, D]; some groups are zeros, some small numbers, and some ties.
 
-    Small ones have the least scale there is, or in float16 a subnormal one. A group of ties has the scale 1/64, and
-    numbers halfway between two codes.
+    Small groups have the smallest scale, or in float16 a subnormal one. A group of ties has the scale 1/64, and numbers
+    halfway between two quantized values.
     """
     normal = rng.standard_normal((*shape[:2], shape[2] // group, group))
     small = normal * 10.0 ** rng.uniform(-7, -1.5, normal.shape[:3])[..., None]
@@ -365,8 +371,8 @@ def _tokens(rng: np.random.Generator, shape: tuple[int, int, int], group: int) -
     return np.choose(kind, kinds).reshape(shape)
 
 
-def _regions(rng: np.random.Generator, keys: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """cachestarts, [B], and every request's slots: regions in any order, with room between; nowhere without keys."""
+def _draw_regions(rng: np.random.Generator, keys: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Draw cachestarts, [B], and slots of requests: regions in any order, with gaps; illegal starts without keys."""
     starts, slots = rng.choice(_NOWHERE, len(keys)), [np.zeros(0, np.int64)] * len(keys)
     end = int(rng.integers(0, 4))
     for b in rng.permutation(len(keys)):
@@ -376,12 +382,12 @@ def _regions(rng: np.random.Generator, keys: np.ndarray) -> tuple[np.ndarray, li
     return starts, slots
 
 
-def _pages(
+def _draw_pages(
     rng: np.random.Generator, past: np.ndarray, keys: np.ndarray, size: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """cachestarts, [B, MaxP], and every request's slots: pages in any order, some unused, at multiples of size or not.
+    """Draw cachestarts, [B, MaxP], and the slots of requests: pages in any order, some unused, aligned to size or not.
 
-    Requests may have first pages in common, those which the call only reads.
+    Requests may share first pages that the call only reads.
     """
     counts, batch = -(-keys // size), len(keys)
     total = int(counts.sum())
@@ -391,17 +397,17 @@ def _pages(
     for b, own in enumerate(np.split(pages, np.cumsum(counts)[:-1])):
         table[b, : len(own)] = own
     if rng.random() < 0.3:
-        one, other = rng.integers(0, batch, 2)
-        common = min(past[one], past[other]) // size
-        table[one, :common] = table[other, :common]
+        first, second = rng.integers(0, batch, 2)
+        common = min(past[first], past[second]) // size
+        table[first, :common] = table[second, :common]
     positions = [np.arange(count) for count in keys]
     return table, [table[b, t // size] + t % size for b, t in enumerate(positions)]
 
 
-def _mask(
+def _draw_mask(
     rng: np.random.Generator, kind: str, heads: int, rows: np.ndarray, keys: np.ndarray, dtype: str
 ) -> np.ndarray:
-    """attn_mask: [N, M], or [heads, N, M], or without elements. What is no request's own is NaN."""
+    """Draw attn_mask: [N, M], or [heads, N, M], or without elements. Elements of no request are NaN."""
     n, nk = int(rows.sum()), int(keys.sum())
     before = {"empty": None, "2-D": (), "3-D": (heads,)}[kind]
     if before is None:
@@ -413,7 +419,7 @@ def _mask(
         own = rng.standard_normal((*before, count, length))
         hidden = rng.random(own.shape) < rng.choice([0.0, 0.3, 0.8])
         hidden |= rng.random((*own.shape[:-1], 1)) < 0.15  # whole rows
-        # A lowest number is added to a score, which it swallows or not as the type has it: there must be a larger one.
+        # A lowest number may swallow the score that it is added to, depending on the type: a row needs a larger number.
         lowest = (rng.random(own.shape) < 0.05) & ~hidden[..., :1]
         lowest[..., :1] = False
         own = np.where(hidden, -np.inf, np.where(lowest, np.finfo(dtype).min, own))

@@ -1,9 +1,9 @@
-"""PPL's KeyValueCache, MultiHeadAttention and MultiHeadCacheAttention of ragged requests, written from their semantics.
+"""PPL's KeyValueCache, MultiHeadAttention and MultiHeadCacheAttention of ragged batches, written from their semantics.
 
-None of the compiler's code is used. Codes and scales of an int8 cache are computed in the types that the operators
-name, so that they compare bit for bit; attention is computed in float64. Source: docs/operators/dynamic_batching and
-docs/appendix/KeyValueCacheQuantization.md of openppl-public/ppl.pmx. Unlike its torch functions, MultiHeadAttention
-alone adds ALiBi too where is_alibi asks for it, slopes are in float32, and rows that see no key give 0.
+None of the compiler's code is used. Quantized values and scales of an int8 cache are computed in the types that the
+operators name, so that they compare bit for bit; attention is computed in float64. Source:
+docs/operators/dynamic_batching and docs/appendix/KeyValueCacheQuantization.md of openppl-public/ppl.pmx. Its torch
+functions differ: here MultiHeadAttention adds ALiBi too with is_alibi, slopes are float32, rows without keys give 0.
 
 In the shapes below B is the requests, N and NK are all their rows and keys, D is head_dim, MaxT is the slots for tokens
 in the cache, MaxP is the pages in a row of the page table, and M is at least NK.
@@ -35,12 +35,12 @@ def key_value_cache(
     cache_layout: int = 0,
     page_size: int = 128,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """KeyValueCache: key and value [NK, heads * num_repeat, D] in the type of current_key, and new cache and scale.
+    """KeyValueCache: return key and value [NK, heads * num_repeat, D] in current_key's type, and new cache and scale.
 
     current_key and current_value: [N, heads, D]. seqstarts, kvstarts: [B + 1]. cachestarts: [B], or [B, MaxP] with
     pages (cache_mode 1); it and start_pos, [B], count tokens. cache: [MaxT, num_layer, 2, heads, D] in layout 0,
     [num_layer, MaxT, 2, heads, D] in 1, [num_layer, 2, MaxT, heads, D] in 2, [num_layer, 2, heads, MaxT, D] in 3.
-    scale: likewise, with D / quant_group for D; without quant_bit it is not used. Every request's tokens are stored
+    scale: likewise, with D / quant_group for D; without quant_bit it is not used. Every request's tokens are written
     before any are read.
     """
     heads, head_dim = current_key.shape[1:]
@@ -54,13 +54,13 @@ def key_value_cache(
     scales = scale if quant_bit else None
     assert quant_bit == 0 or (scales is not None and scales.shape == (*cache.shape[:-1], head_dim // quant_group))
 
-    def at(kind: int, head: int, request: int, position: int) -> tuple[int, ...]:
-        """Where the cache has a head of a token: kind is 0 for its key, 1 for its value."""
+    def locate(kind: int, head: int, request: int, position: int) -> tuple[int, ...]:
+        """Return the cache index of a head of a token: kind is 0 for its key, 1 for its value."""
         if cache_mode == 0:
             slot = int(cachestarts[request]) + position
         else:
             slot = int(cachestarts[request, position // page_size]) + position % page_size
-        assert 0 <= slot < max_t  # NumPy would count a negative one from the end
+        assert 0 <= slot < max_t  # NumPy would count a negative index from the end
         where = {"p": slot, "l": layer_idx, "k": kind, "h": head}
         return tuple(where[axis] for axis in axes)
 
@@ -69,37 +69,37 @@ def key_value_cache(
         assert past + rows == kvstarts[b + 1] - kvstarts[b]
         for kind, current in enumerate((current_key, current_value)):
             for n, h in np.ndindex(rows, heads):
-                x, place = current[seqstarts[b] + n, h], at(kind, h, b, past + n)
+                x, index = current[seqstarts[b] + n, h], locate(kind, h, b, past + n)
                 if scales is None:
-                    cache[place] = x
+                    cache[index] = x
                 else:
-                    cache[place], scales[place] = quantize(x, quant_group)
+                    cache[index], scales[index] = quantize(x, quant_group)
 
     shape = (int(kvstarts[-1]), heads, head_dim)
     packed = np.zeros(shape, current_key.dtype), np.zeros(shape, current_key.dtype)
     for b in range(len(start_pos)):
         for kind, to in enumerate(packed):
             for t, h in np.ndindex(int(kvstarts[b + 1] - kvstarts[b]), heads):
-                place = at(kind, h, b, t)
-                to[kvstarts[b] + t, h] = cache[place] if scales is None else dequantize(cache[place], scales[place])
+                index = locate(kind, h, b, t)
+                to[kvstarts[b] + t, h] = cache[index] if scales is None else dequantize(cache[index], scales[index])
     key, value = (np.repeat(x, num_repeat, axis=1) for x in packed)
     return key, value, cache, scale
 
 
 def quantize(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [D], int8 in -127 to 127, and scales [D / group], in x's type as is all arithmetic, of x, [D]."""
+    """Quantize x, [D], to int8 in -127 to 127; return it and scales [D / group]. All arithmetic is in x's type."""
     groups = x.reshape(-1, group)
     steps, floor = np.array(127, x.dtype), np.array(1e-5, x.dtype)
     scales = np.maximum(abs(groups).max(axis=1) / steps, floor)
-    codes = np.rint(groups / scales[:, None]).clip(-127, 127)
-    assert codes.dtype == scales.dtype == x.dtype
-    return codes.astype(np.int8).reshape(x.shape), scales
+    quantized = np.rint(groups / scales[:, None]).clip(-127, 127)
+    assert quantized.dtype == scales.dtype == x.dtype
+    return quantized.astype(np.int8).reshape(x.shape), scales
 
 
-def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Codes [D] times their scales [D / group], rounded to the scales' type."""
-    groups = codes.reshape(len(scales), -1).astype(scales.dtype)
-    return (groups * scales[:, None]).reshape(codes.shape)
+def dequantize(quantized: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return quantized values [D] times their scales [D / group], rounded to the scales' type."""
+    groups = quantized.reshape(len(scales), -1).astype(scales.dtype)
+    return (groups * scales[:, None]).reshape(quantized.shape)
 
 
 def multi_head_attention(
@@ -119,24 +119,24 @@ def multi_head_attention(
     is_alibi: int = 0,
     num_kv_heads: int = 0,
 ) -> np.ndarray:
-    """MultiHeadAttention of packed rows: [N, num_heads, D], float64.
+    """MultiHeadAttention of a ragged batch: return [N, num_heads, D], float64.
 
     query: [N, num_heads, D]. key and value: [NK, num_kv_heads, D], all heads if num_kv_heads is 0. seqstarts, kvstarts:
-    [B + 1]. decoding_batches: so many requests, the first, have no causal mask. attn_mask: [N, M] or [num_heads, N, M]
-    to add, of which a request reads its own rows and keys; as none where it has no elements.
+    [B + 1]. The first decoding_batches requests lack a causal mask. attn_mask: [N, M] or [num_heads, N, M] to add, of
+    which a request reads its own rows and keys; without elements it counts as absent.
     """
     kv_heads = num_kv_heads or num_heads
     assert num_heads % kv_heads == 0 and query.shape[1:] == (num_heads, head_dim)
     assert key.shape == value.shape == (kvstarts[-1], kv_heads, head_dim)
     if attn_mask is not None and not attn_mask.size:
         attn_mask = None
-    slopes = alibi_slopes(num_heads).astype(np.float64)
+    slopes = compute_alibi_slopes(num_heads).astype(np.float64)
     output = np.zeros(query.shape)
     for b in range(len(seqstarts) - 1):
         own = slice(int(seqstarts[b]), int(seqstarts[b + 1]))
         seen = slice(int(kvstarts[b]), int(kvstarts[b + 1]))
         rows, keys = own.stop - own.start, seen.stop - seen.start
-        # of a key from the row's own token: negative before it, positive after it
+        # of a key relative to the row's own token: negative before it, positive after it
         distance = np.arange(keys)[None, :] - np.arange(rows)[:, None] - (keys - rows)
         causal = is_causal and rows > 1 and b >= int(decoding_batches.item())
         for h in range(num_heads):
@@ -153,8 +153,8 @@ def multi_head_attention(
     return output
 
 
-def alibi_slopes(heads: int) -> np.ndarray:
-    """ALiBi's factor of each head, float32: of a power of two of them, and then of every other of twice as many."""
+def compute_alibi_slopes(heads: int) -> np.ndarray:
+    """Return ALiBi's factor of each head, float32: of a power of two of heads, then of every other of twice as many."""
     power = 1 << (heads.bit_length() - 1)
     first = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     more = [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
@@ -162,9 +162,9 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Of [rows, keys], over the keys; 0 in rows where all scores are -inf."""
-    most = scores.max(axis=1, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(most == -np.inf, 0, most))
+    """Return the softmax of [rows, keys] over the keys; 0 in rows where all scores are -inf."""
+    largest = scores.max(axis=1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(largest == -np.inf, 0, largest))
     total = weights.sum(axis=1, keepdims=True)
     return weights / np.where(total == 0, 1, total)
 
@@ -197,9 +197,9 @@ def multi_head_cache_attention(
     cache_layout: int = 0,
     page_size: int = 128,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """MultiHeadCacheAttention: the output, [N, num_heads, D] in float64, and new cache and scale.
+    """MultiHeadCacheAttention: return the output, [N, num_heads, D] in float64, and new cache and scale.
 
-    Its rows attend to what key_value_cache reads back, so to current keys and values as the cache has rounded them.
+    Its rows attend to the keys and values that key_value_cache reads back, so to current ones as rounded by the cache.
     Shapes are those of key_value_cache, whose heads are num_kv_heads, and of multi_head_attention.
     """
     key, value, cache, scale = key_value_cache(

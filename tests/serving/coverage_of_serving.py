@@ -1,4 +1,4 @@
-"""Which random cases cover which feature of the serving operators on which target.
+"""The random cases that cover each feature of the serving operators on each target.
 
 `python tests/serving/coverage_of_serving.py` writes docs/serving_coverage.md: the cases of the tests, which follow from
 seeds.
@@ -22,18 +22,18 @@ sys.path.append(str(Path(__file__).parents[2]))  # for the modules of tests.ops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving_coverage.md"
 
-# Seed, configurations and calls of each, by test.
+# Seed, configurations and the number of calls of each, by test.
 GPT = {"CPU": (0, 4, 20), "CPU, long": (1, 200, 10), "CUDA": (2, 2, 2), "CUDA, long": (3, 40, 2)}
 PPL = {"CPU": (0, 4, 12), "CPU, long": (1, 200, 10), "CUDA": (2, 1, 2), "CUDA, long": (3, 20, 2)}
 
-# Modules of tests with RUNS and with cases `drawn` from a number, by what they test.
+# Modules of tests with RUNS and with cases `drawn` from a number, by operator.
 MICROSOFT = {
     "PagedAttention": "test_paged_attention",
     "DecoderMaskedMultiHeadAttention, MultiHeadAttention over caches with room": "test_decoder_attention",
     "GroupQueryAttention over codes": "test_quantized_caches",
 }
 
-# What a call says of each feature of the cases.
+# The arguments of a call that express each feature of the cases.
 ARGUMENTS = {
     "dtype": "qkv", "heads": "num_heads, num_kv_heads", "head_size": "hidden_size_per_head", "rows": "qkv",
     "parts": "qkv", "qkv_bias": "qkv_bias", "phase": "host_request_types",
@@ -59,7 +59,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-# What has no random cases: the tests on the CPU, and on the emulated GPU or why there are none.
+# Features without random cases: the tests on the CPU, and on the emulated GPU or the reason why there are none.
 _DECODERS, _ON_GPU = "serving/test_served_decoders.py", "cuda/test_models.py::test_a_served_decoder"
 _HOST, _UNREAD = "the same code, on the host", "the host does not read a GPU's tables"
 OTHERS = [
@@ -85,60 +85,60 @@ OTHERS = [
 ]  # fmt: skip
 
 
-def others() -> list[str]:
-    """Raises LookupError for a test that is not there."""
+def list_other_tests() -> list[str]:
+    """Return the table of other tests; raise LookupError for a test that does not exist."""
     lines = ["| feature | CPU | CUDA |", "|---|---|---|"]
     for feature, *where in OTHERS:
         cells = []
         for test in where:
-            path, found, name = test.partition("::")
-            if found and f"def {name}(" not in (PAGE.parents[1] / "tests" / path).read_text():
+            path, separator, name = test.partition("::")
+            if separator and f"def {name}(" not in (PAGE.parents[1] / "tests" / path).read_text():
                 raise LookupError(f"{path} has no {name}")
-            cells.append(f"`tests/{test}`" if found else test)
+            cells.append(f"`tests/{test}`" if separator else test)
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     return lines
 
 
-def gpt_counts(seed: int, configurations: int, calls: int) -> Counter[tuple[str, str]]:
-    """Calls by feature and value."""
-    found: Counter[tuple[str, str]] = Counter()
+def count_gpt(seed: int, configurations: int, calls: int) -> Counter[tuple[str, str]]:
+    """Count calls by feature and value."""
+    counts: Counter[tuple[str, str]] = Counter()
     for case in gpt_attention_cases.cases(seed, configurations):
         for name in DOMAINS:
-            found[name, str(getattr(case, name))] += calls
+            counts[name, str(getattr(case, name))] += calls
         for trap in TRAPS:
             if dict(gpt_attention_cases.FEATURES)[f"trap: {trap}"](case):
-                found["trap", trap] += calls
-    return found
+                counts["trap", trap] += calls
+    return counts
 
 
-def ppl_counts(operator: str, seed: int, configurations: int, calls: int) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
+def count_ppl(operator: str, seed: int, configurations: int, calls: int) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
     for case in cache_attention_cases.cases(seed, configurations, operator):
         for name, value in case.features().items():
-            found[name, str(value)] += calls
-    return found
+            counts[name, str(value)] += calls
+    return counts
 
 
-def microsoft_counts(module: str) -> list[Counter[tuple[str, str]]]:
+def count_microsoft(module: str) -> list[Counter[tuple[str, str]]]:
     tests = importlib.import_module(f"tests.ops.microsoft.{module}")
     counts = []
     for run in GPT:
         numbers, calls = tests.RUNS[run]
-        found: Counter[tuple[str, str]] = Counter()
+        count: Counter[tuple[str, str]] = Counter()
         for number in numbers:
             case = tests.drawn(random.Random(number))
             for name, value in (asdict(case) if is_dataclass(case) else case).items():
-                found[name, str(value)] += calls
-        counts.append(found)
+                count[name, str(value)] += calls
+        counts.append(count)
     return counts
 
 
-def by_feature(counts: list[Counter[tuple[str, str]]], runs: Iterable[str]) -> list[str]:
-    known = sorted({key for found in counts for key in found})
-    return table("feature", [(f"`{name}`", value, [c[name, value] for c in counts]) for name, value in known], runs)
+def make_feature_table(counts: list[Counter[tuple[str, str]]], runs: Iterable[str]) -> list[str]:
+    keys = sorted({key for count in counts for key in count})
+    return make_table("feature", [(f"`{name}`", value, [c[name, value] for c in counts]) for name, value in keys], runs)
 
 
-def table(first: str, rows: Iterable[tuple[str, str, list[int]]], columns: Iterable[str]) -> list[str]:
+def make_table(first: str, rows: Iterable[tuple[str, str, list[int]]], columns: Iterable[str]) -> list[str]:
     heads = list(columns)
     lines = [f"| {first} | value | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, value, counts in rows:
@@ -146,19 +146,19 @@ def table(first: str, rows: Iterable[tuple[str, str, list[int]]], columns: Itera
     return lines
 
 
-def page() -> str:
-    gpt = [gpt_counts(*run) for run in GPT.values()]
+def make_page() -> str:
+    gpt = [count_gpt(*run) for run in GPT.values()]
     values = [(name, str(value)) for name, domain in DOMAINS.items() for value in domain if value != NA]
     rows = [(f"`{ARGUMENTS[name]}`", f"{name}: {value}", [c[name, value] for c in gpt]) for name, value in values]
     rows += [("several at once", trap, [c["trap", trap] for c in gpt]) for trap in TRAPS]
     lines = ["# What the tests of serving cover", "", *HEADER, "", "## gpt_attention", ""]
-    lines += table("argument", rows, GPT)
+    lines += make_table("argument", rows, GPT)
     for operator in cache_attention_cases.INPUTS:
-        ppl = [ppl_counts(operator, *run) for run in PPL.values()]
-        lines += ["", f"## {operator}", "", *by_feature(ppl, PPL)]
+        ppl = [count_ppl(operator, *run) for run in PPL.values()]
+        lines += ["", f"## {operator}", "", *make_feature_table(ppl, PPL)]
     for operator, module in MICROSOFT.items():
-        lines += ["", f"## com.microsoft {operator}", "", *by_feature(microsoft_counts(module), GPT)]
-    lines += ["", "## Whole decoders, caches and checks", "", *others()]
+        lines += ["", f"## com.microsoft {operator}", "", *make_feature_table(count_microsoft(module), GPT)]
+    lines += ["", "## Whole decoders, caches and checks", "", *list_other_tests()]
     return "\n".join([*lines, ""])
 
 
@@ -172,5 +172,5 @@ HEADER = (
 )
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(make_page())
     print(f"wrote {PAGE}")

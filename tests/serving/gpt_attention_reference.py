@@ -1,7 +1,8 @@
 """gpt_attention in float64, written from its description alone: loops over requests, rows, heads and keys.
 
-Rounded exactly where the description says so: biased and rotated Q, K and V once to the type of qkv, K and V when they
-are stored in 8 bits or take the round trip, Q for the context in e4m3. All else is float64. Errors are not checked.
+Values are rounded exactly where the description says so: biased and rotated Q, K and V once to the type of qkv, K and V
+when they are written in 8 bits or take the round trip, Q for the context in e4m3. All else is float64. Errors are not
+checked.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import numpy as np
 from gpt_cache_reference import E4M3_MAX, Cache, Call, to_e4m3
-from gpt_rotary_reference import POSITION_TYPES, Rotation, enumeration, rotation
-from gpt_score_reference import MASK_TYPES, bucket, formula_slopes, unpacked_mask
+from gpt_rotary_reference import POSITION_TYPES, Rotation, find_name, make_rotation
+from gpt_score_reference import MASK_TYPES, compute_slopes, find_bucket, unpack_mask
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Token:
 
 
 class Attention:
-    """One call, taken apart: requests, this call's K and V, who sees what."""
+    """One call in parts: requests, this call's K and V, and visibility."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        parts = [np.asarray(part) for part in call.qkv] if isinstance(call.qkv, (list, tuple)) else [call.qkv]
-        whole = np.concatenate(parts, axis=-1)
+        arrays = [np.asarray(array) for array in call.qkv] if isinstance(call.qkv, (list, tuple)) else [call.qkv]
+        whole = np.concatenate(arrays, axis=-1)
         self.dtype = whole.dtype
         self.lead = whole.shape[:-1]
         self.x = whole.reshape(-1, whole.shape[-1])  # (rows, columns)
@@ -61,16 +62,16 @@ class Attention:
         self.requests = list(self._requests())
         self.norm = float(call.q_scaling) * math.sqrt(call.hidden_size_per_head)
         self.mask: np.ndarray | None = None
-        self.mask_type = enumeration(call.mask_type, MASK_TYPES)
+        self.mask_type = find_name(call.mask_type, MASK_TYPES)
         if call.attention_mask is not None or call.attention_packed_mask is not None:
             self.mask_type = "custom_mask"
-            self.mask = unpacked_mask(call)
-        self.position_type = enumeration(call.position_embedding_type, POSITION_TYPES)
+            self.mask = unpack_mask(call)
+        self.position_type = find_name(call.position_embedding_type, POSITION_TYPES)
         if call.alibi_slopes is not None:
             self.slopes = np.asarray(call.alibi_slopes, np.float64)
         else:
             first = call.tp_rank * call.num_heads
-            self.slopes = formula_slopes(call.num_heads * call.tp_size)[first : first + call.num_heads]
+            self.slopes = compute_slopes(call.num_heads * call.tp_size)[first : first + call.num_heads]
         self.bias = None
         if call.relative_attention_bias is not None:
             self.bias = np.asarray(call.relative_attention_bias).astype(np.float64)
@@ -100,7 +101,7 @@ class Attention:
     # this call's Q, K and V
 
     def biased(self, row: int, first: int, heads: int) -> np.ndarray:
-        """float32 (heads, D) of the columns of a row from head `first` on, with the bias."""
+        """Return float32 (heads, D) of the columns of a row from head `first` on, with the bias."""
         size = self.call.hidden_size_per_head
         columns = slice(first * size, (first + heads) * size)
         values = self.x[row, columns].astype(np.float32)
@@ -115,23 +116,23 @@ class Attention:
         dynamic = self.call.rotary_embedding_scale_type in (2, "dynamic")
         if dynamic and request.generation and self.call.trt_mmha_compat:
             length -= 1
-        return rotation(self.call, length)
+        return make_rotation(self.call, length)
 
     def streaming_position(self, request: Request) -> int:
-        """n: the earlier keys within the window, and so the position of the query in a generation step."""
+        """Return n: the earlier keys within the window, and so the position of the query in a generation step."""
         return sum(self.in_window(request, request.length - 1, j) for j in range(request.past))
 
     def turned(self, values: np.ndarray, turn: Rotation | None, position: int) -> tuple[np.ndarray, np.ndarray]:
         if turn is None:
             return values.astype(np.float64), np.zeros(values.shape)
-        return turn.turn(values, position)
+        return turn.rotate(values, position)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """Once to T."""
+        """Round once to T."""
         return values.astype(self.dtype)
 
     def tokens(self) -> Iterator[Token]:
-        """K and V that this call adds, in order, as they are before rounding to T and storing."""
+        """Yield K and V that this call adds, in order, before rounding to T and before their KV write."""
         call = self.call
         if call.do_cross_attention:
             yield from self._encoder_tokens()
@@ -146,16 +147,16 @@ class Attention:
                 yield Token(request.index, beam, 1, p, v.astype(np.float64), np.zeros(v.shape), row)
 
     def _encoder_tokens(self) -> Iterator[Token]:
-        """cross_kv holds the context requests with no past alone, packed or padded."""
+        """Yield tokens of cross_kv, which contains only context requests without a past, packed or padded."""
         writers = [request for request in self.requests if not request.generation and request.past == 0]
         if not writers:
             return
         assert self.call.cross_kv is not None
-        given = np.asarray(self.call.cross_kv)
+        cross_kv = np.asarray(self.call.cross_kv)
         heads, size = self.call.kv_heads, self.call.hidden_size_per_head
         start = 0
         for n, request in enumerate(writers):
-            rows = given[n] if given.ndim == 3 else given[start:]
+            rows = cross_kv[n] if cross_kv.ndim == 3 else cross_kv[start:]
             start += request.encoder
             for j in range(request.encoder):
                 pair = rows[j].astype(np.float64).reshape(2, heads, size)
@@ -163,22 +164,22 @@ class Attention:
                     yield Token(request.index, 0, which, j, pair[which], np.zeros((heads, size)), -1)
 
     def round_trips(self, request: Request) -> bool:
-        """Whether this call's K and V are used as they come back from the cache."""
+        """Return whether this call's K and V are used as they come back from the cache."""
         fp8 = self.call.use_fp8_context_fmha and not request.generation
         return self.call.quantized and (fp8 or not self.call.attend_current_unquantized)
 
     def own(self, token: Token, request: Request, turn: Rotation | None, position: int) -> np.ndarray:
-        """float64 (Hkv, D): this call's K or V as attention uses it, K of streamingllm turned to `position`."""
+        """Return float64 (Hkv, D): this call's K or V as attention uses it, K of streamingllm rotated to `position`."""
         late = self.call.streamingllm and token.which == 0 and turn is not None
         values = self.rounded(token.exact)
         if self.round_trips(request):
-            used = self.cache.used(self.cache.coded(values, token.which), token.which)
+            used = self.cache.used(self.cache.quantize(values, token.which), token.which)
             return self.turned(used, turn, position)[0] if late else used
         if late:
             values = self.rounded(self.turned(token.exact.astype(np.float32), turn, position)[0])
         return values.astype(np.float64)
 
-    # who sees what
+    # visibility
 
     def in_window(self, request: Request, p: int, j: int) -> bool:
         call = self.call
@@ -201,7 +202,7 @@ class Attention:
         return near or (j // size + head * step + 1) % stride == 0
 
     def by_mask(self, request: Request, row: int, p: int, j: int, head: int) -> bool:
-        """The mask type's rule for query position p, which is row `row` of qkv, and key position j."""
+        """Return the mask type's rule for query position p, which is row `row` of qkv, and key position j."""
         last = request.length - 1
         if self.mask_type == "custom_mask":
             assert self.mask is not None
@@ -221,7 +222,7 @@ class Attention:
         return range(request.encoder if self.call.do_cross_attention else request.length)
 
     def visible(self, request: Request, i: int, head: int) -> list[int]:
-        """The keys that row i of a request sees, by token."""
+        """Return the keys that row i of a request sees, by token."""
         p, row = request.position(i), request.rows[i]
         return [
             j for j in self.keys(request) if self.in_window(request, p, j) and self.by_mask(request, row, p, j, head)
@@ -230,22 +231,22 @@ class Attention:
     # scores
 
     def added(self, request: Request, head: int, p: int, j: int) -> float:
-        """ALiBi and the relative bias of positions p and j."""
+        """Return ALiBi and the relative bias of positions p and j."""
         total = 0.0
         if self.position_type in ("alibi", "alibi_with_scale"):
             scale = 1 / self.norm if self.position_type == "alibi_with_scale" else 1.0
             total += self.slopes[head] * (j - p) * scale
         if self.bias is not None:
             if self.call.max_distance > 0:
-                both = self.call.relative_attention_bidirectional and not request.generation
+                is_bidirectional = self.call.relative_attention_bidirectional and not request.generation
                 buckets = self.bias.shape[1]
-                total += self.bias[head, bucket(j - p, buckets, self.call.max_distance, both)]
+                total += self.bias[head, find_bucket(j - p, buckets, self.call.max_distance, is_bidirectional)]
             else:
                 total += self.bias[head, p, j]
         return float(total)
 
     def query(self, request: Request, row: int, turn: Rotation | None, position: int) -> np.ndarray:
-        """float64 (Hq, D), with logn, in e4m3 where use_fp8_context_fmha asks for it."""
+        """Return float64 (Hq, D), with logn, in e4m3 where use_fp8_context_fmha is set."""
         values = self.turned(self.biased(row, 0, self.call.num_heads), turn, position)[0]
         result = self.rounded(values).astype(np.float64)
         if self.call.logn_scaling is not None:
@@ -265,7 +266,7 @@ class Attention:
         return source
 
     def attend(self, request: Request, own: dict[tuple[int, int, int], Token]) -> Iterator[tuple[int, int, Any, float]]:
-        """(row of qkv, head, output float64 (D), log of the sum of the exponents) of a request."""
+        """Yield (row of qkv, head, output float64 (D), log of the sum of the exponents) of a request."""
         call = self.call
         turn = self.rotation(request)
         group = call.num_heads // call.kv_heads
@@ -273,11 +274,11 @@ class Attention:
         for i, row in enumerate(request.rows):
             beam = i if request.generation else 0
             p = request.position(i)
-            place = {j: j for j in self.keys(request)}  # the position of a key
+            positions = {j: j for j in self.keys(request)}  # the position of a key
             if call.streamingllm and request.generation:
                 window = [j for j in range(request.length) if self.in_window(request, p, j)]
-                place = {j: n for n, j in enumerate(window)}
-            here = p if call.do_cross_attention else place[p]
+                positions = {j: n for n, j in enumerate(window)}
+            here = p if call.do_cross_attention else positions[p]
             q = self.query(request, row, turn, here)
             values: dict[tuple[int, int], np.ndarray] = {}
             for head in range(call.num_heads):
@@ -291,19 +292,19 @@ class Attention:
                             continue
                         token = own.get((0 if call.do_cross_attention else beam, which, j))
                         if token is not None:
-                            values[which, j] = self.own(token, request, turn, place[j])
+                            values[which, j] = self.own(token, request, turn, positions[j])
                             continue
                         source = self.source_beam(request, beam, j)
                         if (source, which, j) not in reads:
                             reads[source, which, j] = self.cache.read(request.index, source, which, j)
                         read = reads[source, which, j]
                         late = call.streamingllm and which == 0
-                        values[which, j] = self.turned(read, turn, place[j])[0] if late else read
+                        values[which, j] = self.turned(read, turn, positions[j])[0] if late else read
                 scores = np.array([q[head] @ values[0, j][head // group] for j in seen]) / self.norm
                 if call.attn_logit_softcapping_scale > 0:
                     cap = call.attn_logit_softcapping_scale
                     scores = cap * np.tanh(scores / cap)
-                scores = scores + np.array([self.added(request, head, here, place[j]) for j in seen])
+                scores = scores + np.array([self.added(request, head, here, positions[j]) for j in seen])
                 largest = scores.max()
                 weights = np.exp(scores - largest)
                 total = weights.sum()
@@ -311,7 +312,7 @@ class Attention:
                 yield row, head, output, float(largest + math.log(total))
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """context float64 (rows, Hq, D) and lse float64 (rows, Hq)."""
+        """Return context float64 (rows, Hq, D) and lse float64 (rows, Hq)."""
         call = self.call
         context = np.zeros((len(self.x), call.num_heads, call.hidden_size_per_head))
         lse = np.full((len(self.x), call.num_heads), -np.inf)
@@ -324,7 +325,7 @@ class Attention:
         return context, lse
 
     def store(self, cache: Cache, side: int = 0) -> list[np.ndarray]:
-        """The caches with this call's tokens; side -1 and +1 move each by its error before it is rounded to T."""
+        """Return the caches with this call's tokens; side -1 and +1 move each by its error before rounding to T."""
         if not self.call.use_cache:
             return []
         for token in self.tokens():
@@ -334,11 +335,11 @@ class Attention:
 
 
 def gpt_attention(qkv: Any, **arguments: Any) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """context float64 (N, Hq*D) or (R, S, Hq*D), lse float64 (N, Hq) or (R, S, Hq), the caches after the call.
+    """Return context float64 (N, Hq*D) or (R, S, Hq*D), lse float64 (N, Hq) or (R, S, Hq), the caches after the call.
 
     The arguments are those of the operator; none is changed. The caches are new arrays: none, the contiguous cache, or
     all pools in order. With attention_output_orig_quant_scale the context is out * scale within +-448, not yet rounded
-    to e4m3, so that a test can tell where rounding may go either way.
+    to e4m3, so that a test sees where rounding may go in either direction.
     """
     attention = Attention(Call(qkv=qkv, **arguments))
     call = attention.call
@@ -352,9 +353,9 @@ def gpt_attention(qkv: Any, **arguments: Any) -> tuple[np.ndarray, np.ndarray, l
 
 
 def cache_bounds(qkv: Any, **arguments: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The caches after the call with every rotated key as small, and as large, as float32 may make it.
+    """Return the caches after the call with every rotated key as small, and as large, as float32 may make it.
 
-    Where both agree to the bit a stored value must be this one, elsewhere one between.
+    Where both agree to the bit a cached value must be this one, elsewhere one between.
     """
     attention = Attention(Call(qkv=qkv, **arguments))
     low, high = (attention.store(Cache(attention.call), side) for side in (-1, 1))
@@ -362,7 +363,7 @@ def cache_bounds(qkv: Any, **arguments: Any) -> tuple[list[np.ndarray], list[np.
 
 
 def uncertain_keys(qkv: Any, **arguments: Any) -> np.ndarray:
-    """bool (rows, Hkv, D): rotated keys of this call that float32 may quantize to either of two values.
+    """Return bool (rows, Hkv, D): rotated keys of this call that float32 may quantize to either of two values.
 
     Where this call's own keys take the round trip, such a key changes the context by more than rounding does.
     """
@@ -373,7 +374,7 @@ def uncertain_keys(qkv: Any, **arguments: Any) -> np.ndarray:
     for token in attention.tokens():
         if token.which == 0 and token.row >= 0:
             low, high = (
-                attention.cache.coded(attention.rounded(token.exact + side * token.error), 0) for side in (-1, 1)
+                attention.cache.quantize(attention.rounded(token.exact + side * token.error), 0) for side in (-1, 1)
             )
             result[token.row] = low != high
     return result

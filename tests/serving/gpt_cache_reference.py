@@ -100,7 +100,7 @@ class Call:
 
     @property
     def window(self) -> int | None:
-        """W of this layer; None: every key is within the window."""
+        """Return W of this layer; None: every key is within the window."""
         if self.host_max_attention_window_sizes is None:
             return None
         sizes = np.asarray(self.host_max_attention_window_sizes).reshape(-1)
@@ -118,13 +118,13 @@ class Call:
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """float32 values to float8_e4m3fn: to nearest, ties to even, beyond +-448 saturated and never NaN."""
+    """Convert float32 values to float8_e4m3fn: to nearest, ties to even, beyond +-448 saturated and never NaN."""
     assert values.dtype == np.float32
     return np.clip(values, np.float32(-E4M3_MAX), np.float32(E4M3_MAX)).astype(E4M3)
 
 
 def quantize(values: np.ndarray, scale: np.float32, dtype: np.dtype) -> np.ndarray:
-    """sat(rne(float32(values) * scale)), the matmul in float32."""
+    """Return sat(rne(float32(values) * scale)), with the multiplication in float32."""
     matmul = values.astype(np.float32) * np.float32(scale)
     if dtype == np.dtype(np.int8):
         return np.clip(np.rint(matmul), -128, 127).astype(np.int8)
@@ -132,10 +132,10 @@ def quantize(values: np.ndarray, scale: np.float32, dtype: np.dtype) -> np.ndarr
     return to_e4m3(matmul)
 
 
-def slot_of(call: Call, token: int, block_size: int | None) -> int:
-    """The slot of a token: sinks first, then, behind the bubble, a ring of W - Sk tokens and the spare block's.
+def find_slot(call: Call, token: int, block_size: int | None) -> int:
+    """Return the slot of a token: sinks first, then, after the bubble, a ring of W - Sk tokens and the spare block's.
 
-    block_size is None for a contiguous cache. Cross attention knows neither windows nor sinks.
+    block_size is None for a contiguous cache. Cross attention ignores windows and sinks.
     """
     sinks, window = call.sinks, call.window
     if call.do_cross_attention or token < sinks:
@@ -150,18 +150,20 @@ def slot_of(call: Call, token: int, block_size: int | None) -> int:
 class Cache:
     """A copy of the caches of a call, read and written one token of one (request, beam) at a time.
 
-    `arrays` holds the copies: none without a cache, the one contiguous cache, or all pools.
+    `arrays` are the copies: none without a cache, the one contiguous cache, or all pools.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.paged = call.kv_cache_block_offsets is not None
-        given: list[Any] = []
+        sources: list[Any] = []
         if call.use_cache and call.past_key_value is not None:
-            given = [*call.past_key_value] if isinstance(call.past_key_value, (list, tuple)) else [call.past_key_value]
+            sources = (
+                [*call.past_key_value] if isinstance(call.past_key_value, (list, tuple)) else [call.past_key_value]
+            )
         elif call.use_cache and call.host_kv_cache_pool_pointers is not None:
-            given = [*call.host_kv_cache_pool_pointers]
-        self.arrays = [np.array(array, copy=True) for array in given]
+            sources = [*call.host_kv_cache_pool_pointers]
+        self.arrays = [np.array(array, copy=True) for array in sources]
         self.layer, pool = 0, 0
         self.block_size: int | None = None
         if self.paged:
@@ -184,9 +186,9 @@ class Cache:
         self.kv_orig_quant_scale: tuple[np.float32, np.float32] | None
         self.kv_quant_orig_scale: tuple[np.float32, np.float32] | None
 
-    def place(self, request: int, beam: int, which: int, token: int) -> np.ndarray:
-        """A view (Hkv, D) of K (which = 0) or V (1) of a token."""
-        slot = slot_of(self.call, token, self.block_size)
+    def view_token(self, request: int, beam: int, which: int, token: int) -> np.ndarray:
+        """Return a view (Hkv, D) of K (which = 0) or V (1) of a token."""
+        slot = find_slot(self.call, token, self.block_size)
         if self.block_size is None:
             cache = self.arrays[0]
             row = request * self.call.beams + beam
@@ -199,22 +201,22 @@ class Cache:
         return self.blocks[entry + 2 * self.layer, :, slot % self.block_size]
 
     def used(self, stored: np.ndarray, which: int) -> np.ndarray:
-        """float64 of stored values."""
+        """Return float64 of cached values."""
         values = stored.astype(np.float64)
         if self.kv_quant_orig_scale is not None:
             values = values * float(self.kv_quant_orig_scale[which])
         return values
 
-    def coded(self, values: np.ndarray, which: int) -> np.ndarray:
-        """Values of T as they are stored."""
+    def quantize(self, values: np.ndarray, which: int) -> np.ndarray:
+        """Quantize values of T to the type of the cache."""
         if self.kv_orig_quant_scale is None:
             return values
         return quantize(values, self.kv_orig_quant_scale[which], self.dtype)
 
     def read(self, request: int, beam: int, which: int, token: int) -> np.ndarray:
-        return self.used(self.place(request, beam, which, token), which)
+        return self.used(self.view_token(request, beam, which, token), which)
 
     def write(self, request: int, beam: int, which: int, token: int, values: np.ndarray) -> None:
-        coded = self.coded(values, which)
-        assert coded.dtype == self.dtype
-        self.place(request, beam, which, token)[...] = coded
+        quantized = self.quantize(values, which)
+        assert quantized.dtype == self.dtype
+        self.view_token(request, beam, which, token)[...] = quantized

@@ -12,8 +12,8 @@ MAX_POSITIONS = 16  # of dynamic and longrope: some requests are longer, some sh
 MAX_DISTANCE = 23  # of the bias in buckets: with 4 to 12 buckets no distance lies on the border of two
 
 
-def attributes(case: Features) -> dict[str, Any]:
-    """The arguments that are no arrays. Those at their defaults are left out in part."""
+def make_attributes(case: Features) -> dict[str, Any]:
+    """Return the arguments that are not arrays. Some of those at their defaults are left out."""
     heads, kv_heads = case.heads
     result: dict[str, Any] = {"num_heads": heads, "hidden_size_per_head": case.head_size}
     if kv_heads != heads or case.redundant:
@@ -42,7 +42,7 @@ def attributes(case: Features) -> dict[str, Any]:
     if case.redundant:
         result["max_context_length"] = 64
         if case.cache != "none":
-            result["kv_cache_quant_mode"] = 3  # bits that mean nothing here
+            result["kv_cache_quant_mode"] = 3  # unused bits
     _enumerate(result, case, "position_embedding_type", case.position, POSITION_TYPES, "learned_absolute")
     _masks(result, case)
     _rotary(result, case)
@@ -61,7 +61,7 @@ def _enumerate(
 
 def _masks(result: dict[str, Any], case: Features) -> None:
     if case.mask == "custom_mask" and not case.redundant:
-        return  # the mask itself says so
+        return  # the mask itself has the heads
     _enumerate(result, case, "mask_type", case.mask, MASK_TYPES, "causal")
     if case.mask == "blocksparse":
         result["block_sparse_block_size"] = 3
@@ -73,7 +73,7 @@ def _masks(result: dict[str, Any], case: Features) -> None:
 def _rotary(result: dict[str, Any], case: Features) -> None:
     if case.rotary_dim == NA:
         if case.redundant:
-            result["rotary_embedding_dim"] = case.head_size  # without a rotary position type it does nothing
+            result["rotary_embedding_dim"] = case.head_size  # without a rotary position type it is unused
         return
     dim = {"zero": 0, "two": 2, "half": case.head_size // 2, "all": case.head_size}[case.rotary_dim]
     result["rotary_embedding_dim"] = dim
@@ -91,7 +91,7 @@ def _rotary(result: dict[str, Any], case: Features) -> None:
             "partial": {"low_freq_factor": 2.0, "original_max_position_embeddings": 48},
             "full": full,
         }[case.rope_config]
-        result["rotary_embedding_scale"] = 3.0  # not llama3's factor, which keeps its default
+        result["rotary_embedding_scale"] = 3.0  # except llama3's factor, which stays at its default
     if case.scaling == "yarn":
         result["rotary_embedding_base"] = 500.0
         result["rotary_embedding_scale"] = 4.0

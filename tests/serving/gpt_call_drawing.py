@@ -1,32 +1,32 @@
-"""The arguments of one call of gpt_attention for a configuration: sizes and data at random, poison where none may look.
+"""The arguments of one call of gpt_attention for a configuration: random sizes and data, and poison elsewhere.
 
-Sizes differ from call to call; attributes, dtypes, ranks and which arguments there are follow from the configuration.
+Sizes differ from call to call; attributes, dtypes, ranks and the set of arguments follow from the configuration.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from gpt_attention_reference import Attention, Request, uncertain_keys
-from gpt_cache_reference import E4M3, FP8_MODE, INT8_MODE, Cache, Call, slot_of
+from gpt_cache_reference import E4M3, FP8_MODE, INT8_MODE, Cache, Call, find_slot
 from gpt_case_features import Features
-from gpt_row_drawing import Arguments, RowDrawing, between_nan, poisoned
+from gpt_row_drawing import Arguments, RowDrawing, make_poison, surround_with_nan
 
 CACHES: dict[str, np.dtype] = {"int8": np.dtype(np.int8), "fp8": E4M3}
 
-Place = tuple[int, int, int]  # request, beam, token
+TokenIndex = tuple[int, int, int]  # request, beam, token
 Entry = tuple[int, int, int]  # request, beam, column of kv_cache_block_offsets
 
 
 class Drawing(RowDrawing):
-    """A call with its caches: numbers where it reads, poison elsewhere."""
+    """A call with its caches: numbers in the slots that it reads, poison elsewhere."""
 
     def __init__(self, case: Features, rng: np.random.Generator) -> None:
         super().__init__(case, rng)
-        self.read: set[Place] = set()
-        self.written: set[Place] = set()
+        self.read: set[TokenIndex] = set()
+        self.written: set[TokenIndex] = set()
         self.blocks_read: set[Entry] = set()
         self.blocks_written: set[Entry] = set()
-        self.layer = self.pool_number = 0  # of the layer: where in the pool, which pool
+        self.layer = self.pool_number = 0  # the layer's index in its pool, and the pool's number
         self.add_rows()
         self.add_lengths()
         self.add_indirection()
@@ -34,27 +34,27 @@ class Drawing(RowDrawing):
         self.add_slopes()
         self.add_tables()
         self.add_caches()
-        self.settle_keys()
+        self.redraw_uncertain_keys()
         if case.fp8_output:
-            self.arguments["attention_output_orig_quant_scale"] = between_nan([float(rng.uniform(100, 400))])
+            self.arguments["attention_output_orig_quant_scale"] = surround_with_nan([float(rng.uniform(100, 400))])
 
     def pool(self) -> np.ndarray:
-        """The pool of the layer."""
+        """Return the pool of the layer."""
         if "past_key_value" in self.arguments:
             return self.arguments["past_key_value"]
         return self.arguments["host_kv_cache_pool_pointers"][self.pool_number]
 
     def offsets(self) -> np.ndarray:
-        """A view (B, beams, 2, M) of the layer's kv_cache_block_offsets."""
+        """Return a view (B, beams, 2, M) of the layer's kv_cache_block_offsets."""
         offsets = self.arguments["kv_cache_block_offsets"]
         return offsets[self.pool_number] if offsets.ndim == 5 else offsets
 
     def slot(self, token: int) -> int:
-        """The slot of a token in a contiguous cache."""
-        return slot_of(Call(**self.arguments), token, None)
+        """Return the slot of a token in a contiguous cache."""
+        return find_slot(Call(**self.arguments), token, None)
 
-    def places_read(self, attention: Attention, by_mask: bool) -> set[Place]:
-        """(request, beam, token) that are read from the cache; by_mask: without those that the masks hide."""
+    def list_reads(self, attention: Attention, by_mask: bool) -> set[TokenIndex]:
+        """Return (request, beam, token) that are read from the cache; by_mask: without those that the masks hide."""
         result = set()
         for request in attention.requests:
             own = not request.generation and request.past == 0
@@ -69,7 +69,7 @@ class Drawing(RowDrawing):
                     result.add((request.index, attention.source_beam(request, i if request.generation else 0, j), j))
         return result
 
-    def places_written(self, requests: list[Request]) -> set[Place]:
+    def list_writes(self, requests: list[Request]) -> set[TokenIndex]:
         if self.cross:
             new = [request for request in requests if not request.generation and request.past == 0]
             return {(request.index, 0, j) for request in new for j in range(request.encoder)}
@@ -80,7 +80,7 @@ class Drawing(RowDrawing):
         }
 
     def add_caches(self) -> None:
-        """The cache: numbers where the call reads, poison elsewhere."""
+        """Add the cache: numbers in the slots that the call reads, poison elsewhere."""
         case = self.case
         if case.cache == "none":
             return
@@ -88,18 +88,18 @@ class Drawing(RowDrawing):
             self.add_scales()
         dtype = CACHES.get(case.quantized, self.T)
         attention = Attention(Call(**self.arguments))
-        reads, writes = self.places_read(attention, False), self.places_written(attention.requests)
+        reads, writes = self.list_reads(attention, False), self.list_writes(attention.requests)
         self.read, self.written = reads, writes
         if case.cache == "paged":
             self.add_pools(reads, writes, dtype)
         else:
-            slots = [slot_of(attention.call, token, None) for _, _, token in reads | writes]
+            slots = [find_slot(attention.call, token, None) for _, _, token in reads | writes]
             rows = len(self.lengths.past) * self.beams + self.number(0, 1)
             shape = (rows, 2, self.kv_heads, max(slots) + 1 + self.number(0, 3), case.head_size)
-            self.arguments["past_key_value"] = poisoned(shape, dtype, self.rng)
-        self.fill(self.places_read(attention, True) if case.poison_invisible else reads)
+            self.arguments["past_key_value"] = make_poison(shape, dtype, self.rng)
+        self.fill(self.list_reads(attention, True) if case.poison_invisible else reads)
 
-    def fill(self, tokens: set[Place]) -> None:
+    def fill(self, tokens: set[TokenIndex]) -> None:
         cache = Cache(Call(**self.arguments))
         for request, beam, token in sorted(tokens):
             for which in (0, 1):
@@ -111,23 +111,23 @@ class Drawing(RowDrawing):
             self.arguments["host_kv_cache_pool_pointers"] = cache.arrays
 
     def add_scales(self) -> None:
-        """Scales with which some values saturate; there and back differ, so that neither can stand for the other."""
+        """Add scales with which some values saturate; both directions differ, so that neither can replace the other."""
         several = 2 if self.case.scales == "two" else 1
         top = 127.0 if self.case.quantized == "int8" else 448.0
         there = [top / self.rng.uniform(1.5, 2.5) for _ in range(several)]
-        self.arguments["kv_orig_quant_scale"] = between_nan(there)
-        self.arguments["kv_quant_orig_scale"] = between_nan([self.rng.uniform(0.8, 1.2) / s for s in there])
+        self.arguments["kv_orig_quant_scale"] = surround_with_nan(there)
+        self.arguments["kv_quant_orig_scale"] = surround_with_nan([self.rng.uniform(0.8, 1.2) / s for s in there])
         mode = INT8_MODE if self.case.quantized == "int8" else FP8_MODE
         self.arguments["kv_cache_quant_mode"] = mode | (3 if self.case.redundant else 0)
 
-    def add_pools(self, reads: set[Place], writes: set[Place], dtype: np.dtype) -> None:
-        """Pools and kv_cache_block_offsets, nonsense where no block is needed; what is written lies apart."""
+    def add_pools(self, reads: set[TokenIndex], writes: set[TokenIndex], dtype: np.dtype) -> None:
+        """Add pools and kv_cache_block_offsets, nonsense in unused entries; written blocks are separate."""
         case, rng, size = self.case, self.rng, int(self.case.tokens_per_block)
         call = Call(**self.arguments)
-        written: set[Entry] = {(b, beam, slot_of(call, token, size) // size) for b, beam, token in writes}
-        read: set[Entry] = {(b, beam, slot_of(call, token, size) // size) for b, beam, token in reads}
+        written: set[Entry] = {(b, beam, find_slot(call, token, size) // size) for b, beam, token in writes}
+        read: set[Entry] = {(b, beam, find_slot(call, token, size) // size) for b, beam, token in reads}
         self.blocks_read, self.blocks_written = read, written
-        twins = self.shared(read - written) if case.entries == "shared" else {}
+        twins = self.find_twins(read - written) if case.entries == "shared" else {}
         blocks = sorted((read | written) - set(twins))
         layer, layers, pool, pools, mapping = self.pool_layout()
         self.layer, self.pool_number = layer, pool
@@ -157,14 +157,14 @@ class Drawing(RowDrawing):
             lead: tuple[int, ...] = (len(blocks) + spare,) if n == pool else (self.number(1, 3),)
             if case.pool != "rank 5":
                 lead = (*lead, layers)
-            arrays.append(poisoned((*lead, 2, self.kv_heads, size, case.head_size), dtype, rng))
+            arrays.append(make_poison((*lead, 2, self.kv_heads, size, case.head_size), dtype, rng))
         if case.holder == "array":
             self.arguments["past_key_value"] = arrays[0]
         else:
             self.arguments["host_kv_cache_pool_pointers"] = arrays
 
-    def shared(self, only_read: set[Entry]) -> dict[Entry, Entry]:
-        """Blocks that are only read and stand for the same column of another request or beam: {one: the other}."""
+    def find_twins(self, only_read: set[Entry]) -> dict[Entry, Entry]:
+        """Map blocks that are only read to the same column of another request or beam: {duplicate: original}."""
         twins: dict[Entry, Entry] = {}
         first: dict[int, Entry] = {}
         for entry in sorted(only_read):
@@ -176,7 +176,7 @@ class Drawing(RowDrawing):
         return twins
 
     def pool_layout(self) -> tuple[int, int, int, int, list[list[int]] | None]:
-        """Layer in the pool, layers of a pool, the pool, how many pools, and host_kv_cache_pool_mapping."""
+        """Return layer in the pool, layers of a pool, the pool, the number of pools, and host_kv_cache_pool_mapping."""
         case = self.case
         if case.pool == "rank 5":
             return 0, 1, 0, 1, None
@@ -190,8 +190,8 @@ class Drawing(RowDrawing):
         pool, layer = mapping[case.layer]
         return layer, layers, pool, pools, mapping
 
-    def settle_keys(self) -> None:
-        """Draw keys again that float32 may quantize either way, where this call reads its own keys back."""
+    def redraw_uncertain_keys(self) -> None:
+        """Draw keys again that float32 may quantize in either direction, if this call reads its own keys back."""
         case = self.case
         if case.quantized == "none" or self.cross:
             return
@@ -209,6 +209,6 @@ class Drawing(RowDrawing):
             keys[...] = flat.reshape(keys.shape)
 
 
-def draw(case: Features, rng: np.random.Generator) -> Arguments:
-    """The arguments of one call, qkv among them."""
+def draw_arguments(case: Features, rng: np.random.Generator) -> Arguments:
+    """Draw the arguments of one call, qkv among them."""
     return Drawing(case, rng).arguments

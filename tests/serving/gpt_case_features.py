@@ -1,7 +1,7 @@
-"""Which features a random gpt_attention case has: their values, what does not go together, and pairs of them.
+"""The features of a random gpt_attention case: their values, contradictions between them, and pairs of them.
 
-A feature fixes what a compiled call is made for: attributes, dtypes, ranks, which arguments there are. Where a feature
-has no meaning its value is NA, so that a pair counts only where both mean something.
+A feature fixes a static property of a compiled call: attributes, dtypes, ranks, the set of arguments. A feature without
+a meaning has the value NA, so that a pair counts only where both have a meaning.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Features:
     parts: str  # qkv as one array or as a list of three
     qkv_bias: bool
     phase: str
-    chunks: str  # of context requests: the first chunk (past 0), or later ones too
+    chunks: str  # of context requests: only the first chunk (past 0), or later ones too
     cache: str
     pool: str  # rank, and whether a mapping names pool and layer
     holder: str  # past_key_value, or a list host_kv_cache_pool_pointers
     offsets_rank: Any
-    entries: str  # as a manager numbers blocks; K and V anywhere; blocks only read shared
+    entries: str  # numbered by a manager; K and V anywhere; read-only blocks shared
     tokens_per_block: Any
     layer: int
     quantized: str
@@ -71,8 +71,8 @@ class Features:
     splits: Any  # multi_block_mode
     lengths_dtype: str
     names: bool  # enumerations by name
-    redundant: bool  # arguments without effect are given
-    poison_invisible: bool  # cached keys and biases that the mask type hides hold NaN too
+    redundant: bool  # unused arguments are passed, too
+    poison_invisible: bool  # cached keys and biases that the mask type hides are NaN, too
 
 
 DOMAINS: dict[str, tuple[Any, ...]] = {
@@ -133,10 +133,10 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "poison_invisible": (False, True),
 }  # fmt: skip
 
-# drawn first, and how often, so that what only paged caches have does not crowd out the others
+# drawn first, weighted, so that features of paged caches do not crowd out the others
 FIRST: dict[str, tuple[Any, ...]] = {"cache": ("none", "contiguous", "contiguous", "paged", "paged", "paged")}
 
-# what a plain case mostly has, so that not every case has everything at once
+# the usual values of a plain case, so that not every case has all features at once
 PLAIN: dict[str, Any] = {
     "qkv_bias": False, "quantized": "none", "window": "none", "sinks": "none", "streamingllm": False, "beams": "none",
     "mask": "causal", "relative_bias": "none", "logn": False, "softcap": False, "cross": "none", "fp8_output": False,
@@ -147,65 +147,65 @@ ROPE = ("rope_gptj", "rope_gpt_neox", "long_rope", "yarn")
 ALIBI = ("alibi", "alibi_with_scale")
 
 
-def _others(feature: str, *values: Any) -> tuple[Any, ...]:
+def _exclude(feature: str, *values: Any) -> tuple[Any, ...]:
     return tuple(value for value in DOMAINS[feature] if value not in values)
 
 
-def _never(**clause: Any) -> dict[str, tuple[Any, ...]]:
+def _forbid(**clause: Any) -> dict[str, tuple[Any, ...]]:
     return {name: values if isinstance(values, tuple) else (values,) for name, values in clause.items()}
 
 
 def _only_where(feature: str, values: tuple[Any, ...], *dependants: str) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Dependants are NA exactly where the feature has none of the values."""
+    """Yield clauses: dependants are NA exactly where the feature has none of the values."""
     for name in dependants:
-        yield {feature: _others(feature, *values), name: _others(name, NA)}
+        yield {feature: _exclude(feature, *values), name: _exclude(name, NA)}
         yield {feature: values, name: (NA,)}
 
 
-# clauses of which not all parts may hold at once
+# a case must not match all features of a clause
 FORBIDDEN: tuple[dict[str, tuple[Any, ...]], ...] = (
     *_only_where("phase", ("context", "mixed"), "chunks"),
     *_only_where("cache", ("paged",), "pool", "holder", "offsets_rank", "entries", "tokens_per_block"),
     *_only_where("quantized", ("int8", "fp8"), "scales"),
-    *_only_where("sinks", _others("sinks", "none"), "sink_form"),
+    *_only_where("sinks", _exclude("sinks", "none"), "sink_form"),
     *_only_where("mask", ("custom_mask",), "mask_form"),
     *_only_where("mask", ("blocksparse",), "homo_head_pattern"),
     *_only_where("position", ROPE, "scaling", "table", "rotary_dim"),
     *_only_where("position", ALIBI, "slopes"),
     *_only_where("scaling", ("longrope", "llama3", "yarn"), "rope_config"),
-    *_only_where("relative_bias", _others("relative_bias", "none"), "relative_dtype"),
+    *_only_where("relative_bias", _exclude("relative_bias", "none"), "relative_dtype"),
     *_only_where("cross", ("wide", "narrow"), "cross_rows"),
     # without a cache: contexts alone, and no argument of a cache
-    _never(cache="none", phase=("generation", "mixed")),
-    _never(cache="none", chunks="later"),
-    _never(cache="none", quantized=("int8", "fp8")),
-    _never(cache="none", beams=(1, 2, 3)),
-    _never(cache="none", streamingllm=True),
-    _never(rows="padded", phase="mixed"),
-    _never(pool="many", offsets_rank=4),
-    _never(pool="many", holder="array"),
-    _never(quantized=("none", "int8"), fp8_context_fmha=True),
-    _never(fp8_context_fmha=True, logn=True),  # which comes first, rounding to e4m3 or logn, is left open
-    _never(window="none", windows_per_layer=True),
-    _never(cache=("none", "contiguous"), one_more_block=True),
-    _never(streamingllm=True, beams=(2, 3)),
-    _never(streamingllm=True, chunks="later"),
-    _never(streamingllm=True, compat=True, scaling="dynamic"),  # the length that counts is left open
-    _never(beams=("none", 1), long_lengths=True),
-    _never(beams=(2, 3), window="narrow"),
-    _never(position="long_rope", scaling=_others("scaling", "longrope")),
-    _never(position="yarn", scaling=_others("scaling", "yarn")),
-    _never(position="relative", relative_bias="none"),
-    _never(rotary_dim="zero", table=_others("table", "none")),
-    _never(rotary_dim="zero", scaling=_others("scaling", "none")),
+    _forbid(cache="none", phase=("generation", "mixed")),
+    _forbid(cache="none", chunks="later"),
+    _forbid(cache="none", quantized=("int8", "fp8")),
+    _forbid(cache="none", beams=(1, 2, 3)),
+    _forbid(cache="none", streamingllm=True),
+    _forbid(rows="padded", phase="mixed"),
+    _forbid(pool="many", offsets_rank=4),
+    _forbid(pool="many", holder="array"),
+    _forbid(quantized=("none", "int8"), fp8_context_fmha=True),
+    _forbid(fp8_context_fmha=True, logn=True),  # the order of rounding to e4m3 and logn is undefined
+    _forbid(window="none", windows_per_layer=True),
+    _forbid(cache=("none", "contiguous"), one_more_block=True),
+    _forbid(streamingllm=True, beams=(2, 3)),
+    _forbid(streamingllm=True, chunks="later"),
+    _forbid(streamingllm=True, compat=True, scaling="dynamic"),  # the length that counts is undefined
+    _forbid(beams=("none", 1), long_lengths=True),
+    _forbid(beams=(2, 3), window="narrow"),
+    _forbid(position="long_rope", scaling=_exclude("scaling", "longrope")),
+    _forbid(position="yarn", scaling=_exclude("scaling", "yarn")),
+    _forbid(position="relative", relative_bias="none"),
+    _forbid(rotary_dim="zero", table=_exclude("table", "none")),
+    _forbid(rotary_dim="zero", scaling=_exclude("scaling", "none")),
     # cross attention
-    _never(cross=("wide", "narrow"), position=ALIBI),
-    _never(cross=("wide", "narrow"), relative_bias=_others("relative_bias", "none")),
-    _never(cross=("wide", "narrow"), streamingllm=True),
-    _never(cross=("wide", "narrow"), sinks=("whole blocks", "bubble")),
-    _never(cross="narrow", parts="three"),
-    _never(phase="generation", cross_rows=("packed", "padded")),
-    _never(phase=("context", "mixed"), cross_rows="absent"),
+    _forbid(cross=("wide", "narrow"), position=ALIBI),
+    _forbid(cross=("wide", "narrow"), relative_bias=_exclude("relative_bias", "none")),
+    _forbid(cross=("wide", "narrow"), streamingllm=True),
+    _forbid(cross=("wide", "narrow"), sinks=("whole blocks", "bubble")),
+    _forbid(cross="narrow", parts="three"),
+    _forbid(phase="generation", cross_rows=("packed", "padded")),
+    _forbid(phase=("context", "mixed"), cross_rows="absent"),
 )
 
 _CLAUSES: dict[str, list[dict[str, tuple[Any, ...]]]] = {
@@ -213,25 +213,26 @@ _CLAUSES: dict[str, list[dict[str, tuple[Any, ...]]]] = {
 }
 
 
-def contradictory(values: Values, name: str) -> bool:
-    """Whether the value of one feature contradicts the others that are fixed so far."""
+def is_contradictory(values: Values, name: str) -> bool:
+    """Return whether the value of one feature contradicts the other values so far."""
     return any(
-        all(part in values and values[part] in allowed for part, allowed in clause.items()) for clause in _CLAUSES[name]
+        all(feature in values and values[feature] in allowed for feature, allowed in clause.items())
+        for clause in _CLAUSES[name]
     )
 
 
-def complete(locked: Values, random_: random.Random, tries: int = 60, plain: float = 0.0) -> Features | None:
-    """A random legal configuration with these values; None where there seems to be none.
+def complete(static: Values, random_: random.Random, tries: int = 60, plain: float = 0.0) -> Features | None:
+    """Draw a random legal configuration with these values; None if the search does not find one.
 
-    Of the other features each is as in PLAIN with the probability `plain`, if that is legal.
+    Each other feature has its value of PLAIN with the probability `plain`, if that is legal.
     """
-    fixed: dict[str, Any] = {}
-    for name, value in locked.items():
-        fixed[name] = value
-        if contradictory(fixed, name):
+    static_values: dict[str, Any] = {}
+    for name, value in static.items():
+        static_values[name] = value
+        if is_contradictory(static_values, name):
             return None
     for _ in range(tries):
-        values = dict(fixed)
+        values = dict(static_values)
         names = [name for name in DOMAINS if name not in values]
         random_.shuffle(names)
         names.sort(key=lambda name: name not in FIRST)
@@ -242,7 +243,7 @@ def complete(locked: Values, random_: random.Random, tries: int = 60, plain: flo
                 order.insert(0, PLAIN[name])
             for value in order:
                 values[name] = value
-                if not contradictory(values, name):
+                if not is_contradictory(values, name):
                     break
             else:
                 break  # a dead end
@@ -251,13 +252,13 @@ def complete(locked: Values, random_: random.Random, tries: int = 60, plain: flo
     return None
 
 
-def pairs(features: Features) -> Iterator[Pair]:
-    """The pairs of values of a configuration, without those where one means nothing."""
+def list_pairs(features: Features) -> Iterator[Pair]:
+    """Yield the pairs of values of a configuration, without NA."""
     items = [(name, getattr(features, name)) for name in DOMAINS]
     return itertools.combinations([item for item in items if item[1] != NA], 2)
 
 
-# three features at a time that have gone wrong elsewhere
+# three features at a time that have failed elsewhere
 TRAPS: dict[str, Values] = {
     "window, sinks, paged ring with a bubble": {"window": "narrow", "sinks": "bubble", "cache": "paged"},
     "beams, paged, int8": {"beams": (2, 3), "cache": "paged", "quantized": "int8", "phase": ("generation", "mixed")},
@@ -302,33 +303,33 @@ TRAPS: dict[str, Values] = {
 }
 
 
-def trapped(features: Features, trap: Values) -> bool:
-    for name, wanted in trap.items():
+def is_trapped(features: Features, trap: Values) -> bool:
+    for name, allowed in trap.items():
         value = getattr(features, name)
-        several = isinstance(wanted, tuple) and wanted not in DOMAINS[name]
-        if value not in (wanted if several else (wanted,)):
+        is_choice = isinstance(allowed, tuple) and allowed not in DOMAINS[name]
+        if value not in (allowed if is_choice else (allowed,)):
             return False
     return True
 
 
-def chosen(trap: Values, random_: random.Random) -> dict[str, Any]:
-    """One value for each feature; a tuple that is no value itself offers several."""
+def choose_values(trap: Values, random_: random.Random) -> dict[str, Any]:
+    """Return one value for each feature; a tuple outside the feature's domain offers several."""
     return {
-        name: random_.choice(wanted) if isinstance(wanted, tuple) and wanted not in DOMAINS[name] else wanted
-        for name, wanted in trap.items()
+        name: random_.choice(allowed) if isinstance(allowed, tuple) and allowed not in DOMAINS[name] else allowed
+        for name, allowed in trap.items()
     }
 
 
-def configurations(seed: int, candidates: int = 12) -> Iterator[Features]:
-    """Configurations without end: of every few candidates that of most new pairs, a trap or a plain one in between.
+def draw_configurations(seed: int, candidates: int = 12) -> Iterator[Features]:
+    """Yield configurations forever: the candidate with the most new pairs, a trap or a plain one in between.
 
-    As soon as every pair that can be has come, all count as new again.
+    After every possible pair has occurred, all pairs count as new again.
     """
     random_ = random.Random(seed)
-    wanted: dict[Pair, None] = {}  # in order, as the order of a set differs between runs
+    missing: dict[Pair, None] = {}  # ordered, because the order of a set differs between runs
     traps: list[Values] = []
     for number in itertools.count():
-        wanted = wanted or dict.fromkeys(_all_pairs())
+        missing = missing or dict.fromkeys(_list_all_pairs())
         traps = traps or random_.sample(list(TRAPS.values()), len(TRAPS))
         if number % 5 == 4:
             best = complete({}, random_, plain=0.8)
@@ -336,24 +337,24 @@ def configurations(seed: int, candidates: int = 12) -> Iterator[Features]:
             yield best
             continue
         trap = traps.pop() if number % 5 in (0, 2) else None
-        found: list[Features] = []
-        while len(found) < candidates:
-            if trap is None and not wanted:
+        drawn: list[Features] = []
+        while len(drawn) < candidates:
+            if trap is None and not missing:
                 break
-            pair = random_.choice(list(wanted)) if trap is None else ()
-            features = complete(dict(pair) if trap is None else chosen(trap, random_), random_)
+            pair = random_.choice(list(missing)) if trap is None else ()
+            features = complete(dict(pair) if trap is None else choose_values(trap, random_), random_)
             if features is not None:
-                found.append(features)
+                drawn.append(features)
             elif trap is None:
-                del wanted[pair]  # type: ignore[arg-type]
-        if not found:
+                del missing[pair]  # type: ignore[arg-type]
+        if not drawn:
             continue
-        best = max(found, key=lambda features: sum(pair in wanted for pair in pairs(features)))
-        for new in pairs(best):
-            wanted.pop(new, None)
+        best = max(drawn, key=lambda features: sum(pair in missing for pair in list_pairs(features)))
+        for new in list_pairs(best):
+            missing.pop(new, None)
         yield best
 
 
-def _all_pairs() -> Iterator[Pair]:
+def _list_all_pairs() -> Iterator[Pair]:
     items = [(name, value) for name, values in DOMAINS.items() for value in values if value != NA]
     return (pair for pair in itertools.combinations(items, 2) if pair[0][0] != pair[1][0])

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from gpt_call_drawing import Drawing
 from gpt_case_features import ALIBI, DOMAINS
-from gpt_malformed_types import CACHED, SELF, Defect, Found, replaced
+from gpt_malformed_types import CACHED, SELF, Blame, Defect, replace_arguments
 
 # windows
 
 
 def _window_of(value: int) -> Any:
-    def corrupt(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Blame:
         sizes = drawing.arguments["host_max_attention_window_sizes"]
         sizes[drawing.case.layer % len(sizes)] = value
         return ("host_max_attention_window_sizes",), ()
@@ -22,14 +22,14 @@ def _window_of(value: int) -> Any:
     return corrupt
 
 
-def _sinks_fill(drawing: Drawing) -> Found:
+def _sinks_fill(drawing: Drawing) -> Blame:
     sizes = drawing.arguments["host_max_attention_window_sizes"]
     window = int(sizes[drawing.case.layer % len(sizes)])
     drawing.arguments["host_sink_token_length"] = drawing.array([window + drawing.number(0, 2)])
     return ("host_sink_token_length", "host_max_attention_window_sizes"), ()
 
 
-def _beams_in_window(drawing: Drawing) -> Found:
+def _beams_in_window(drawing: Drawing) -> Blame:
     longest = max(drawing.lengths.total)
     if longest == 1:
         return None
@@ -51,8 +51,8 @@ def _windows() -> Iterator[Defect]:
 # attributes
 
 
-def _one_bit(drawing: Drawing) -> Found:
-    """The two masks disagree about a row and its own key, which every window shows."""
+def _one_bit(drawing: Drawing) -> Blame:
+    """Make the two masks disagree about a row and its own key, which every window shows."""
     mask = drawing.arguments["attention_mask"]
     own = 0 if drawing.cross else drawing.lengths.past[0]
     mask[0, own] = not mask[0, own]
@@ -61,13 +61,15 @@ def _one_bit(drawing: Drawing) -> Found:
 
 def _attributes() -> Iterator[Defect]:
     for factor in (0.0, -1.0):
-        yield Defect("q_scaling <= 0", f"q_scaling {factor}", {}, replaced(("q_scaling",), q_scaling=factor))
+        yield Defect("q_scaling <= 0", f"q_scaling {factor}", {}, replace_arguments(("q_scaling",), q_scaling=factor))
     name = "attn_logit_softcapping_scale"
-    yield Defect("softcap < 0", "softcap -1", {}, replaced((name,), attn_logit_softcapping_scale=-1.0))
+    yield Defect("softcap < 0", "softcap -1", {}, replace_arguments((name,), attn_logit_softcapping_scale=-1.0))
     unmasked: dict[str, Any] = {"mask": DOMAINS["mask"][:-1]}
     for mask in (6, "custom_mask"):
         blame = ("mask_type", "attention_mask")
-        yield Defect("custom_mask without a mask", f"mask_type {mask!r}", unmasked, replaced(blame, mask_type=mask))
+        yield Defect(
+            "custom_mask without a mask", f"mask_type {mask!r}", unmasked, replace_arguments(blame, mask_type=mask)
+        )
     yield Defect("section 4: both masks must agree", "masks that disagree", {"mask_form": "both"}, _one_bit)
     line = "an unknown enumeration value"
     for argument, values in (
@@ -81,8 +83,10 @@ def _attributes() -> Iterator[Defect]:
             )
             if argument.startswith("position"):
                 features = {"position": "learned_absolute"}
-            yield Defect(line, f"{argument} {value!r}", unmasked | features, replaced((argument,), **{argument: value}))
-    yield Defect("an unknown argument", "color", {}, replaced(("color",), color=1), TypeError)
+            yield Defect(
+                line, f"{argument} {value!r}", unmasked | features, replace_arguments((argument,), **{argument: value})
+            )
+    yield Defect("an unknown argument", "color", {}, replace_arguments(("color",), color=1), TypeError)
 
 
 def _refused() -> Iterator[Defect]:
@@ -90,10 +94,10 @@ def _refused() -> Iterator[Defect]:
     errors = (ValueError, NotImplementedError)
     plain = {"position": "learned_absolute", "redundant": False}
     for value in (7, "chatglm", 9, "mrope"):
-        blame = replaced(("position_embedding_type",), position_embedding_type=value)
+        blame = replace_arguments(("position_embedding_type",), position_embedding_type=value)
         yield Defect(line, f"position type {value!r}", plain, blame, errors)
     for value in (6, "mrope"):
-        blame = replaced(("rotary_embedding_scale_type",), rotary_embedding_scale_type=value)
+        blame = replace_arguments(("rotary_embedding_scale_type",), rotary_embedding_scale_type=value)
         yield Defect(line, f"scale type {value!r}", {"position": ("rope_gptj", "rope_gpt_neox")}, blame, errors)
     for argument, setting in (
         ("vision_start", 1),
@@ -112,10 +116,10 @@ def _refused() -> Iterator[Defect]:
         ("cp_rank", 1),
         ("skip_attn", np.ones(1, bool)),
     ):
-        yield Defect(line, argument, {}, replaced((argument,), **{argument: setting}), errors)
+        yield Defect(line, argument, {}, replace_arguments((argument,), **{argument: setting}), errors)
 
 
-def _biased(drawing: Drawing) -> Found:
+def _biased(drawing: Drawing) -> Blame:
     drawing.arguments["relative_attention_bias"] = np.zeros((drawing.heads, 99, 99), np.float32)
     return ("relative_attention_bias", "do_cross_attention"), ()
 
@@ -124,19 +128,22 @@ def _crossed() -> Iterator[Defect]:
     line = "section 6: errors of cross attention"
     cross = {"cross": ("wide", "narrow"), "position": "learned_absolute"}
     for position in ALIBI:
-        blame = replaced(("position_embedding_type", "do_cross_attention"), position_embedding_type=position)
+        blame = replace_arguments(("position_embedding_type", "do_cross_attention"), position_embedding_type=position)
         yield Defect(line, position, cross, blame)
     yield Defect(line, "a relative bias", cross, _biased)
-    streaming = replaced(("streamingllm", "do_cross_attention"), streamingllm=True)
+    streaming = replace_arguments(("streamingllm", "do_cross_attention"), streamingllm=True)
     first = {"chunks": "first", "beams": ("none", 1)} | CACHED
     yield Defect(line, "streamingllm", cross | first, streaming)
-    streaming = replaced(("streamingllm", "cache_indirection"), streamingllm=True)
+    streaming = replace_arguments(("streamingllm", "cache_indirection"), streamingllm=True)
     beams = {"beams": (2, 3), "phase": "generation", "sinks": "none"}
     yield Defect("section 5: not with beams", "streamingllm with beams", beams | SELF, streaming)
     buckets = {"relative_bias": "implicit"}
     for value in (1, 2):
         yield Defect(
-            "section 4: max_distance <= e", "max_distance", buckets, replaced(("max_distance",), max_distance=value)
+            "section 4: max_distance <= e",
+            "max_distance",
+            buckets,
+            replace_arguments(("max_distance",), max_distance=value),
         )
 
 

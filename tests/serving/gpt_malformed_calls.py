@@ -1,4 +1,4 @@
-"""Illegal calls of gpt_attention: legal ones with one defect each, and what an error must name.
+"""Illegal calls of gpt_attention: legal calls with one defect each, and the names that an error must contain.
 
 Defects of lengths, requests and caches are here, those of shapes and dtypes in gpt_malformed_shapes, those of windows
 and attributes in gpt_malformed_attributes.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from gpt_call_drawing import Drawing
-from gpt_case_features import chosen, complete
+from gpt_case_features import choose_values, complete
 from gpt_malformed_attributes import ATTRIBUTES
 from gpt_malformed_shapes import SHAPES
 from gpt_malformed_types import (
@@ -21,17 +21,17 @@ from gpt_malformed_types import (
     PLAIN_MASK,
     POOLS,
     SELF,
+    Blame,
     Defect,
-    Found,
     Malformed,
-    needed_blocks,
-    per_request,
-    replaced,
+    list_needed_blocks,
+    replace_arguments,
+    slice_request,
 )
 
 
 def _without(argument: str, *names: str) -> Any:
-    def corrupt(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Blame:
         del drawing.arguments[argument]
         return (argument, *names), ()
 
@@ -41,7 +41,7 @@ def _without(argument: str, *names: str) -> Any:
 # a required argument or scale missing
 
 
-def _missing() -> Iterator[Defect]:
+def _list_missing() -> Iterator[Defect]:
     line = "a required argument or scale missing"
     for argument in ("context_lengths", "host_request_types", "host_past_key_value_lengths", "sequence_length"):
         yield Defect(line, f"no {argument}", {**CACHED, "redundant": False}, _without(argument))
@@ -56,9 +56,9 @@ def _missing() -> Iterator[Defect]:
     )
     for argument in ("kv_orig_quant_scale", "kv_quant_orig_scale"):
         yield Defect(line, f"no {argument}", {"quantized": ("int8", "fp8")}, _without(argument))
-    given = {"cross": ("wide", "narrow"), "cross_rows": ("packed", "padded")}
-    yield Defect(line, "no lengths of the encoder", given, _without("encoder_input_lengths"))
-    yield Defect(line, "no cross_kv", given, _without("cross_kv"))
+    cross = {"cross": ("wide", "narrow"), "cross_rows": ("packed", "padded")}
+    yield Defect(line, "no lengths of the encoder", cross, _without("encoder_input_lengths"))
+    yield Defect(line, "no cross_kv", cross, _without("cross_kv"))
     yield Defect(line, "no mask", {"mask": "custom_mask", "mask_form": "bool", "redundant": True}, _mask_gone)
     yield Defect(
         line,
@@ -68,7 +68,7 @@ def _missing() -> Iterator[Defect]:
     )
 
 
-def _mask_gone(drawing: Drawing) -> Found:
+def _mask_gone(drawing: Drawing) -> Blame:
     del drawing.arguments["attention_mask"]
     return ("attention_mask", "mask_type"), ()
 
@@ -76,57 +76,57 @@ def _mask_gone(drawing: Drawing) -> Found:
 # lengths
 
 
-def _longer(drawing: Drawing) -> Found:
-    """sequence_length of one request, by one too long or too short."""
+def _longer(drawing: Drawing) -> Blame:
+    """Change sequence_length of one request by -1, 1 or 3."""
     lengths = drawing.arguments["sequence_length"]
     b = drawing.number(0, len(drawing.lengths.past) - 1)
-    lengths[per_request(drawing, b)] += drawing.rng.choice([-1, 1, 3])
+    lengths[slice_request(drawing, b)] += drawing.rng.choice([-1, 1, 3])
     return ("sequence_length", "host_past_key_value_lengths", "context_lengths"), (b,)
 
 
-def _unequal(drawing: Drawing) -> Found:
+def _unequal(drawing: Drawing) -> Blame:
     b = drawing.number(0, len(drawing.lengths.past) - 1)
     drawing.arguments["sequence_length"][b * drawing.beams + 1] += 1
     return ("sequence_length",), (b,)
 
 
-def _no_rows(drawing: Drawing) -> Found:
+def _no_rows(drawing: Drawing) -> Blame:
     b = drawing.number(0, len(drawing.lengths.past) - 1)
     drawing.arguments["context_lengths"][b] = 0
-    drawing.arguments["sequence_length"][per_request(drawing, b)] = drawing.lengths.past[b]
+    drawing.arguments["sequence_length"][slice_request(drawing, b)] = drawing.lengths.past[b]
     return ("context_lengths", "sequence_length"), (b,)
 
 
-def _negative_past(drawing: Drawing) -> Found:
+def _negative_past(drawing: Drawing) -> Blame:
     b = drawing.number(0, len(drawing.lengths.past) - 1)
     drawing.arguments["host_past_key_value_lengths"][b] = -2
-    drawing.arguments["sequence_length"][per_request(drawing, b)] = drawing.lengths.count[b] - 2
+    drawing.arguments["sequence_length"][slice_request(drawing, b)] = drawing.lengths.count[b] - 2
     return ("host_past_key_value_lengths", "sequence_length"), (b,)
 
 
-def _other_host_lengths(drawing: Drawing) -> Found:
+def _other_host_lengths(drawing: Drawing) -> Blame:
     b = drawing.number(0, len(drawing.lengths.past) - 1)
     drawing.arguments["host_context_lengths"] = drawing.array(drawing.lengths.prompt)
     drawing.arguments["host_context_lengths"][b] += 1
     return ("host_context_lengths",), (b,)
 
 
-def _small_maximum(drawing: Drawing) -> Found:
+def _small_maximum(drawing: Drawing) -> Blame:
     longest = max(drawing.lengths.count)
     drawing.arguments["max_context_length"] = longest - 1
     return ("max_context_length",), ()
 
 
-def _rows_and_lengths(drawing: Drawing) -> Found:
-    """One row of packed qkv too many or too few."""
+def _rows_and_lengths(drawing: Drawing) -> Blame:
+    """Add or drop one row of packed qkv."""
     qkv = drawing.arguments["qkv"]
     extra = drawing.number(0, 1) or len(qkv) == 1
     drawing.arguments["qkv"] = np.concatenate([qkv, qkv[:1]]) if extra else qkv[:-1].copy()
     return ("qkv", "context_lengths"), ()
 
 
-def _short_pad(drawing: Drawing) -> Found:
-    """S below the longest chunk."""
+def _short_pad(drawing: Drawing) -> Blame:
+    """Cut S below the longest chunk."""
     counts = drawing.lengths.count
     if max(counts) == 1:
         return None
@@ -135,7 +135,7 @@ def _short_pad(drawing: Drawing) -> Found:
     return ("qkv", "context_lengths"), tuple(b for b, count in enumerate(counts) if count == longest)
 
 
-def _streaming_chunk(drawing: Drawing) -> Found:
+def _streaming_chunk(drawing: Drawing) -> Blame:
     drawing.arguments["streamingllm"] = True
     lengths = drawing.lengths
     wrong = [b for b, past in enumerate(lengths.past) if past and not lengths.generation[b]]
@@ -143,7 +143,7 @@ def _streaming_chunk(drawing: Drawing) -> Found:
 
 
 def _uncached(**values: Any) -> Any:
-    def corrupt(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Blame:
         for name, value in values.items():
             drawing.arguments[name] = drawing.array([value] * len(drawing.lengths.past))
         return ("use_cache", *values), ()
@@ -151,13 +151,13 @@ def _uncached(**values: Any) -> Any:
     return corrupt
 
 
-def _cache_unused(drawing: Drawing) -> Found:
+def _cache_unused(drawing: Drawing) -> Blame:
     size = drawing.case.head_size
     drawing.arguments["past_key_value"] = np.zeros((4, 2, drawing.kv_heads, 64, size), drawing.T)
     return ("use_cache", "past_key_value"), ()
 
 
-def _lengths() -> Iterator[Defect]:
+def _list_lengths() -> Iterator[Defect]:
     line = "lengths that contradict each other"
     yield Defect(line, "sequence_length", CACHED | SELF | PLAIN_MASK, _longer, times=4)
     yield Defect(line, "sequence_length of two beams", {"long_lengths": True, "beams": (2, 3)}, _unequal)
@@ -182,8 +182,8 @@ def _lengths() -> Iterator[Defect]:
 # requests
 
 
-def _generation_first(drawing: Drawing) -> Found:
-    """The same batch with its generation requests in front."""
+def _generation_first(drawing: Drawing) -> Blame:
+    """Reorder the batch, with its generation requests first."""
     lengths, arguments = drawing.lengths, drawing.arguments
     steps, contexts = sum(lengths.generation), len(lengths.past) - sum(lengths.generation)
     order = np.roll(np.arange(steps + contexts), steps)
@@ -203,8 +203,8 @@ def _generation_first(drawing: Drawing) -> Found:
     return ("host_request_types",), (steps,)
 
 
-def _mixed_padded(drawing: Drawing) -> Found:
-    """The last request of a padded context becomes a step at its last position."""
+def _mixed_padded(drawing: Drawing) -> Blame:
+    """Turn the last request of a padded context into a step at its last position."""
     lengths, arguments = drawing.lengths, drawing.arguments
     if len(lengths.past) < 2 or lengths.total[-1] < 2:
         return None
@@ -213,7 +213,7 @@ def _mixed_padded(drawing: Drawing) -> Found:
     return ("qkv", "host_request_types"), ()
 
 
-def _requests() -> Iterator[Defect]:
+def _list_requests() -> Iterator[Defect]:
     mixed = {"phase": "mixed", "parts": "one", "beams": "none", "relative_bias": "none"} | SELF | PLAIN_MASK
     yield Defect("context after generation", "generation first", mixed, _generation_first)
     padded: dict[str, Any] = {"rows": "padded", "phase": "context", "beams": "none", "window": "none"}
@@ -224,27 +224,27 @@ def _requests() -> Iterator[Defect]:
 # caches
 
 
-def _short_cache(drawing: Drawing) -> Found:
-    slots = {place: drawing.slot(place[2]) for place in drawing.read | drawing.written}
+def _short_cache(drawing: Drawing) -> Blame:
+    slots = {token: drawing.slot(token[2]) for token in drawing.read | drawing.written}
     last = max(slots.values())
     if last == 0:
         return None
     drawing.arguments["past_key_value"] = drawing.arguments["past_key_value"][:, :, :, :last].copy()
-    return ("past_key_value",), tuple({place[0] for place, slot in slots.items() if slot == last})
+    return ("past_key_value",), tuple({token[0] for token, slot in slots.items() if slot == last})
 
 
-def _few_columns(drawing: Drawing) -> Found:
-    last = max(column for _, _, column in needed_blocks(drawing))
+def _few_columns(drawing: Drawing) -> Blame:
+    last = max(column for _, _, column in list_needed_blocks(drawing))
     if last == 0:
         return None
     offsets = drawing.arguments["kv_cache_block_offsets"]
     drawing.arguments["kv_cache_block_offsets"] = offsets[..., :last].copy()
-    return ("kv_cache_block_offsets",), tuple({b for b, _, column in needed_blocks(drawing) if column == last})
+    return ("kv_cache_block_offsets",), tuple({b for b, _, column in list_needed_blocks(drawing) if column == last})
 
 
-def _outside(drawing: Drawing) -> Found:
-    """A needed entry just beyond the pool, far beyond, or negative."""
-    b, beam, column = drawing.one_of(sorted(needed_blocks(drawing)))
+def _outside(drawing: Drawing) -> Blame:
+    """Set a needed entry just beyond the pool, far beyond, or negative."""
+    b, beam, column = drawing.one_of(sorted(list_needed_blocks(drawing)))
     pool = drawing.pool()
     count = int(np.prod(pool.shape[:-3]))
     entry = drawing.one_of([count - 2 * drawing.layer, count, 2**31 - 1, -1, -(2**31)])
@@ -252,7 +252,7 @@ def _outside(drawing: Drawing) -> Found:
     return ("kv_cache_block_offsets",), (b,)
 
 
-def _foreign_beam(drawing: Drawing) -> Found:
+def _foreign_beam(drawing: Drawing) -> Blame:
     lengths = drawing.lengths
     steps = [b for b, step in enumerate(lengths.generation) if step and lengths.prompt[b] < lengths.past[b]]
     if not steps:
@@ -264,10 +264,10 @@ def _foreign_beam(drawing: Drawing) -> Found:
     return ("cache_indirection",), (b,)
 
 
-def _twice_written(drawing: Drawing) -> Found:
-    """K or V of one (request, beam) where another writes its K or V."""
+def _twice_written(drawing: Drawing) -> Blame:
+    """Let K or V of one (request, beam) overwrite the K or V of another."""
     blocks = sorted(drawing.blocks_written)
-    pairs = [(one, two) for one in blocks for two in blocks if one[:2] != two[:2]]
+    pairs = [(first, second) for first in blocks for second in blocks if first[:2] != second[:2]]
     if not pairs:
         return None
     (b, beam, column), (b2, beam2, column2) = drawing.one_of(pairs)
@@ -276,9 +276,9 @@ def _twice_written(drawing: Drawing) -> Found:
     return ("kv_cache_block_offsets",), tuple({b, b2})
 
 
-def _caches() -> Iterator[Defect]:
+def _list_caches() -> Iterator[Defect]:
     contiguous = {"cache": "contiguous"} | PLAIN_MASK
-    paged = PAGED | PLAIN_MASK  # no mask that hides all of a block, of which the call may not need its entry
+    paged = PAGED | PLAIN_MASK  # these masks do not hide a whole block, whose entry the call would not need
     yield Defect("a needed slot beyond the cache", "a short cache", contiguous, _short_cache, times=4)
     yield Defect("block column beyond M", "too few columns", paged, _few_columns, times=4)
     yield Defect("entry outside the pool", "an entry outside", paged, _outside, times=6)
@@ -293,43 +293,47 @@ def _caches() -> Iterator[Defect]:
     blame = ("kv_cache_quant_mode", *POOLS)
     for kind, mode, other in (("int8", 64, 128), ("fp8", 128, 64)):
         quantized = {"quantized": kind, "fp8_context_fmha": False}
-        yield Defect(line, f"{kind} without its mode", quantized, replaced(blame, kv_cache_quant_mode=0))
-        yield Defect(line, f"{kind} with the other mode", quantized, replaced(blame, kv_cache_quant_mode=other))
-        yield Defect(line, f"{kind} with both modes", quantized, replaced(blame, kv_cache_quant_mode=64 | 128))
+        yield Defect(line, f"{kind} without its mode", quantized, replace_arguments(blame, kv_cache_quant_mode=0))
+        yield Defect(
+            line, f"{kind} with the other mode", quantized, replace_arguments(blame, kv_cache_quant_mode=other)
+        )
+        yield Defect(line, f"{kind} with both modes", quantized, replace_arguments(blame, kv_cache_quant_mode=64 | 128))
         scales = {name: np.ones(1, np.float32) for name in ("kv_orig_quant_scale", "kv_quant_orig_scale")}
         plain = CACHED | {"quantized": "none"}
-        yield Defect(line, f"mode {mode} of a cache in T", plain, replaced(blame, kv_cache_quant_mode=mode, **scales))
-    fmha = replaced(("use_fp8_context_fmha",), use_fp8_context_fmha=True)
+        yield Defect(
+            line, f"mode {mode} of a cache in T", plain, replace_arguments(blame, kv_cache_quant_mode=mode, **scales)
+        )
+    fmha = replace_arguments(("use_fp8_context_fmha",), use_fp8_context_fmha=True)
     yield Defect("section 3: needs mode 128", "fp8 context", CACHED | {"quantized": ("none", "int8")}, fmha)
     yield Defect("section 3: exactly one of the two", "a pool twice", PAGED, _two_pools)
 
 
-def _two_pools(drawing: Drawing) -> Found:
+def _two_pools(drawing: Drawing) -> Blame:
     pool = drawing.pool()
     drawing.arguments |= {"past_key_value": pool, "host_kv_cache_pool_pointers": [pool]}
     return POOLS, ()
 
 
 DEFECTS: tuple[Defect, ...] = (
-    *_missing(), *_lengths(), *_requests(), *_caches(), *ATTRIBUTES, *SHAPES,
+    *_list_missing(), *_list_lengths(), *_list_requests(), *_list_caches(), *ATTRIBUTES, *SHAPES,
 )  # fmt: skip
 
 
-def spoiled(defect: Defect, seed: int) -> Malformed | None:
-    """A call with this defect; None where the sizes drawn leave no room for it."""
+def corrupt_call(defect: Defect, seed: int) -> Malformed | None:
+    """Return a call with this defect; None where the drawn sizes leave no room for it."""
     random_ = random.Random(seed)
-    features = complete(chosen(defect.features, random_), random_, 500)
+    features = complete(choose_values(defect.features, random_), random_, 500)
     assert features is not None, defect
     drawing = Drawing(features, np.random.default_rng(seed))
-    found = defect.corrupt(drawing)
-    if found is None:
+    blame = defect.corrupt(drawing)
+    if blame is None:
         return None
-    names, requests = found
+    names, requests = blame
     return Malformed(defect.line, defect.name, drawing.arguments, names, requests, defect.error)
 
 
 def malformed(seed: int, count: int) -> Iterator[Malformed]:
-    """`count` illegal calls, the same for the same seed; every defect comes before they begin anew."""
+    """Yield `count` illegal calls, the same for the same seed; every defect occurs before any occurs again."""
     random_ = random.Random(seed)
     deck = [defect for defect in DEFECTS for _ in range(defect.times)]
     defects: list[Defect] = []
@@ -337,9 +341,9 @@ def malformed(seed: int, count: int) -> Iterator[Malformed]:
         defects = defects or random_.sample(deck, len(deck))
         defect = defects.pop()
         for _ in range(200):
-            found = spoiled(defect, random_.getrandbits(32))
-            if found is not None:
-                yield found
+            call = corrupt_call(defect, random_.getrandbits(32))
+            if call is not None:
+                yield call
                 break
         else:
             raise AssertionError(f"no room for {defect.name}")

@@ -1,4 +1,4 @@
-"""Calls of gpt_attention with one argument of a shape or dtype that does not fit."""
+"""Calls of gpt_attention with one argument whose shape or dtype does not fit."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from gpt_call_drawing import Drawing
 from gpt_case_features import ALIBI
-from gpt_malformed_types import CACHED, PLAIN_MASK, POOLS, SELF, Defect, Found, replaced
+from gpt_malformed_types import CACHED, PLAIN_MASK, POOLS, SELF, Blame, Defect, replace_arguments
 
 LINE = "shapes or dtypes that do not fit"
 
 Change = Callable[[np.ndarray], np.ndarray]
 
 
-def _changed(argument: str, change: Change, *names: str) -> Callable[[Drawing], Found]:
-    """The argument replaced by what change makes of it."""
+def _changed(argument: str, change: Change, *names: str) -> Callable[[Drawing], Blame]:
+    """Replace the argument by a changed copy."""
 
-    def corrupt(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Blame:
         drawing.arguments[argument] = change(drawing.arguments[argument]).copy()
         return (argument, *names), ()
 
@@ -56,30 +56,30 @@ def _deeper(array: np.ndarray) -> np.ndarray:
 # rows
 
 
-def _part(which: int, change: Change) -> Callable[[Drawing], Found]:
-    def corrupt(drawing: Drawing) -> Found:
-        parts = drawing.arguments["qkv"]
-        parts[which] = change(parts[which]).copy()
+def _change_projection(which: int, change: Change) -> Callable[[Drawing], Blame]:
+    def corrupt(drawing: Drawing) -> Blame:
+        projections = drawing.arguments["qkv"]
+        projections[which] = change(projections[which]).copy()
         return ("qkv",), ()
 
     return corrupt
 
 
-def _rows() -> Iterator[Defect]:
-    one = {"parts": "one", "qkv_bias": False} | SELF
-    three = {"parts": "three", "qkv_bias": False} | SELF
+def _list_rows() -> Iterator[Defect]:
+    single = {"parts": "one", "qkv_bias": False} | SELF
+    separate = {"parts": "three", "qkv_bias": False} | SELF
     for name, change in (("narrow qkv", _narrower), ("wide qkv", _wider)):
-        yield Defect(LINE, name, one, _changed("qkv", change, "num_heads", "num_kv_heads", "hidden_size_per_head"))
-    yield Defect(LINE, "qkv of rank 1", {"rows": "packed"} | one, _changed("qkv", lambda x: x[0]))
-    yield Defect(LINE, "qkv of rank 4", {"rows": "padded"} | one, _changed("qkv", _deeper))
-    alone = one | {"cache": "none", "relative_bias": "none"}
-    yield Defect(LINE, "qkv in float64", alone, _changed("qkv", _doubles))
-    yield Defect(LINE, "qkv of integers", alone, _changed("qkv", lambda x: np.zeros(x.shape, np.int32)))
-    yield Defect(LINE, "narrow K", three, _part(1, _narrower))
-    yield Defect(LINE, "V of fewer rows", three, _part(2, _shorter))
-    yield Defect(LINE, "Q of another rank", three, _part(0, _deeper))
-    yield Defect(LINE, "V of another dtype", three, _part(2, _doubles))
-    padded = {"rows": "padded"} | one | PLAIN_MASK
+        yield Defect(LINE, name, single, _changed("qkv", change, "num_heads", "num_kv_heads", "hidden_size_per_head"))
+    yield Defect(LINE, "qkv of rank 1", {"rows": "packed"} | single, _changed("qkv", lambda x: x[0]))
+    yield Defect(LINE, "qkv of rank 4", {"rows": "padded"} | single, _changed("qkv", _deeper))
+    uncached = single | {"cache": "none", "relative_bias": "none"}
+    yield Defect(LINE, "qkv in float64", uncached, _changed("qkv", _doubles))
+    yield Defect(LINE, "qkv of integers", uncached, _changed("qkv", lambda x: np.zeros(x.shape, np.int32)))
+    yield Defect(LINE, "narrow K", separate, _change_projection(1, _narrower))
+    yield Defect(LINE, "V of fewer rows", separate, _change_projection(2, _shorter))
+    yield Defect(LINE, "Q of another rank", separate, _change_projection(0, _deeper))
+    yield Defect(LINE, "V of another dtype", separate, _change_projection(2, _doubles))
+    padded = {"rows": "padded"} | single | PLAIN_MASK
     yield Defect(LINE, "one padded request too few", padded, _changed("qkv", _shorter, "context_lengths"))
     bias = {"qkv_bias": True}
     yield Defect(LINE, "a short bias", bias, _changed("qkv_bias", _shorter))
@@ -87,15 +87,15 @@ def _rows() -> Iterator[Defect]:
     heads = {"heads": (4, 2), "tp": (1, 0)} | SELF
     sizes = ("num_heads", "hidden_size_per_head", "qkv")
     blame = ("num_kv_heads", *sizes)
-    yield Defect(LINE, "heads that do not divide", heads, replaced(blame, num_kv_heads=3))
-    yield Defect(LINE, "no heads", SELF, replaced(sizes, num_heads=0))
-    yield Defect(LINE, "heads without channels", SELF, replaced(sizes, hidden_size_per_head=0))
+    yield Defect(LINE, "heads that do not divide", heads, replace_arguments(blame, num_kv_heads=3))
+    yield Defect(LINE, "no heads", SELF, replace_arguments(sizes, num_heads=0))
+    yield Defect(LINE, "heads without channels", SELF, replace_arguments(sizes, hidden_size_per_head=0))
 
 
 # lengths
 
 
-def _lengths() -> Iterator[Defect]:
+def _list_lengths() -> Iterator[Defect]:
     several = CACHED | {"beams": ("none", 1)}
     for argument in ("host_request_types", "host_past_key_value_lengths", "sequence_length"):
         blame = "context_lengths"
@@ -118,7 +118,7 @@ def _lengths() -> Iterator[Defect]:
     yield Defect(LINE, "two sink lengths", sinks, _changed("host_sink_token_length", _longer))
 
 
-def _short_indirection(drawing: Drawing) -> Found:
+def _short_indirection(drawing: Drawing) -> Blame:
     lengths = drawing.lengths
     read = {
         b: lengths.past[b] for b, step in enumerate(lengths.generation) if step and lengths.prompt[b] < lengths.past[b]
@@ -134,27 +134,27 @@ def _short_indirection(drawing: Drawing) -> Found:
 
 
 def _longest(drawing: Drawing) -> tuple[int, tuple[int, ...]]:
-    """The most keys of a request, and the requests that have them."""
+    """Return the largest number of keys of a request, and the requests with that many."""
     keys = drawing.lengths.encoder if drawing.cross else drawing.lengths.total
     return max(keys), tuple(b for b, length in enumerate(keys) if length == max(keys))
 
 
-def _few_mask_columns(drawing: Drawing) -> Found:
+def _few_mask_columns(drawing: Drawing) -> Blame:
     keys, requests = _longest(drawing)
     drawing.arguments["attention_mask"] = drawing.arguments["attention_mask"][:, : keys - 1].copy()
     return ("attention_mask",), requests
 
 
-def _few_mask_words(drawing: Drawing) -> Found:
+def _few_mask_lanes(drawing: Drawing) -> Blame:
     keys, _ = _longest(drawing)
-    words = -(-keys // 32)
+    lanes = -(-keys // 32)
     lengths = drawing.lengths.encoder if drawing.cross else drawing.lengths.total
     packed = drawing.arguments["attention_packed_mask"]
-    drawing.arguments["attention_packed_mask"] = packed[:, : words - 1].copy()
-    return ("attention_packed_mask",), tuple(b for b, length in enumerate(lengths) if length > 32 * (words - 1))
+    drawing.arguments["attention_packed_mask"] = packed[:, : lanes - 1].copy()
+    return ("attention_packed_mask",), tuple(b for b, length in enumerate(lengths) if length > 32 * (lanes - 1))
 
 
-def _few_positions(drawing: Drawing) -> Found:
+def _few_positions(drawing: Drawing) -> Blame:
     longest = max(drawing.lengths.total)
     name = "relative_attention_bias"
     axis = drawing.number(1, 2)
@@ -163,13 +163,13 @@ def _few_positions(drawing: Drawing) -> Found:
     return (name,), _longest(drawing)[1]
 
 
-def _few_logn(drawing: Drawing) -> Found:
+def _few_logn(drawing: Drawing) -> Blame:
     longest = max(drawing.lengths.total)
     drawing.arguments["logn_scaling"] = drawing.arguments["logn_scaling"][: longest - 1].copy()
     return ("logn_scaling",), tuple(b for b, length in enumerate(drawing.lengths.total) if length == longest)
 
 
-def _masks() -> Iterator[Defect]:
+def _list_masks() -> Iterator[Defect]:
     mask = {"mask_form": "bool"}
     yield Defect(LINE, "a mask of fewer rows", mask, _changed("attention_mask", _shorter))
     yield Defect(LINE, "a mask of fewer columns", mask, _few_mask_columns)
@@ -178,7 +178,7 @@ def _masks() -> Iterator[Defect]:
     packed = {"mask_form": ("bits uint32", "bits int32")}
     name = "attention_packed_mask"
     yield Defect(LINE, "a packed mask of fewer rows", packed, _changed(name, _shorter))
-    yield Defect(LINE, "a packed mask of fewer words", packed, _few_mask_words)
+    yield Defect(LINE, "a packed mask of fewer 32-bit words", packed, _few_mask_lanes)
     yield Defect(LINE, "a packed mask in int64", packed, _changed(name, lambda x: x.astype(np.int64)))
     slopes = {"position": ALIBI, "slopes": "given"}
     yield Defect(LINE, "slopes too few", slopes, _changed("alibi_slopes", _shorter))
@@ -201,8 +201,8 @@ def _masks() -> Iterator[Defect]:
 # caches
 
 
-def _cut_pool(change: Change) -> Callable[[Drawing], Found]:
-    def corrupt(drawing: Drawing) -> Found:
+def _cut_pool(change: Change) -> Callable[[Drawing], Blame]:
+    def corrupt(drawing: Drawing) -> Blame:
         changed = change(drawing.pool()).copy()
         if "past_key_value" in drawing.arguments:
             drawing.arguments["past_key_value"] = changed
@@ -217,31 +217,31 @@ def _three_tokens(pool: np.ndarray) -> np.ndarray:
     return np.repeat(pool[..., :1, :], 3, axis=-2)
 
 
-def _other_float(drawing: Drawing) -> Found:
+def _other_float(drawing: Drawing) -> Blame:
     other = np.float16 if np.dtype(np.float32) == drawing.T else np.float32
     return _cut_pool(lambda pool: pool.astype(other))(drawing)
 
 
-def _wrong_layer(drawing: Drawing) -> Found:
+def _wrong_layer(drawing: Drawing) -> Blame:
     drawing.arguments["layer_idx"] = 9
     return ("layer_idx", *POOLS), ()
 
 
-def _wrong_mapping(column: int) -> Callable[[Drawing], Found]:
-    def corrupt(drawing: Drawing) -> Found:
+def _wrong_mapping(column: int) -> Callable[[Drawing], Blame]:
+    def corrupt(drawing: Drawing) -> Blame:
         drawing.arguments["host_kv_cache_pool_mapping"][drawing.case.layer, column] = 7
         return ("host_kv_cache_pool_mapping",), ()
 
     return corrupt
 
 
-def _short_mapping(drawing: Drawing) -> Found:
+def _short_mapping(drawing: Drawing) -> Blame:
     mapping = drawing.arguments["host_kv_cache_pool_mapping"]
     drawing.arguments["host_kv_cache_pool_mapping"] = mapping[: drawing.case.layer].copy()
     return ("host_kv_cache_pool_mapping", "layer_idx"), ()
 
 
-def _few_rows(drawing: Drawing) -> Found:
+def _few_rows(drawing: Drawing) -> Blame:
     rows = len(drawing.lengths.past) * drawing.beams
     if rows == 1:
         return None
@@ -249,7 +249,7 @@ def _few_rows(drawing: Drawing) -> Found:
     return ("past_key_value",), ()
 
 
-def _caches() -> Iterator[Defect]:
+def _list_caches() -> Iterator[Defect]:
     for kind, where in (("cache", "contiguous"), ("pool", "paged")):
         features: dict[str, Any] = {"cache": where}
         yield Defect(LINE, f"{kind} of fewer channels", features, _cut_pool(_narrower))
@@ -269,12 +269,12 @@ def _caches() -> Iterator[Defect]:
     wide = _changed("host_kv_cache_pool_mapping", _wider)
     yield Defect(LINE, "a mapping of three columns", {"pool": ("mapped", "many")}, wide)
     name = "kv_cache_block_offsets"
-    one = {"offsets_rank": 4}
-    yield Defect(LINE, "blocks of rank 3", one, _changed(name, lambda x: x[0], *POOLS))
-    yield Defect(LINE, "blocks of K alone", one, _changed(name, lambda x: x[:, :, :1]))
-    yield Defect(LINE, "blocks of other requests", one, _changed(name, _longer))
-    yield Defect(LINE, "blocks of one more beam", one | {"beams": ("none", 1, 3)}, _changed(name, _beam_more))
-    yield Defect(LINE, "blocks in float32", one, _changed(name, _singles))
+    rank_4 = {"offsets_rank": 4}
+    yield Defect(LINE, "blocks of rank 3", rank_4, _changed(name, lambda x: x[0], *POOLS))
+    yield Defect(LINE, "blocks of K alone", rank_4, _changed(name, lambda x: x[:, :, :1]))
+    yield Defect(LINE, "blocks of other requests", rank_4, _changed(name, _longer))
+    yield Defect(LINE, "blocks of one more beam", rank_4 | {"beams": ("none", 1, 3)}, _changed(name, _beam_more))
+    yield Defect(LINE, "blocks in float32", rank_4, _changed(name, _singles))
     yield Defect(LINE, "blocks of one pool of several", {"pool": "many"}, _changed(name, lambda x: x[0], *POOLS))
     for name in ("kv_orig_quant_scale", "kv_quant_orig_scale"):
         scaled = {"quantized": ("int8", "fp8")}
@@ -289,14 +289,14 @@ def _beam_more(offsets: np.ndarray) -> np.ndarray:
 # rotation and cross attention
 
 
-def _few_angles(drawing: Drawing) -> Found:
+def _few_angles(drawing: Drawing) -> Blame:
     longest = max(drawing.lengths.total)
     table = drawing.arguments["rotary_cos_sin"]
     drawing.arguments["rotary_cos_sin"] = table[: longest - 1].copy()
     return ("rotary_cos_sin",), tuple(b for b, length in enumerate(drawing.lengths.total) if length == longest)
 
 
-def _short_factors(drawing: Drawing) -> Found:
+def _short_factors(drawing: Drawing) -> Blame:
     config = dict(drawing.arguments["rope_scaling_config"])
     for name in ("short_factor", "long_factor"):
         config[name] = [*config[name], 1.0]
@@ -304,25 +304,25 @@ def _short_factors(drawing: Drawing) -> Found:
     return ("rope_scaling_config", "short_factor", "long_factor"), ()
 
 
-def _short_encoder(drawing: Drawing) -> Found:
-    """Padded cross_kv of fewer tokens than the longest encoder input that it holds."""
-    lengths, given = drawing.lengths, drawing.arguments["cross_kv"]
+def _short_encoder(drawing: Drawing) -> Blame:
+    """Cut padded cross_kv below the longest encoder input in it."""
+    lengths, cross_kv = drawing.lengths, drawing.arguments["cross_kv"]
     new = {
         b: lengths.encoder[b]
         for b, (step, past) in enumerate(zip(lengths.generation, lengths.past))
         if not step and past == 0
     }
     longest = max(new.values())
-    drawing.arguments["cross_kv"] = given[:, : longest - 1].copy()
+    drawing.arguments["cross_kv"] = cross_kv[:, : longest - 1].copy()
     return ("cross_kv", "encoder_input_lengths"), tuple(b for b, length in new.items() if length == longest)
 
 
-def _rotation() -> Iterator[Defect]:
+def _list_rotation() -> Iterator[Defect]:
     rotated = {"position": ("rope_gptj", "rope_gpt_neox"), "rotary_dim": ("two", "half", "all")}
     plain = rotated | {"table": "none", "scaling": "none"}
     name = "rotary_embedding_dim"
     for value in (3, 64, -2):
-        yield Defect(LINE, f"{name} {value}", plain, replaced((name,), rotary_embedding_dim=value))
+        yield Defect(LINE, f"{name} {value}", plain, replace_arguments((name,), rotary_embedding_dim=value))
     table = "rotary_inv_freq"
     usual = {"scaling": ("none", "linear", "dynamic")}
     frequencies = rotated | usual | {"table": "inv_freq"}
@@ -347,4 +347,4 @@ def _rotation() -> Iterator[Defect]:
     yield Defect(LINE, "encoder lengths of other requests", cross, lengths)
 
 
-SHAPES: tuple[Defect, ...] = (*_rows(), *_lengths(), *_masks(), *_caches(), *_rotation())
+SHAPES: tuple[Defect, ...] = (*_list_rows(), *_list_lengths(), *_list_masks(), *_list_caches(), *_list_rotation())

@@ -1,4 +1,4 @@
-"""What an illegal call of gpt_attention is, and where a drawn call keeps what defects change."""
+"""The type of an illegal call of gpt_attention, and helpers for defects."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from gpt_call_drawing import Drawing, Entry
 
-# names of which an error must name one, and the requests of which it must name one; None: no room for the defect
-Found: TypeAlias = "tuple[tuple[str, ...], tuple[int, ...]] | None"
+# the names and the requests that an error must contain one of; None: no room for the defect
+Blame: TypeAlias = "tuple[tuple[str, ...], tuple[int, ...]] | None"
 
-# features that keep other arguments out of the way of a defect
+# features that avoid errors of other arguments
 SELF: dict[str, Any] = {"cross": "none"}
 CACHED: dict[str, Any] = {"cache": ("contiguous", "paged")}
 PAGED: dict[str, Any] = {"cache": "paged"}
@@ -27,7 +27,7 @@ class Defect:
     line: str  # of the description of errors, or the section elsewhere
     name: str
     features: Mapping[str, Any]
-    corrupt: Callable[[Drawing], Found]
+    corrupt: Callable[[Drawing], Blame]
     error: type[Exception] | tuple[type[Exception], ...] = ValueError
     times: int = 1  # in a round through all defects
 
@@ -44,21 +44,21 @@ class Malformed:
     error: type[Exception] | tuple[type[Exception], ...]
 
 
-def needed_blocks(drawing: Drawing) -> set[Entry]:
-    """(request, beam, column) of the blocks that a call reads or writes."""
+def list_needed_blocks(drawing: Drawing) -> set[Entry]:
+    """Return (request, beam, column) of the blocks that a call reads or writes."""
     return drawing.blocks_read | drawing.blocks_written
 
 
-def per_request(drawing: Drawing, request: int) -> slice:
-    """Where sequence_length speaks of a request."""
+def slice_request(drawing: Drawing, request: int) -> slice:
+    """Return the slice of sequence_length that belongs to a request."""
     repeats = drawing.beams if drawing.case.long_lengths else 1
     return slice(request * repeats, (request + 1) * repeats)
 
 
-def replaced(names: tuple[str, ...], **values: Any) -> Callable[[Drawing], Found]:
-    """These arguments get these values."""
+def replace_arguments(names: tuple[str, ...], **values: Any) -> Callable[[Drawing], Blame]:
+    """Return a defect that sets these arguments to these values."""
 
-    def corrupt(drawing: Drawing) -> Found:
+    def corrupt(drawing: Drawing) -> Blame:
         drawing.arguments.update(values)
         return names, ()
 

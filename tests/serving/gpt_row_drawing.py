@@ -1,6 +1,6 @@
 """Rows, lengths, masks and tables of one random call of gpt_attention; gpt_call_drawing adds the caches.
 
-Poison stands where none may look: NaN, in integers numbers that change the result or lie outside.
+Elements that must not be read are poison: NaN, or integers that change the result or are out of range.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from gpt_attention_reference import Attention
 from gpt_cache_reference import E4M3, Call
-from gpt_call_attributes import MAX_POSITIONS, attributes
+from gpt_call_attributes import MAX_POSITIONS, make_attributes
 from gpt_case_features import ALIBI, Features
 
 DTYPES: dict[str, np.dtype] = {
@@ -27,8 +27,8 @@ Arguments = dict[str, Any]
 Item = TypeVar("Item")
 
 
-def poisoned(shape: tuple[int, ...], dtype: np.dtype, rng: np.random.Generator) -> np.ndarray:
-    """An array that none of it may be read of: NaN, for integers extremes."""
+def make_poison(shape: tuple[int, ...], dtype: np.dtype, rng: np.random.Generator) -> np.ndarray:
+    """Return an array that must not be read: NaN, or extreme integers."""
     if dtype == np.dtype(np.int8):
         return rng.choice(np.array([-128, 127, 101], np.int8), shape)
     if dtype == E4M3:
@@ -36,14 +36,14 @@ def poisoned(shape: tuple[int, ...], dtype: np.dtype, rng: np.random.Generator) 
     return np.full(shape, np.nan).astype(dtype)
 
 
-def between_nan(values: list[float]) -> np.ndarray:
-    """float32 (len(values)), inside a buffer that is NaN before and behind it."""
+def surround_with_nan(values: list[float]) -> np.ndarray:
+    """Return float32 (len(values)), inside a buffer that is NaN before and after it."""
     return np.array([np.nan, *values, np.nan, np.nan], np.float32)[1 : 1 + len(values)]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the requests of a call are, lists of B numbers each, and the window of all of them."""
+    """The requests of a call, lists of B numbers each, and the window of all of them."""
 
     generation: list[bool]
     past: list[int]
@@ -59,7 +59,7 @@ class Lengths:
 
 
 class RowDrawing:
-    """The arguments of one call as they come together in `arguments`."""
+    """The arguments of one call, collected in `arguments`."""
 
     def __init__(self, case: Features, rng: np.random.Generator) -> None:
         self.case, self.rng = case, rng
@@ -69,10 +69,10 @@ class RowDrawing:
         self.heads, self.kv_heads = case.heads
         self.cross = case.cross != "none"
         self.lengths = self.draw_lengths()
-        self.arguments: Arguments = attributes(case)
+        self.arguments: Arguments = make_attributes(case)
 
     def number(self, low: int, high: int) -> int:
-        """low..high, both included."""
+        """Draw a number of low..high, both included."""
         return int(self.rng.integers(low, high + 1))
 
     def one_of(self, values: Sequence[Item]) -> Item:
@@ -82,7 +82,7 @@ class RowDrawing:
         return self.rng.standard_normal(shape).astype(np.float32).astype(self.T)
 
     def nonsense(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Integers that are no block and no beam."""
+        """Draw integers that are not a block and not a beam."""
         wide = (2**40, -(2**62)) if self.ints == np.dtype(np.int64) else ()
         return self.rng.choice(np.array([*NONSENSE, *wide], self.ints), shape)
 
@@ -105,7 +105,7 @@ class RowDrawing:
                 past[-1] = 0
             self.rng.shuffle(past)
         count = [self.number(1, 20) if self.rng.random() < 0.85 else 1 for _ in range(contexts)]
-        if self.at_border() and contexts:  # as long as the border of dynamic and longrope, or one longer
+        if self.at_border() and contexts:  # exactly at the border of dynamic and longrope, or one longer
             past[0] = self.number(1, 12) if past[0] else 0
             count[0] = MAX_POSITIONS + self.number(0, 1) - past[0]
         prompt = count.copy()
@@ -129,7 +129,7 @@ class RowDrawing:
     # rows
 
     def add_rows(self) -> None:
-        """qkv and qkv_bias; rows beyond a length and columns that cross attention never reads are NaN."""
+        """Add qkv and qkv_bias; rows beyond a length and columns that cross attention never reads are NaN."""
         case, lengths = self.case, self.lengths
         size = case.head_size
         counts = [self.beams if g else c for g, c in zip(lengths.generation, lengths.count)]
@@ -145,16 +145,16 @@ class RowDrawing:
             longest = max(counts) + self.number(0, 3)
             self.lead = (len(counts), longest)
             rows = np.concatenate([b * longest + np.arange(c) for b, c in enumerate(counts)])
-        flat = poisoned((int(np.prod(self.lead)), columns), self.T, self.rng)
+        flat = make_poison((int(np.prod(self.lead)), columns), self.T, self.rng)
         flat[rows, :used] = self.normal(len(rows), used)
         qkv = flat.reshape(*self.lead, columns)
         cuts = np.cumsum([self.heads * size, self.kv_heads * size])
         if case.parts == "three":
-            self.arguments["qkv"] = [np.ascontiguousarray(part) for part in np.split(qkv, cuts, axis=-1)]
+            self.arguments["qkv"] = [np.ascontiguousarray(array) for array in np.split(qkv, cuts, axis=-1)]
         else:
             self.arguments["qkv"] = qkv
         if case.qkv_bias:
-            bias = poisoned((columns,), self.T, self.rng)
+            bias = make_poison((columns,), self.T, self.rng)
             bias[:used] = self.normal(used)
             self.arguments["qkv_bias"] = bias
 
@@ -193,7 +193,7 @@ class RowDrawing:
         if case.cross_rows == "packed":
             self.arguments["cross_kv"] = self.normal(sum(writers), columns)
         if case.cross_rows == "padded":
-            padded = poisoned((len(writers), max(writers) + self.number(0, 3), columns), self.T, self.rng)
+            padded = make_poison((len(writers), max(writers) + self.number(0, 3), columns), self.T, self.rng)
             for n, encoder in enumerate(writers):
                 padded[n, :encoder] = self.normal(encoder, columns)
             self.arguments["cross_kv"] = padded
@@ -201,7 +201,7 @@ class RowDrawing:
             self.arguments["cross_kv_length"] = max(lengths.encoder)
 
     def add_indirection(self) -> None:
-        """cache_indirection; entries that are not read lie outside the beams."""
+        """Add cache_indirection; entries that are not read are out of range."""
         if self.case.beams == "none":
             return
         lengths = self.lengths
@@ -216,7 +216,7 @@ class RowDrawing:
     # masks and biases
 
     def add_mask(self) -> None:
-        """Columns behind the last key and rows behind a length are noise."""
+        """Add the mask; columns after the last key and rows after a length are noise."""
         case, lengths = self.case, self.lengths
         if case.mask != "custom_mask":
             return
@@ -224,12 +224,12 @@ class RowDrawing:
         rows = int(np.prod(self.lead))
         columns = longest + self.number(0, 5)
         mask = self.rng.random((rows, columns)) < self.rng.choice([0.2, 0.6, 0.95], (rows, 1))
-        mask[self.rng.random(rows) < 0.1] = False  # a row that sees nothing
+        mask[self.rng.random(rows) < 0.1] = False  # a row without visible keys
         if case.mask_form in ("bool", "both"):
             self.arguments["attention_mask"] = mask
         if case.mask_form != "bool":
-            words = -(-columns // 32) + self.number(0, 1)
-            bits = self.rng.random((rows, words * 32)) < 0.5
+            lanes = -(-columns // 32) + self.number(0, 1)
+            bits = self.rng.random((rows, lanes * 32)) < 0.5
             bits[:, :columns] = mask
             packed = np.packbits(bits, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
             if case.mask_form == "bits int32":
@@ -241,13 +241,13 @@ class RowDrawing:
             self.arguments["alibi_slopes"] = self.rng.uniform(0.02, 0.8, self.heads).astype(np.float32)
 
     def add_tables(self) -> None:
-        """Rotary tables, logn and explicit biases, whose entries for positions that do not occur are NaN."""
+        """Add rotary tables, logn and explicit biases, whose entries for unused positions are NaN."""
         case, rng = self.case, self.rng
         attention = Attention(Call(**self.arguments))
         queries, keys = self.positions(attention)
         longest = max(queries | keys)
         if case.logn:
-            table = poisoned((longest + 1 + self.number(0, 3),), np.dtype(np.float32), rng)
+            table = make_poison((longest + 1 + self.number(0, 3),), np.dtype(np.float32), rng)
             for p in queries:
                 table[p] = rng.uniform(0.6, 1.6)
             self.arguments["logn_scaling"] = table
@@ -257,14 +257,14 @@ class RowDrawing:
             if case.table == "inv_freq":
                 self.arguments[prefix + "rotary_inv_freq"] = rng.uniform(0.0, 1.0, half).astype(np.float32)
             elif case.table in ("cos_sin", "cos_sin flat"):
-                table = poisoned((longest + 1 + self.number(0, 3), half, 2), np.dtype(np.float32), rng)
+                table = make_poison((longest + 1 + self.number(0, 3), half, 2), np.dtype(np.float32), rng)
                 for p in queries | keys:
                     table[p] = rng.uniform(-1.2, 1.2, (half, 2))
                 self.arguments[prefix + "rotary_cos_sin"] = table.reshape(-1) if "flat" in case.table else table
         self.add_relative_bias(attention)
 
     def positions(self, attention: Attention) -> tuple[set[int], set[int]]:
-        """The positions that queries and, where K is turned when it is read, keys take."""
+        """Return the positions of queries and, for keys that are rotated when they are read, of keys."""
         queries, keys = set(), {0}
         for request in attention.requests:
             for i in range(len(request.rows)):
@@ -281,22 +281,24 @@ class RowDrawing:
             return
         dtype = self.T if case.relative_dtype == "T" else np.dtype(np.float32)
         if case.relative_bias != "explicit":
-            buckets = 4 + 2 * ((self.heads + case.head_size) % 7)  # of a model, and so the same in all of its calls
+            buckets = 4 + 2 * (
+                (self.heads + case.head_size) % 7
+            )  # a property of the model, and so the same in all of its calls
             self.arguments["relative_attention_bias"] = rng.standard_normal((self.heads, buckets)).astype(dtype)
             return
         longest = max(self.lengths.total)
         shape = (self.heads, longest + self.number(0, 3), longest + self.number(0, 3))
-        table = poisoned(shape, dtype, rng)
+        table = make_poison(shape, dtype, rng)
         for request in attention.requests:
             for i in range(len(request.rows)):
                 p = request.position(i)
-                place = {j: j for j in range(request.length)}
+                positions = {j: j for j in range(request.length)}
                 if case.streamingllm and request.generation:
-                    inside = [j for j in place if attention.in_window(request, p, j)]
-                    place = {j: n for n, j in enumerate(inside)}
+                    inside = [j for j in positions if attention.in_window(request, p, j)]
+                    positions = {j: n for n, j in enumerate(inside)}
                     p = len(inside) - 1
                 for head in range(self.heads):
-                    seen = attention.visible(request, i, head) if case.poison_invisible else list(place)
+                    seen = attention.visible(request, i, head) if case.poison_invisible else list(positions)
                     for j in seen:
-                        table[head, p, place[j]] = np.asarray(rng.standard_normal()).astype(dtype)
+                        table[head, p, positions[j]] = np.asarray(rng.standard_normal()).astype(dtype)
         self.arguments["relative_attention_bias"] = table

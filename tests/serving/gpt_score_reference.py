@@ -1,4 +1,4 @@
-"""What gpt_attention takes from its masks and adds to its scores, written from the description alone."""
+"""The masks of gpt_attention and the terms that it adds to scores, written from the description alone."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ MASK_TYPES = (
 )  # fmt: skip
 
 
-def unpacked_mask(call: Call) -> np.ndarray:
-    """bool (rows, keys) of attention_mask or of the bits of attention_packed_mask."""
+def unpack_mask(call: Call) -> np.ndarray:
+    """Return bool (rows, keys) of attention_mask or of the bits of attention_packed_mask."""
     if call.attention_mask is not None:
         return np.asarray(call.attention_mask)
     assert call.attention_packed_mask is not None
-    words = np.asarray(call.attention_packed_mask).astype(np.int64) & 0xFFFFFFFF
-    bits = (words[:, :, None] >> np.arange(32)) & 1
-    return bits.reshape(len(words), -1).astype(bool)
+    lanes = np.asarray(call.attention_packed_mask).astype(np.int64) & 0xFFFFFFFF
+    bits = (lanes[:, :, None] >> np.arange(32)) & 1
+    return bits.reshape(len(lanes), -1).astype(bool)
 
 
-def formula_slopes(heads: int) -> np.ndarray:
-    """ALiBi's slopes float64 (heads): a geometric series, then odd powers of its half ratio."""
+def compute_slopes(heads: int) -> np.ndarray:
+    """Return ALiBi's slopes float64 (heads): a geometric series, then odd powers of its half ratio."""
     closest = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * (h + 1) / closest) for h in range(closest)]
     slopes += [2.0 ** (-4 * (2 * k + 1) / closest) for k in range(heads - closest)]
     return np.array(slopes, np.float64)
 
 
-def bucket(relative: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """The bucket of a distance j - p; logarithms in float32."""
+def find_bucket(relative: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """Return the bucket of a distance j - p; logarithms in float32."""
     base, distance = 0, max(-relative, 0)
     if bidirectional:
         buckets //= 2
@@ -39,5 +39,5 @@ def bucket(relative: int, buckets: int, max_distance: int, bidirectional: bool) 
     exact = buckets // 2
     if distance < exact:
         return base + distance
-    part = np.log(np.float32(distance) / np.float32(exact)) / np.log(np.float32(max_distance) / np.float32(exact))
-    return base + min(exact + int(np.trunc(part * np.float32(buckets - exact))), buckets - 1)
+    fraction = np.log(np.float32(distance) / np.float32(exact)) / np.log(np.float32(max_distance) / np.float32(exact))
+    return base + min(exact + int(np.trunc(fraction * np.float32(buckets - exact))), buckets - 1)

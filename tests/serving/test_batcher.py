@@ -1,4 +1,4 @@
-"""Batcher plans calls: each request's tokens in order, each once, whoever else is there and however few blocks."""
+"""Batcher plans calls: each request's tokens in order, each once, for any other requests and any number of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 64
 
 
 class Recorder:
-    """A model whose cache holds the tokens themselves, and whose answer is a digest of all that a request has seen."""
+    """A model whose cache contains the tokens themselves. Its answer is a digest of all tokens of a request so far."""
 
     def __init__(self, context: int = 40, block: int = 4, scales: int = 0) -> None:
         pool = CachePool("kv_cache", "kv_cache_scale" if scales else "", 1, 1, 1)
@@ -24,7 +24,7 @@ class Recorder:
         inputs, outputs = [TensorSpec("ids", "int32", "int32", (1, "tokens"))], [SimpleNamespace(name="logits")]
         self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
         self.block, self.calls = block, 0
-        self.most = 0  # tokens of a call
+        self.max_tokens = 0  # the largest number of tokens of a call
 
     gpu = None
 
@@ -35,7 +35,7 @@ class Recorder:
         self.calls += 1
         ids, starts, past, table = (inputs[n] for n in ("ids", "row_starts", "past_lengths", "block_table"))
         assert ids.dtype == np.int32 and ids.shape == (1, starts[-1]) and len(starts) == len(past) + 1 == len(table) + 1
-        self.most = max(self.most, ids.shape[1])
+        self.max_tokens = max(self.max_tokens, ids.shape[1])
         cells = inputs["kv_cache_scale" if "kv_cache_scale" in inputs else "kv_cache"][:, 0, 0, 0, :, 0]
         answers = []
         for r, before in enumerate(past):
@@ -44,12 +44,12 @@ class Recorder:
             for t, token in enumerate(new, before):
                 cells[table[r, t // self.block], t % self.block] = token
             seen = [int(cells[table[r, t // self.block], t % self.block]) for t in range(before + len(new))]
-            answers.append(np.bincount([digest(seen)], minlength=VOCABULARY))
+            answers.append(np.bincount([compute_digest(seen)], minlength=VOCABULARY))
         return {"logits": np.array(answers)}
 
 
 class Carrier(Recorder):
-    """A model whose states are digests of what requests have read, beside a cache or without one."""
+    """A model whose states are digests of the tokens that requests have read, with a cache or without one."""
 
     def __init__(self, has_cache: bool, context: int = 40) -> None:
         super().__init__(context)
@@ -63,35 +63,37 @@ class Carrier(Recorder):
             super().run(inputs)
         self.calls += 1
         ids, starts, past = (inputs[n] for n in ("ids", "row_starts", "past_lengths"))
-        self.most, answers = max(self.most, ids.shape[1]), []
+        self.max_tokens, answers = max(self.max_tokens, ids.shape[1]), []
         assert len({*inputs["state_slots"].tolist()}) == len(past)
         for r, (before, slot) in enumerate(zip(past, inputs["state_slots"])):
             state = inputs["states"][slot, 1]
-            state[0] = fold(7 if before == 0 else int(state[0]), ids[0, starts[r] : starts[r + 1]])
+            state[0] = fold_tokens(7 if before == 0 else int(state[0]), ids[0, starts[r] : starts[r + 1]])
             answers.append(np.bincount([int(state[0]) % VOCABULARY], minlength=VOCABULARY))
             self.slots.add(int(slot))
         return {"logits": np.array(answers)}
 
 
-def fold(value: int, tokens: Any) -> int:
+def fold_tokens(value: int, tokens: Any) -> int:
     for token in tokens:
         value = (value * 31 + int(token)) % 1009
     return value
 
 
-def digest(tokens: list[int]) -> int:
-    return fold(7, tokens) % VOCABULARY
+def compute_digest(tokens: list[int]) -> int:
+    return fold_tokens(7, tokens) % VOCABULARY
 
 
-def told(prompt: list[int], count: int) -> list[int]:
-    """What a request is answered with, alone."""
+def generate_alone(prompt: list[int], count: int) -> list[int]:
+    """Return the answers to a request that runs without others."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(digest(tokens))
+        tokens.append(compute_digest(tokens))
     return tokens
 
 
-def generate(batcher: Batcher, prompts: dict[Any, list[int]], count: int, together: int) -> dict[Any, list[int]]:
+def generate_together(
+    batcher: Batcher, prompts: dict[Any, list[int]], count: int, together: int
+) -> dict[Any, list[int]]:
     queue, done, active = list(prompts), {}, 0
     while queue or active:
         while queue and active < together:
@@ -113,12 +115,14 @@ def test_every_request_gets_what_it_gets_alone(blocks: int, budget: int, scales:
     rng = np.random.default_rng(blocks)
     print(f"seed {blocks}")
     prompts: dict[Any, list[int]] = {k: rng.integers(0, VOCABULARY, rng.integers(1, 25)).tolist() for k in range(20)}
-    for k in range(0, 20, 3):  # some begin as another one does
+    for k in range(0, 20, 3):  # some begin like another prompt
         prompts[k] = prompts[(k + 7) % 20][:9] + prompts[k][:8]
     model = Recorder(scales=scales)
     batcher = Batcher(model, blocks, budget)
-    assert generate(batcher, prompts, 12, 6) == {k: told(prompt, 12) for k, prompt in prompts.items()}
-    assert model.most <= budget
+    assert generate_together(batcher, prompts, 12, 6) == {
+        k: generate_alone(prompt, 12) for k, prompt in prompts.items()
+    }
+    assert model.max_tokens <= budget
     assert batcher.usage().used == 0 and not batcher.waiting
 
 
@@ -132,7 +136,7 @@ def test_equal_beginnings_share_blocks() -> None:
 
 @pytest.mark.parametrize(("blocks", "slots"), [(200, None), (30, 4), (14, 6), (None, 2), (None, None), (None, 6)])
 def test_states_are_those_of_their_request(blocks: int | None, slots: int | None) -> None:
-    """However few slots there are, and whoever had them before; equal beginnings share nothing."""
+    """The number of slots and their previous owners have no effect; equal beginnings share nothing."""
     rng = np.random.default_rng(11)
     prompts: dict[Any, list[int]] = {k: rng.integers(0, VOCABULARY, rng.integers(1, 25)).tolist() for k in range(20)}
     for k in range(0, 20, 3):
@@ -140,14 +144,16 @@ def test_states_are_those_of_their_request(blocks: int | None, slots: int | None
     model = Carrier(has_cache=blocks is not None)
     batcher = Batcher(model, blocks, 9, slots)
     assert batcher.usage().state_slots == batcher.usage().free_state_slots == (slots or 9)
-    assert generate(batcher, prompts, 12, 6) == {k: told(prompt, 12) for k, prompt in prompts.items()}
-    assert model.most <= 9 and max(model.slots) < (slots or 9)
+    assert generate_together(batcher, prompts, 12, 6) == {
+        k: generate_alone(prompt, 12) for k, prompt in prompts.items()
+    }
+    assert model.max_tokens <= 9 and max(model.slots) < (slots or 9)
     usage = batcher.usage()
     assert (usage.used, usage.free_state_slots) == (0, slots or 9) and not batcher.waiting
 
 
-def test_states_behind_a_failed_call_are_made_again() -> None:
-    """What it has written of them is lost, and so are the tokens before."""
+def test_states_after_a_failed_call_are_computed_again() -> None:
+    """The failed call's writes to states are lost, and the tokens before are computed again."""
     model = Carrier(has_cache=False)
     batcher = Batcher(model)
     batcher.add("a", [5, 6])
@@ -162,10 +168,10 @@ def test_states_behind_a_failed_call_are_made_again() -> None:
     with pytest.raises(ZeroDivisionError):
         batcher.step()
     model.run = run  # type: ignore[method-assign]
-    assert batcher.step()["a"].argmax() == digest(batcher.tokens("a"))
+    assert batcher.step()["a"].argmax() == compute_digest(batcher.tokens("a"))
 
 
-def test_slots_that_idle_requests_hold() -> None:
+def test_slots_of_idle_requests() -> None:
     batcher = Batcher(Carrier(has_cache=False), state_slots=1)
     batcher.add("a", [1])
     assert list(batcher.step()) == ["a"]
@@ -173,17 +179,17 @@ def test_slots_that_idle_requests_hold() -> None:
     with pytest.raises(PoolFullError, match="request 'b' needs 1 more state slot, and 0 of the pool's 1 are free"):
         batcher.step()
     batcher.free("a")
-    assert batcher.step()["b"].argmax() == digest([2])
+    assert batcher.step()["b"].argmax() == compute_digest([2])
 
 
 def test_states_stay_where_blocks_are_copied() -> None:
-    """A block that somebody else shares is copied before it is written; its number is not that of a slot."""
+    """A block that another request shares is copied before it is written; its number is not a slot's."""
     batcher = Batcher(Carrier(has_cache=True), 9, state_slots=1)
     batcher.add("a", [5, 6])
     batcher.extend("a", int(batcher.step()["a"].argmax()))
     assert batcher.cache is not None
     batcher.cache.fork("a", "somebody else")
-    assert batcher.step()["a"].argmax() == digest(batcher.tokens("a"))
+    assert batcher.step()["a"].argmax() == compute_digest(batcher.tokens("a"))
 
 
 def test_pools_that_the_model_does_not_have() -> None:
@@ -213,7 +219,7 @@ def test_a_pool_too_small_says_so_and_goes_on() -> None:
     assert list(batcher.step()) == ["b"]
 
 
-def test_a_call_that_fails_is_made_again() -> None:
+def test_a_failed_call_is_repeated() -> None:
     model = Recorder()
     batcher = Batcher(model, 9)
     batcher.add("a", [5, 6])
@@ -221,32 +227,32 @@ def test_a_call_that_fails_is_made_again() -> None:
     with pytest.raises(ZeroDivisionError):
         batcher.step()
     model.run = run  # type: ignore[method-assign]
-    assert batcher.step()["a"].argmax() == digest([5, 6])
+    assert batcher.step()["a"].argmax() == compute_digest([5, 6])
 
 
 class Picky:
-    """Raises for a call in which a token is one of those that it cannot read."""
+    """Raises for a call in which a token is one of the unreadable ones."""
 
     def __init__(self, model: Recorder, *unreadable: int) -> None:
         self.read, self.unreadable = model.run, unreadable
         model.run = self.run  # type: ignore[method-assign]
 
     def run(self, inputs: Any) -> Any:
-        results = self.read(inputs)  # states are carried on before it fails
+        results = self.read(inputs)  # states are updated before it fails
         if np.isin(inputs["ids"], self.unreadable).any():
             raise InputError("run.check_failed", "a token has no row")
         return results
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize(("wrong", "place"), [(("b",), 3), (("a",), 0), (("c", "d"), 11), (("a", "b", "d"), 5)])
-def test_who_fails_ends_alone(has_states: bool, wrong: tuple[str, ...], place: int) -> None:
-    """In a call with others, wherever its token stands in the prompt; the others are answered in the same step."""
+@pytest.mark.parametrize(("wrong", "index"), [(("b",), 3), (("a",), 0), (("c", "d"), 11), (("a", "b", "d"), 5)])
+def test_a_failing_request_ends_without_the_others(has_states: bool, wrong: tuple[str, ...], index: int) -> None:
+    """The failing token may be at any index of the prompt; other requests of the call are answered in the same step."""
     model = Carrier(has_cache=True) if has_states else Recorder()
     Picky(model, 50)
     prompts = {name: [k, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9][:12] for k, name in enumerate("abcd")}
     for name in wrong:
-        prompts[name][place] = 50
+        prompts[name][index] = 50
     batcher = Batcher(model, 40, 30)
     for name, prompt in prompts.items():
         batcher.add(name, prompt)
@@ -255,11 +261,13 @@ def test_who_fails_ends_alone(has_states: bool, wrong: tuple[str, ...], place: i
         try:
             answers |= batcher.step()
         except RequestError as error:
-            assert all("has no row" in str(each) for each in error.errors.values())
+            assert all("has no row" in str(request_error) for request_error in error.errors.values())
             failed |= error.errors
             answers |= error.answers
     assert failed.keys() == set(wrong)
-    assert {n: a.argmax() for n, a in answers.items()} == {n: digest(prompts[n]) for n in prompts if n not in wrong}
+    assert {n: a.argmax() for n, a in answers.items()} == {
+        n: compute_digest(prompts[n]) for n in prompts if n not in wrong
+    }
     for name in wrong:
         with pytest.raises(InputError, match="there is no request"):
             batcher.free(name)
@@ -290,7 +298,9 @@ def test_no_answer_is_lost_where_the_rest_is_cut_short(has_states: bool) -> None
         batcher.step()
     model.run = run  # type: ignore[method-assign]
     answers = batcher.step()
-    assert {name: answer.argmax() for name, answer in answers.items()} == {n: digest(p) for n, p in prompts.items()}
+    assert {name: answer.argmax() for name, answer in answers.items()} == {
+        n: compute_digest(p) for n, p in prompts.items()
+    }
 
 
 def test_a_fork_is_not_answered_for_what_its_parent_was() -> None:
@@ -301,7 +311,7 @@ def test_a_fork_is_not_answered_for_what_its_parent_was() -> None:
         batcher.fork("a", "b")
         assert batcher.waiting == []
         batcher.extend("b", 3)
-        assert batcher.step()["b"].argmax() == digest([1, 2, 3])
+        assert batcher.step()["b"].argmax() == compute_digest([1, 2, 3])
 
 
 def test_the_only_one_that_fails_ends() -> None:
@@ -318,7 +328,7 @@ def test_the_only_one_that_fails_ends() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nobody_is_answered_twice(seed: int) -> None:
-    """Who is put back behind its answer has something to say again once it is extended."""
+    """A request that was evicted after its answer has another answer only after it was extended."""
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
     model = Carrier(has_cache=True) if seed % 2 else Recorder()
@@ -329,14 +339,14 @@ def test_nobody_is_answered_twice(seed: int) -> None:
             batcher.add(turn, rng.integers(0, VOCABULARY, rng.integers(1, 12)).tolist())
             answered[turn] = 0
         try:
-            found = batcher.step()
+            logits_by_request = batcher.step()
         except PoolFullError:
             batcher.free(next(iter(answered)))
             del answered[next(iter(answered))]
             continue
-        for name, logits in found.items():
+        for name, logits in logits_by_request.items():
             tokens = batcher.tokens(name)
-            assert len(tokens) > answered[name] and logits.argmax() == digest(tokens)
+            assert len(tokens) > answered[name] and logits.argmax() == compute_digest(tokens)
             answered[name] = len(tokens)
         for name in list(answered):
             count = len(batcher.tokens(name))
@@ -365,7 +375,7 @@ def test_ids_outside_the_vocabulary() -> None:
 
 
 def test_nobody_is_put_back_in_vain() -> None:
-    """A fork whose blocks an older request has frees nothing; nor do few blocks where more are needed."""
+    """A fork whose blocks belong to an older request frees nothing; few blocks do not help where more are needed."""
     model = Recorder()
     batcher = Batcher(model, 6)
     batcher.add("old", list(range(16)))
@@ -377,13 +387,13 @@ def test_nobody_is_put_back_in_vain() -> None:
     for token in range(2):
         batcher.extend("fork", token)
         batcher.extend("small", token)
-        assert sorted(batcher.step()) == ["fork", "small"]  # each reads one token, and none is read again
+        assert sorted(batcher.step()) == ["fork", "small"]  # each reads one token, and tokens are not read again
     with pytest.raises(PoolFullError, match="request 'large' needs 3 more blocks"):
         batcher.step()
     batcher.free("old")
     assert batcher.usage().tokens == 16 + 2 + 4
-    assert batcher.step()["large"].argmax() == digest([9] * 12)
-    assert not batcher.waiting and batcher.usage().tokens == 12 + 4  # "fork" is put back: "small" frees too little
+    assert batcher.step()["large"].argmax() == compute_digest([9] * 12)
+    assert not batcher.waiting and batcher.usage().tokens == 12 + 4  # "fork" is evicted: "small" frees too little
     batcher.extend("fork", 2)
     assert batcher.waiting == ["fork"]
 

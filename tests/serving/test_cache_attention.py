@@ -13,7 +13,7 @@ import cache_attention_cases as cases
 import numpy as np
 import onnx
 import pytest
-from coverage_of_serving import PAGE, PPL, page
+from coverage_of_serving import PAGE, PPL, make_page
 from onnx import TensorProto, helper
 
 import lowering
@@ -31,8 +31,8 @@ OUTPUTS = {
 }
 
 
-def model(case: cases.Case, functional: bool) -> onnx.ModelProto:
-    """One node. functional: caches are outputs of the node; else it updates what it is given."""
+def make_model(case: cases.Case, functional: bool) -> onnx.ModelProto:
+    """Return a model of one node. functional: caches are outputs of the node; else it updates its inputs."""
     inputs = case.inputs()
     names = [name if name in inputs else "" for name in cases.INPUTS[case.operator]]
     while not names[-1]:
@@ -57,23 +57,23 @@ def model(case: cases.Case, functional: bool) -> onnx.ModelProto:
 def check(case: cases.Case, seed: int, calls: int, target: str = "cpu") -> None:
     rng = np.random.default_rng(seed)
     functional = seed % 2 == 0
-    compiled = lowering.compile(model(case, functional), target, threads=1 + seed % 3 // 2)
+    compiled = lowering.compile(make_model(case, functional), target, threads=1 + seed % 3 // 2)
     for _ in range(calls):
         inputs = case.arrays(rng)
         before = {name: array.copy() for name, array in inputs.items()}
-        wanted = cases.expected(case, before)
-        found = compiled.run(inputs)
-        for name, want in wanted.items():
+        expected_results = cases.compute_expected(case, before)
+        results = compiled.run(inputs)
+        for name, want in expected_results.items():
             if name in ("cache", "scale"):
-                got = inputs[name] if not functional else found.get(f"{name}_out", inputs.get(name))
-                assert same_bits(got, want), f"{name} of {case}"
-                assert not functional or same_bits(inputs[name], before[name]), f"{name} was written"
+                got = inputs[name] if not functional else results.get(f"{name}_out", inputs.get(name))
+                assert is_equal_bitwise(got, want), f"{name} of {case}"
+                assert not functional or is_equal_bitwise(inputs[name], before[name]), f"{name} was written"
             else:
                 tolerance = 2e-5 if case.dtype == "float32" else 3e-3
-                np.testing.assert_allclose(found[name], want, tolerance, tolerance, err_msg=str(case))
+                np.testing.assert_allclose(results[name], want, tolerance, tolerance, err_msg=str(case))
 
 
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+def is_equal_bitwise(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -102,4 +102,4 @@ def test_every_argument_of_gpt_attention_is_described() -> None:
 
 
 def test_the_page_of_serving_is_generated_anew() -> None:
-    assert PAGE.read_text() == page(), "run `python tests/serving/coverage_of_serving.py`"
+    assert PAGE.read_text() == make_page(), "run `python tests/serving/coverage_of_serving.py`"

@@ -1,5 +1,5 @@
-"""Compiled serving operators refuse tables that do not fit, by node, argument and request, before anything is written;
-with checks=False they take them, and write to no foreign memory (tests/attacks)."""
+"""Compiled serving operators refuse tables that do not fit, by node, argument and request, before anything is written.
+With checks=False they accept them, and do not write foreign memory (tests/attacks)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import gpt_attention_cases
 import numpy as np
 import onnx
 import pytest
-from gpt_malformed_calls import DEFECTS, spoiled
+from gpt_malformed_calls import DEFECTS, corrupt_call
 from onnx import TensorProto, helper
-from request_checks import check_gpt, gpt_node
-from test_cache_attention import model, same_bits
+from request_checks import check_gpt, make_gpt_node
+from test_cache_attention import is_equal_bitwise, make_model
 
 import lowering
 from lowering.errors import InputError
 from lowering.importing.checks import OPENPPL
 
 Inputs: TypeAlias = "dict[str, np.ndarray]"
-# What the error must name: the argument, and one of the requests if any are to blame; None: no room for the defect.
+# The argument that the error must name, and the requests, one of which it must name; None: no room for the defect.
 Blame: TypeAlias = "tuple[str, tuple[int, ...]] | None"
 Defect: TypeAlias = Callable[[cases.Case, Inputs], Blame]
 
@@ -33,11 +33,11 @@ AXES = ("plkhd", "lpkhd", "lkphd", "lkhpd")  # of a cache, by its layout: p is t
 # -- OpenPPL: legal calls with one defect each ------------------------------------------------------------------------
 
 
-def rows_of(inputs: Inputs) -> np.ndarray:
+def count_rows(inputs: Inputs) -> np.ndarray:
     return np.diff(inputs["seqstarts"])
 
 
-def keys_of(inputs: Inputs) -> np.ndarray:
+def count_keys(inputs: Inputs) -> np.ndarray:
     return np.diff(inputs["kvstarts"])
 
 
@@ -69,7 +69,7 @@ def other_totals(name: str) -> Defect:
 
 def decoding(count: int) -> Defect:
     def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
-        inputs["decoding_batches"][...] = count if count < 0 else len(rows_of(inputs)) + count
+        inputs["decoding_batches"][...] = count if count < 0 else len(count_rows(inputs)) + count
         return "decoding_batches", ()
 
     return corrupt
@@ -86,7 +86,7 @@ def few_mask_columns(case: cases.Case, inputs: Inputs) -> Blame:
 
 def negative_past(case: cases.Case, inputs: Inputs) -> Blame:
     inputs["start_pos"][-1] = -1
-    return "start_pos", (len(rows_of(inputs)) - 1,)
+    return "start_pos", (len(count_rows(inputs)) - 1,)
 
 
 def other_past(case: cases.Case, inputs: Inputs) -> Blame:
@@ -95,7 +95,7 @@ def other_past(case: cases.Case, inputs: Inputs) -> Blame:
 
 
 def endless_past(case: cases.Case, inputs: Inputs) -> Blame:
-    """Whose sum with the rows overflows."""
+    """The past, added to the rows, overflows."""
     inputs["start_pos"][0] = 2**63 - 1
     return "start_pos", (0,)
 
@@ -104,16 +104,16 @@ def longer_than_the_cache(case: cases.Case, inputs: Inputs) -> Blame:
     more = 2**62
     inputs["start_pos"][-1] += more
     inputs["kvstarts"][-1] += more
-    return "kvstarts", (len(rows_of(inputs)) - 1,)
+    return "kvstarts", (len(count_rows(inputs)) - 1,)
 
 
 def slots_outside(entry: int) -> Defect:
     def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
-        wanted = np.flatnonzero(keys_of(inputs))
-        if not len(wanted):
+        with_keys = np.flatnonzero(count_keys(inputs))
+        if not len(with_keys):
             return None
-        b = int(wanted[-1])
-        inputs["cachestarts"].reshape(len(keys_of(inputs)), -1)[b, 0] = entry
+        b = int(with_keys[-1])
+        inputs["cachestarts"].reshape(len(count_keys(inputs)), -1)[b, 0] = entry
         return "cachestarts", (b,)
 
     return corrupt
@@ -121,35 +121,35 @@ def slots_outside(entry: int) -> Defect:
 
 def too_few_pages(case: cases.Case, inputs: Inputs) -> Blame:
     starts = inputs["cachestarts"]
-    needed = -(-keys_of(inputs) // case.attribute("page_size"))
+    needed = -(-count_keys(inputs) // case.attribute("page_size"))
     if starts.ndim == 1 or needed.max() < 2:
         return None
     inputs["cachestarts"] = np.ascontiguousarray(starts[:, : needed.max() - 1])
     return "cachestarts", (int(np.argmax(needed)),)
 
 
-def shared(writes: bool) -> Defect:
-    """A request is given the page of another's new token: to write to, or to read only."""
+def share_page(writes: bool) -> Defect:
+    """Give a request the page of another's new token, to write to or to read only."""
 
     def corrupt(case: cases.Case, inputs: Inputs) -> Blame:
-        rows, keys, past = rows_of(inputs), keys_of(inputs), inputs["start_pos"]
+        rows, keys, past = count_rows(inputs), count_keys(inputs), inputs["start_pos"]
         page = case.attribute("page_size") if case.attribute("cache_mode") else int(keys.max()) + 1
         table = inputs["cachestarts"].reshape(len(keys), -1)
-        for one in np.flatnonzero(rows):
-            for other in range(len(keys)):
-                at, last = int(past[one]) // page, int(keys[other]) - 1
-                slot = table[one, at] + int(past[one]) % page
+        for first_request in np.flatnonzero(rows):
+            for second_request in range(len(keys)):
+                at, last = int(past[first_request]) // page, int(keys[second_request]) - 1
+                slot = table[first_request, at] + int(past[first_request]) % page
                 column = last // page if writes else 0
-                read = min(page, keys[other] - column * page)
-                fits = rows[other] if writes else past[other] >= page and read > 0
-                if one == other or not fits or slot - table[one, at] >= read:
+                read = min(page, keys[second_request] - column * page)
+                fits = rows[second_request] if writes else past[second_request] >= page and read > 0
+                if first_request == second_request or not fits or slot - table[first_request, at] >= read:
                     continue
-                # The slot is the last token's of the other's page, or it is somewhere in it.
-                first = slot - last % page if writes else table[one, at]
+                # The slot is the last token's of the other's page, or any slot of it.
+                first = slot - last % page if writes else table[first_request, at]
                 count = inputs["cache"].shape[AXES[case.attribute("cache_layout")].index("p")]
                 if 0 <= first <= count - read:
-                    table[other, column] = first
-                    return "cachestarts", (int(one), other)
+                    table[second_request, column] = first
+                    return "cachestarts", (int(first_request), second_request)
         return None
 
     return corrupt
@@ -174,12 +174,12 @@ SLOTS: dict[str, Defect] = {
     "an endless past": endless_past,
     "longer than the cache": longer_than_the_cache,
     "a slot in front": slots_outside(-1),
-    "a slot behind": slots_outside(2**62),
+    "a slot after the end": slots_outside(2**62),
     "too few pages": too_few_pages,
-    "two write": shared(writes=True),
-    "one reads": shared(writes=False),
+    "two write": share_page(writes=True),
+    "one reads": share_page(writes=False),
 }
-OF: dict[str, dict[str, Defect]] = {
+OPERATOR_DEFECTS: dict[str, dict[str, Defect]] = {
     "MultiHeadCacheAttention": STARTS | DECODING | SLOTS,
     "KeyValueCache": STARTS | SLOTS,
     "MultiHeadAttention": STARTS | KEYS | DECODING,
@@ -190,8 +190,8 @@ MODES = [
 ]
 
 
-def chosen(operator: str, mode: int) -> cases.Case:
-    """A configuration with that cache_mode and, if it may be, a mask."""
+def choose_case(operator: str, mode: int) -> cases.Case:
+    """Return a configuration with that cache_mode and, if possible, a mask."""
     for case in cases.cases(3, 60, operator):
         cached = operator != "MultiHeadAttention"
         masked = operator == "KeyValueCache" or case.mask in ("2-D", "3-D")
@@ -201,12 +201,12 @@ def chosen(operator: str, mode: int) -> cases.Case:
 
 
 @functools.cache
-def compiled(operator: str, mode: int, checks: bool) -> lowering.Model:
-    return lowering.compile(model(chosen(operator, mode), functional=False), threads=1, checks=checks)
+def compile_case(operator: str, mode: int, checks: bool) -> lowering.Model:
+    return lowering.compile(make_model(choose_case(operator, mode), functional=False), threads=1, checks=checks)
 
 
-def broken(operator: str, mode: int, defect: Defect) -> tuple[Inputs, tuple[str, tuple[int, ...]]] | None:
-    case = chosen(operator, mode)
+def corrupt_inputs(operator: str, mode: int, defect: Defect) -> tuple[Inputs, tuple[str, tuple[int, ...]]] | None:
+    case = choose_case(operator, mode)
     for seed in range(80):
         inputs = case.arrays(np.random.default_rng(seed))
         blame = defect(case, inputs)
@@ -217,10 +217,10 @@ def broken(operator: str, mode: int, defect: Defect) -> tuple[Inputs, tuple[str,
 
 @pytest.mark.parametrize("operator, mode", MODES)
 def test_illegal_tables_are_refused(operator: str, mode: int) -> None:
-    case, run = chosen(operator, mode), compiled(operator, mode, True).run
-    found = set()
-    for name, defect in OF[operator].items():
-        corrupted = broken(operator, mode, defect)
+    case, run = choose_case(operator, mode), compile_case(operator, mode, True).run
+    refused = set()
+    for name, defect in OPERATOR_DEFECTS[operator].items():
+        corrupted = corrupt_inputs(operator, mode, defect)
         if corrupted is None:
             continue
         inputs, (argument, requests) = corrupted
@@ -231,42 +231,42 @@ def test_illegal_tables_are_refused(operator: str, mode: int) -> None:
         assert f".{operator}-1 '{case.name}'" in text and argument in text, (name, text)
         named = {int(number) for number in re.findall(r"request (\d+)", text)}
         assert not requests or named & set(requests), (name, requests, text)
-        assert re.search(r": [^:]+: [^:]+\.$", text), text  # a remedy behind the problem
-        assert all(same_bits(inputs[key], before[key]) for key in inputs), name
-        found.add(name)
-    # Without pages there are never too few of them, and nobody reads what another one writes and he does not.
-    assert OF[operator].keys() - found <= (set() if mode else {"too few pages", "one reads"})
+        assert re.search(r": [^:]+: [^:]+\.$", text), text  # the remedy follows the problem
+        assert all(is_equal_bitwise(inputs[key], before[key]) for key in inputs), name
+        refused.add(name)
+    # Without pages there are never too few of them, and requests do not read what only others write.
+    assert OPERATOR_DEFECTS[operator].keys() - refused <= (set() if mode else {"too few pages", "one reads"})
 
 
 @pytest.mark.parametrize("operator, mode", MODES)
-def test_the_same_model_goes_on(operator: str, mode: int) -> None:
-    """Behind an error legal calls are answered."""
-    case = chosen(operator, mode)
-    corrupted = broken(operator, mode, OF[operator]["seqstarts decrease"])
+def test_a_model_runs_after_an_error(operator: str, mode: int) -> None:
+    """Legal calls after an error are answered."""
+    case = choose_case(operator, mode)
+    corrupted = corrupt_inputs(operator, mode, OPERATOR_DEFECTS[operator]["seqstarts decrease"])
     assert corrupted is not None
     with pytest.raises(InputError, match="seqstarts"):
-        compiled(operator, mode, True).run(corrupted[0])
+        compile_case(operator, mode, True).run(corrupted[0])
     inputs = case.arrays(np.random.default_rng(7))
-    wanted = cases.expected(case, {key: array.copy() for key, array in inputs.items()})
-    results = compiled(operator, mode, True).run(inputs)
-    for name in wanted.keys() & results.keys():
-        np.testing.assert_allclose(results[name], wanted[name], 3e-3, 3e-3)
+    expected = cases.compute_expected(case, {key: array.copy() for key, array in inputs.items()})
+    results = compile_case(operator, mode, True).run(inputs)
+    for name in expected.keys() & results.keys():
+        np.testing.assert_allclose(results[name], expected[name], 3e-3, 3e-3)
 
 
 @pytest.mark.parametrize("operator, mode", MODES)
-def test_unchecked_models_take_everything(operator: str, mode: int) -> None:
-    for name, defect in OF[operator].items():
-        corrupted = broken(operator, mode, defect)
+def test_unchecked_models_accept_all_tables(operator: str, mode: int) -> None:
+    for name, defect in OPERATOR_DEFECTS[operator].items():
+        corrupted = corrupt_inputs(operator, mode, defect)
         if corrupted is None or name in ("other keys", "longer than the cache"):  # sizes of results
             continue
-        compiled(operator, mode, False).run(corrupted[0])
+        compile_case(operator, mode, False).run(corrupted[0])
 
 
-# -- what is asked once -----------------------------------------------------------------------------------------------
+# -- checks that run once ---------------------------------------------------------------------------------------------
 
 
-def layers(pages: str = "cachestarts") -> onnx.ModelProto:
-    """Two layers over one cache, whose tables are the same but for the pages of the second."""
+def make_layers(pages: str = "cachestarts") -> onnx.ModelProto:
+    """Return two layers over one cache, whose tables are the same except for the pages of the second."""
     ints, floats = TensorProto.INT64, TensorProto.FLOAT
     rows = [("q", floats, ["N", 2, 8]), ("k", floats, ["N", 2, 8]), ("v", floats, ["N", 2, 8])]
     tables = [("seqstarts", ints, ["B1"]), ("kvstarts", ints, ["B1"]), ("cachestarts", ints, ["B", "P"])]
@@ -294,7 +294,7 @@ def layers(pages: str = "cachestarts") -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def step_of_layers() -> dict[str, Any]:
+def make_layer_inputs() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     inputs: dict[str, Any] = {name: rng.standard_normal((2, 2, 8)).astype(np.float32) for name in "qkv"}
     inputs |= {"seqstarts": np.arange(3), "kvstarts": np.array([0, 3, 5]), "start_pos": np.array([2, 1])}
@@ -304,9 +304,9 @@ def step_of_layers() -> dict[str, Any]:
 
 def test_layers_share_a_check_that_names_the_first() -> None:
     modules: dict[str, Any] = {}
-    run = lowering.compile(layers(), dump=modules.__setitem__).run
+    run = lowering.compile(make_layers(), dump=modules.__setitem__).run
     assert str(modules["eliminate_dead_code"]["main"]).count(f'"{OPENPPL}"') == 1
-    inputs = step_of_layers()
+    inputs = make_layer_inputs()
     run(inputs)
     before = inputs["cache"].copy()
     inputs["cachestarts"][1, 0] = 1
@@ -314,47 +314,47 @@ def test_layers_share_a_check_that_names_the_first() -> None:
         InputError, match="'layer 0': cachestarts has request 0 write to slot 2, which request 1 writes"
     ):
         run(inputs)
-    assert same_bits(inputs["cache"], before)
+    assert is_equal_bitwise(inputs["cache"], before)
 
 
 def test_no_layer_writes_before_the_tables_of_all_were_checked() -> None:
-    run = lowering.compile(layers("other_pages")).run
-    inputs = step_of_layers() | {"other_pages": np.array([[0], [5]])}
+    run = lowering.compile(make_layers("other_pages")).run
+    inputs = make_layer_inputs() | {"other_pages": np.array([[0], [5]])}
     before = inputs["cache"].copy()
     with pytest.raises(
         InputError, match="'layer 1': cachestarts of request 1, page 0, is 7, and its 2 keys there need"
     ):
         run(inputs | {"other_pages": np.array([[0], [7]])})
-    assert same_bits(inputs["cache"], before)
+    assert is_equal_bitwise(inputs["cache"], before)
     run(inputs)
-    assert not same_bits(inputs["cache"], before)
+    assert not is_equal_bitwise(inputs["cache"], before)
 
 
 class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("target, checks, wanted", [("cpu", True, 1), ("cpu", False, 0), ("cuda:sm_90a", True, 0)])
-def test_who_checks(target: str, checks: bool, wanted: int) -> None:
-    """No model without checks, and none for a GPU, whose memory the host does not read."""
+@pytest.mark.parametrize("target, checks, check_count", [("cpu", True, 1), ("cpu", False, 0), ("cuda:sm_90a", True, 0)])
+def test_which_models_check(target: str, checks: bool, check_count: int) -> None:
+    """Models without checks do not check, and models for a GPU neither: the host does not read its memory."""
 
     def dump(name: str, module: Any) -> None:
         if name == "eliminate_dead_code":
-            assert str(module["main"]).count(f'"{OPENPPL}"') == wanted
+            assert str(module["main"]).count(f'"{OPENPPL}"') == check_count
             raise StopError
 
     with pytest.raises(StopError):
-        lowering.compile(layers(), target, checks=checks, dump=dump)
+        lowering.compile(make_layers(), target, checks=checks, dump=dump)
 
 
 def test_checks_is_a_flag() -> None:
     with pytest.raises(InputError, match="checks='no' is neither True nor False"):
-        lowering.compile(layers(), checks="no")  # type: ignore[arg-type]
+        lowering.compile(make_layers(), checks="no")  # type: ignore[arg-type]
 
 
 # -- TensorRT-LLM -----------------------------------------------------------------------------------------------------
 
-# Defects of contents, by what gpt_malformed_calls calls them: a run must find them.
+# Defects of contents, by their names in gpt_malformed_calls: a run must find them.
 CONTENTS = {
     *("sequence_length", "sequence_length of two beams", "a chunk without rows", "a negative past"),
     *("host_context_lengths", "rows of packed qkv", "rows of padded qkv", "a second chunk", "a past without a cache"),
@@ -362,7 +362,12 @@ CONTENTS = {
     *("too few columns", "an entry outside", "a beam outside", "two requests", "two beams", "no cross_kv"),
     *("cross_kv of fewer tokens", "cross_kv that ends early", "cross_kv of other requests", "a window of 0"),
     *("beams with a window", "sinks fill the window", "a mapped layer beyond the pool", "a mask of fewer columns"),
-    *("a packed mask of fewer words", "logn of few positions", "bias of few positions", "angles of few positions"),
+    *(
+        "a packed mask of fewer 32-bit words",
+        "logn of few positions",
+        "bias of few positions",
+        "angles of few positions",
+    ),
     *("blocks of one pool of several", "cache_indirection that ends early"),
 }
 
@@ -382,17 +387,17 @@ def test_many_legal_calls_of_gpt_attention_pass(seed: int) -> None:
         check_gpt(case.arrays(rng))
 
 
-def spoilt_calls(seed: int, names: set[str]) -> list[gpt_attention_cases.Malformed]:
-    found = []
+def draw_corrupted_calls(seed: int, names: set[str]) -> list[gpt_attention_cases.Malformed]:
+    calls = []
     for defect in DEFECTS:
         if defect.name in names:
-            tries = (spoiled(defect, seed + n) for n in range(200))
-            found.append(next(call for call in tries if call is not None))
-    assert {call.name for call in found} == names
-    return found
+            tries = (corrupt_call(defect, seed + n) for n in range(200))
+            calls.append(next(call for call in tries if call is not None))
+    assert {call.name for call in calls} == names
+    return calls
 
 
-def blames(call: gpt_attention_cases.Malformed, text: str) -> None:
+def check_blame(call: gpt_attention_cases.Malformed, text: str) -> None:
     assert "GptAttention-1 'gpt_attention'" in text, text
     assert any(name in text for name in call.names), (call.name, text)
     named = {int(number) for number in re.findall(r"request (\d+)", text)}
@@ -400,18 +405,18 @@ def blames(call: gpt_attention_cases.Malformed, text: str) -> None:
 
 
 def test_illegal_contents_of_gpt_attention_are_refused() -> None:
-    for call in spoilt_calls(11, CONTENTS):
+    for call in draw_corrupted_calls(11, CONTENTS):
         with pytest.raises(ValueError) as caught:
             check_gpt(call.arguments)
-        blames(call, str(caught.value))
+        check_blame(call, str(caught.value))
 
 
 @pytest.mark.parametrize("name", ["two requests", "a short cache"])  # paged and contiguous
 def test_refused_runs_of_gpt_attention_write_nothing(name: str) -> None:
-    (call,) = spoilt_calls(23, {name})
-    proto, arrays = gpt_node(call.arguments, symbolic=True)
+    (call,) = draw_corrupted_calls(23, {name})
+    proto, arrays = make_gpt_node(call.arguments, symbolic=True)
     before = {key: array.tobytes() for key, array in arrays.items()}
     with pytest.raises(InputError) as caught:
         lowering.compile(proto, threads=1).run(arrays)
-    blames(call, str(caught.value))
+    check_blame(call, str(caught.value))
     assert {key: array.tobytes() for key, array in arrays.items()} == before

@@ -1,5 +1,5 @@
-"""gpt_attention equals the float64 reference: random calls in which every two features meet, caches within the bounds
-that float32 rounding leaves, most of them bit for bit.
+"""gpt_attention equals the float64 reference: random calls in which every two features meet. Caches are within the
+bounds of float32 rounding, most of them bit for bit.
 
 A short run draws some configurations, several calls of each; the long one (-m slow) thousands.
 """
@@ -18,56 +18,56 @@ from gpt_attention_cases import Case, cases
 from lowering import gpt_attention
 
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2}
-FP8 = 0.07  # half a unit in the last place of float8_e4m3fn
+FP8 = 0.07  # half a unit in the last position of float8_e4m3fn
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
-    return [copied(x) for x in value] if isinstance(value, (list, tuple)) else value
+    return [copy_value(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
-def caches_of(arguments: dict[str, Any]) -> list[np.ndarray]:
+def list_caches(arguments: dict[str, Any]) -> list[np.ndarray]:
     pools = arguments.get("host_kv_cache_pool_pointers")
-    found = arguments.get("past_key_value") if pools is None else pools
-    if found is None:
+    caches = arguments.get("past_key_value") if pools is None else pools
+    if caches is None:
         return []
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    return list(caches) if isinstance(caches, (list, tuple)) else [caches]
 
 
 def check(case: Case, rng: np.random.Generator, target: str = "cpu") -> None:
     arguments = case.arrays(rng)
-    given = {name: copied(value) for name, value in arguments.items()}
-    wanted, wanted_lse, _ = reference.gpt_attention(**arguments)
+    copies = {name: copy_value(value) for name, value in arguments.items()}
+    expected, expected_lse, _ = reference.gpt_attention(**arguments)
     low, high = reference.cache_bounds(**arguments)
-    context, lse = gpt_attention(**given, return_lse=True, target=target)
+    context, lse = gpt_attention(**copies, return_lse=True, target=target)
     scale = arguments.get("attention_output_orig_quant_scale")
-    tolerance = TOLERANCE[_dtype(arguments["qkv"])]
+    tolerance = TOLERANCE[_find_dtype(arguments["qkv"])]
     if arguments.get("use_fp8_context_fmha"):
         tolerance = max(tolerance, FP8)
     near = tolerance if scale is None else tolerance * float(scale[0]) + 0.01
     relative = tolerance if scale is None else max(2 * FP8, tolerance)
-    np.testing.assert_allclose(np.asarray(context).astype(np.float64), wanted, relative, near, err_msg=str(case))
-    np.testing.assert_allclose(lse, wanted_lse, max(tolerance, 1e-4), max(tolerance, 1e-4), err_msg=str(case))
-    for found, least, most in zip(caches_of(given), low, high, strict=True):
-        assert _within(found, least, most), f"cache of {case}"
+    np.testing.assert_allclose(np.asarray(context).astype(np.float64), expected, relative, near, err_msg=str(case))
+    np.testing.assert_allclose(lse, expected_lse, max(tolerance, 1e-4), max(tolerance, 1e-4), err_msg=str(case))
+    for cache, lowest, highest in zip(list_caches(copies), low, high, strict=True):
+        assert _is_within(cache, lowest, highest), f"cache of {case}"
     for name, value in arguments.items():
         if name not in ("past_key_value", "host_kv_cache_pool_pointers") and isinstance(value, np.ndarray):
-            assert given[name].tobytes() == value.tobytes(), f"{name} was written"
+            assert copies[name].tobytes() == value.tobytes(), f"{name} was written"
 
 
-def _dtype(qkv: Any) -> str:
+def _find_dtype(qkv: Any) -> str:
     return np.asarray(qkv[0] if isinstance(qkv, (list, tuple)) else qkv).dtype.name
 
 
-def _within(found: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
-    bits = [x.view(np.uint8).reshape(*x.shape, -1) for x in (found, low)]
-    numbers = [x.astype(np.float64) for x in (found, low, high)]
+def _is_within(actual: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
+    bits = [x.view(np.uint8).reshape(*x.shape, -1) for x in (actual, low)]
+    numbers = [x.astype(np.float64) for x in (actual, low, high)]
     between = (numbers[0] >= numbers[1]) & (numbers[0] <= numbers[2])
     return bool(((bits[0] == bits[1]).all(-1) | between).all())
 
 
-def sweep(drawn: Iterator[Case], calls: int) -> None:
+def check_cases(drawn: Iterator[Case], calls: int) -> None:
     for number, case in enumerate(drawn):
         print(f"configuration {number}: {case}")
         rng = np.random.default_rng(number)
@@ -78,7 +78,7 @@ def sweep(drawn: Iterator[Case], calls: int) -> None:
 @pytest.mark.timeout(600)
 def test_equals_the_reference() -> None:
     seed, count, calls = GPT["CPU"]
-    sweep(cases(seed, count), calls)
+    check_cases(cases(seed, count), calls)
 
 
 FOUND = {26: "sink tokens of a tile of rows, the first of which sees fewer keys than there are sinks"}
@@ -86,7 +86,7 @@ FOUND = {26: "sink tokens of a tile of rows, the first of which sees fewer keys 
 
 @pytest.mark.parametrize("number", FOUND)
 def test_what_was_found_once_stays_right(number: int) -> None:
-    sweep((case for k, case in enumerate(cases(0, number + 1)) if k == number), 2)
+    check_cases((case for k, case in enumerate(cases(0, number + 1)) if k == number), 2)
 
 
 @pytest.mark.slow
@@ -94,4 +94,4 @@ def test_what_was_found_once_stays_right(number: int) -> None:
 @pytest.mark.parametrize("first", range(0, GPT["CPU, long"][1], 10))
 def test_equals_the_reference_at_length(first: int) -> None:
     seed, _, calls = GPT["CPU, long"]
-    sweep((case for k, case in enumerate(cases(seed, first + 10)) if k >= first), calls)
+    check_cases((case for k, case in enumerate(cases(seed, first + 10)) if k >= first), calls)

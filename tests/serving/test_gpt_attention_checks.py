@@ -18,7 +18,7 @@ from gpt_call_attributes import MAX_POSITIONS
 from gpt_call_drawing import Drawing
 from gpt_case_features import complete
 from gpt_malformed_calls import DEFECTS
-from gpt_malformed_types import Malformed, needed_blocks
+from gpt_malformed_types import Malformed, list_needed_blocks
 
 from lowering.errors import InputError
 from lowering.functions.gpt_attention import gpt_attention
@@ -35,73 +35,73 @@ DEFAULTS = {
 Arguments = dict[str, Any]
 
 
-def check(arguments: Arguments, contents: bool = True) -> None:
-    """As the function does with its arguments."""
-    given = dict(arguments)
-    qkv = given.pop("qkv")
-    refuse_unknown({name: value for name, value in given.items() if name not in DEFAULTS})
-    check_call(qkv, DEFAULTS | given, contents)
+def check_arguments(arguments: Arguments, contents: bool = True) -> None:
+    """Check arguments as the function does."""
+    options = dict(arguments)
+    qkv = options.pop("qkv")
+    refuse_unknown({name: value for name, value in options.items() if name not in DEFAULTS})
+    check_call(qkv, DEFAULTS | options, contents)
 
 
-def arrays(value: Any) -> Iterator[np.ndarray]:
+def iterate_arrays(value: Any) -> Iterator[np.ndarray]:
     if isinstance(value, np.ndarray):
         yield value
     elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from arrays(part)
+        for element in value:
+            yield from iterate_arrays(element)
 
 
-def bits(arguments: Arguments) -> list[bytes]:
-    return [array.tobytes() for array in arrays(list(arguments.values()))]
+def list_bytes(arguments: Arguments) -> list[bytes]:
+    return [array.tobytes() for array in iterate_arrays(list(arguments.values()))]
 
 
-def drawn(seed: int, **features: Any) -> Drawing:
-    found = complete(features, random.Random(seed), 500)
-    assert found is not None
-    return Drawing(found, np.random.default_rng(seed))
+def draw_call(seed: int, **features: Any) -> Drawing:
+    completed = complete(features, random.Random(seed), 500)
+    assert completed is not None
+    return Drawing(completed, np.random.default_rng(seed))
 
 
 def test_legal_calls_pass() -> None:
     rng = np.random.default_rng(0)
     for case in cases(0, LEGAL):
         arguments = case.arrays(rng)
-        before = bits(arguments)
-        check(arguments)
-        check(arguments, contents=False)
-        assert bits(arguments) == before, case
+        before = list_bytes(arguments)
+        check_arguments(arguments)
+        check_arguments(arguments, contents=False)
+        assert list_bytes(arguments) == before, case
 
 
-def refused_well(call: Malformed) -> None:
-    before = bits(call.arguments)
+def check_refusal(call: Malformed) -> None:
+    before = list_bytes(call.arguments)
     with pytest.raises(call.error) as caught:
-        check(call.arguments)
+        check_arguments(call.arguments)
     text = str(caught.value)
     assert any(name in text for name in call.names), (call.name, text)
     named = {int(number) for number in re.findall(r"request (\d+)", text)}
     assert not call.requests or named & set(call.requests), (call.name, call.requests, text)
-    assert bits(call.arguments) == before, call.name
+    assert list_bytes(call.arguments) == before, call.name
     if isinstance(caught.value, ValueError):
         assert isinstance(caught.value, InputError), call.name
-        assert re.search(r"[^:]: [^:]+(: [^:]+)?\.$", text), text  # a remedy behind the problem
+        assert re.search(r"[^:]: [^:]+(: [^:]+)?\.$", text), text  # the remedy follows the problem
 
 
 def test_illegal_calls_are_refused() -> None:
     names = set()
     for call in malformed(0, 2 * ROUND):
-        refused_well(call)
+        check_refusal(call)
         names.add(call.name)
     assert names == {defect.name for defect in DEFECTS}
 
 
-def test_contents_are_looked_at_on_request_alone() -> None:
-    wanted = {"an entry outside", "sequence_length", "two requests", "a beam outside", "too few columns"}
-    calls = [call for call in malformed(1, ROUND) if call.name in wanted]
-    assert {call.name for call in calls} == wanted
+def test_contents_are_read_on_request_only() -> None:
+    content_defects = {"an entry outside", "sequence_length", "two requests", "a beam outside", "too few columns"}
+    calls = [call for call in malformed(1, ROUND) if call.name in content_defects]
+    assert {call.name for call in calls} == content_defects
     for call in calls:
-        check(call.arguments, contents=False)
+        check_arguments(call.arguments, contents=False)
 
 
-# features in which the needed slots are not simply all that are behind the first
+# features for which the needed slots are not simply all after the first
 _RING = {"window": "narrow", "one_more_block": True, "tokens_per_block": 2, "phase": "generation", "cross": "none"}
 ADDRESSED: list[dict[str, Any]] = [
     {},
@@ -114,43 +114,43 @@ ADDRESSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("seed", range(36))
-def test_needed_entries_are_looked_at_and_no_others(seed: int) -> None:
-    drawing = drawn(seed, cache="paged", **ADDRESSED[seed % len(ADDRESSED)])
-    offsets, needed = drawing.offsets(), needed_blocks(drawing)
-    places = list(itertools.product(*(range(size) for size in offsets.shape)))
-    for b, beam, part, column in random.Random(seed).sample(places, min(len(places), 100)):
-        kept = offsets[b, beam, part, column]
-        offsets[b, beam, part, column] = -1
+def test_only_needed_entries_are_checked(seed: int) -> None:
+    drawing = draw_call(seed, cache="paged", **ADDRESSED[seed % len(ADDRESSED)])
+    offsets, needed = drawing.offsets(), list_needed_blocks(drawing)
+    indices = list(itertools.product(*(range(size) for size in offsets.shape)))
+    for b, beam, kind, column in random.Random(seed).sample(indices, min(len(indices), 100)):
+        original = offsets[b, beam, kind, column]
+        offsets[b, beam, kind, column] = -1
         if (b, beam, column) in needed:
             with pytest.raises(ArgumentError, match=rf"kv_cache_block_offsets for request {b}\b.* is -1"):
-                check(drawing.arguments)
+                check_arguments(drawing.arguments)
         else:
-            check(drawing.arguments)
-        offsets[b, beam, part, column] = kept
+            check_arguments(drawing.arguments)
+        offsets[b, beam, kind, column] = original
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_needed_beams_are_looked_at_and_no_others(seed: int) -> None:
+def test_only_needed_beams_are_checked(seed: int) -> None:
     window: dict[str, Any] = (
         {"beams": 1, "window": "narrow", "compat": seed % 4 == 0} if seed % 2 == 0 else {"beams": 3}
     )
-    drawing = drawn(seed, phase="generation", cross="none", **window)
+    drawing = draw_call(seed, phase="generation", cross="none", **window)
     table, lengths = drawing.arguments["cache_indirection"], drawing.lengths
     read = {(b, token) for b, _, token in drawing.read if token >= lengths.prompt[b]}
     for b, token in itertools.product(range(len(table)), range(table.shape[2])):
-        kept = table[b, -1, token]
+        original = table[b, -1, token]
         table[b, -1, token] = table.shape[1]
         if (b, token) in read:
             with pytest.raises(ArgumentError, match=rf"cache_indirection of request {b}, beam \d+, token {token},"):
-                check(drawing.arguments)
+                check_arguments(drawing.arguments)
         else:
-            check(drawing.arguments)
-        table[b, -1, token] = kept
+            check_arguments(drawing.arguments)
+        table[b, -1, token] = original
 
 
 @pytest.mark.parametrize("compat", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_tables_end_behind_the_last_position(seed: int, compat: bool) -> None:
+def test_tables_end_after_the_last_position(seed: int, compat: bool) -> None:
     features = {
         "streamingllm": True,
         "window": "narrow",
@@ -158,19 +158,19 @@ def test_tables_end_behind_the_last_position(seed: int, compat: bool) -> None:
         "relative_bias": "none",
         "mask": "causal",
     }
-    drawing = drawn(seed, **features, logn=True, compat=compat, position="learned_absolute")
+    drawing = draw_call(seed, **features, logn=True, compat=compat, position="learned_absolute")
     queries, _ = drawing.positions(Attention(Call(**drawing.arguments)))
     table = drawing.arguments["logn_scaling"]
     drawing.arguments["logn_scaling"] = table[: max(queries) + 1]
-    check(drawing.arguments)
+    check_arguments(drawing.arguments)
     drawing.arguments["logn_scaling"] = table[: max(queries)]
     with pytest.raises(ArgumentError, match=rf"logn_scaling has {max(queries)} positions, and request \d+ needs"):
-        check(drawing.arguments)
+        check_arguments(drawing.arguments)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_longrope_has_a_table_for_each_length(seed: int) -> None:
-    drawing = drawn(seed, scaling="longrope", table="cos_sin", streamingllm=False)
+    drawing = draw_call(seed, scaling="longrope", table="cos_sin", streamingllm=False)
     lengths = drawing.lengths.total
     for name, users in (
         ("rotary_cos_sin", [length for length in lengths if length <= MAX_POSITIONS]),
@@ -178,24 +178,24 @@ def test_longrope_has_a_table_for_each_length(seed: int) -> None:
     ):
         table, longest = drawing.arguments[name], max(users, default=0)
         drawing.arguments[name] = table[:longest]
-        check(drawing.arguments)
+        check_arguments(drawing.arguments)
         drawing.arguments[name] = table[: max(longest - 1, 0)]
         if users:
             with pytest.raises(ArgumentError, match=f"^{name} has {longest - 1} positions"):
-                check(drawing.arguments)
+                check_arguments(drawing.arguments)
         drawing.arguments[name] = table
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_masks_agree_where_there_are_keys(seed: int) -> None:
-    drawing = drawn(seed, mask_form="both")
+    drawing = draw_call(seed, mask_form="both")
     attention, mask = Attention(Call(**drawing.arguments)), drawing.arguments["attention_mask"]
     unread = np.ones(mask.shape, bool)
     for request in attention.requests:
         for row in request.rows:
             unread[row, : len(attention.keys(request))] = False
     mask[unread] = ~mask[unread]
-    check(drawing.arguments)
+    check_arguments(drawing.arguments)
 
 
 def change(name: str, value: Callable[[Any], Any]) -> Callable[[Drawing], None]:
@@ -260,10 +260,10 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[Drawing], None]]] = [
 def test_other_illegal_calls_are_refused(
     text: str, features: dict[str, Any], corrupt: Callable[[Drawing], None]
 ) -> None:
-    drawing = drawn(0, **features)
+    drawing = draw_call(0, **features)
     corrupt(drawing)
     with pytest.raises(ArgumentError, match=text):
-        check(drawing.arguments)
+        check_arguments(drawing.arguments)
 
 
 def test_a_call_without_requests_passes() -> None:
@@ -271,7 +271,7 @@ def test_a_call_without_requests_passes() -> None:
     lengths = dict.fromkeys(("context_lengths", "host_request_types", "host_past_key_value_lengths"), none)
     cache = np.zeros((4, 2, 2, 8, 16), np.float32)
     call = {"qkv": np.zeros((0, 128), np.float32), "num_heads": 4, "num_kv_heads": 2, "hidden_size_per_head": 16}
-    check({**call, **lengths, "sequence_length": none, "past_key_value": cache})
+    check_arguments({**call, **lengths, "sequence_length": none, "past_key_value": cache})
 
 
 def test_settings_of_tensorrt_llm_that_ask_for_nothing_pass() -> None:

@@ -1,4 +1,4 @@
-"""Masks of all positions are told apart by what they hide and add; what follows no rule is no pattern."""
+"""Masks of all positions are matched by the keys that they hide and the biases that they add, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAUSAL = TOKEN >= KEY
 SLOPES = np.array([0.5, 0.125], np.float32)[:, None, None]
 
 
-def added(seen: np.ndarray, bias: np.ndarray | float = 0.0, dtype: str = "float32") -> np.ndarray:
+def make_additive_mask(seen: np.ndarray, bias: np.ndarray | float = 0.0, dtype: str = "float32") -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.where(seen, np.broadcast_to(bias, np.broadcast_shapes(np.shape(bias), (1, TOKENS, TOKENS))),
                         np.finfo(dtype).min).astype(dtype)  # fmt: skip
@@ -25,8 +25,8 @@ def added(seen: np.ndarray, bias: np.ndarray | float = 0.0, dtype: str = "float3
 WINDOW = CAUSAL & (TOKEN - KEY < 9)
 CASES = {
     "causal, bool": (CAUSAL[None], MaskPattern(None)),
-    "causal, added": (added(CAUSAL), MaskPattern(None)),
-    "causal, in half precision": (added(CAUSAL, dtype="float16"), MaskPattern(None)),
+    "causal, added": (make_additive_mask(CAUSAL), MaskPattern(None)),
+    "causal, in half precision": (make_additive_mask(CAUSAL, dtype="float16"), MaskPattern(None)),
     "window": (WINDOW[None], MaskPattern(8)),
     "window of one": ((TOKEN == KEY)[None], MaskPattern(0)),
 }
@@ -34,25 +34,25 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_windows(name: str) -> None:
-    mask, wanted = CASES[name]
-    assert match_pattern(mask, 0) == wanted
+    mask, expected = CASES[name]
+    assert match_pattern(mask, 0) == expected
     for past in range(TOKENS):
-        assert is_pattern_of(wanted, mask[:, past:, :], past)
+        assert is_pattern_of(expected, mask[:, past:, :], past)
 
 
 @pytest.mark.parametrize(
     ("bias", "by"), [(SLOPES * (KEY - TOKEN), "distance"), (SLOPES * KEY, "key"), (np.sin(TOKEN * KEY)[None], "pair")]
 )
 def test_biases(bias: np.ndarray, by: str) -> None:
-    mask = added(CAUSAL, bias.astype(np.float32))
-    found = match_pattern(mask, 0)
-    assert found is not None and found.by == by and found.bias is not None
-    np.testing.assert_allclose(np.exp(found.compute_bias(0, TOKENS)), np.exp(convert_to_bias(mask)), 1e-5)
+    mask = make_additive_mask(CAUSAL, bias.astype(np.float32))
+    pattern = match_pattern(mask, 0)
+    assert pattern is not None and pattern.by == by and pattern.bias is not None
+    np.testing.assert_allclose(np.exp(pattern.compute_bias(0, TOKENS)), np.exp(convert_to_bias(mask)), 1e-5)
 
 
-def test_the_last_tokens_tell_as_much() -> None:
-    for mask, wanted in CASES.values():
-        assert match_pattern(mask[:, -4:], TOKENS - 4) == wanted
+def test_the_last_tokens_suffice() -> None:
+    for mask, expected in CASES.values():
+        assert match_pattern(mask[:, -4:], TOKENS - 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_one_bit_decides() -> None:
     mask = WINDOW.copy()
     mask[20, 14] = False
     assert not is_pattern_of(MaskPattern(8), mask[None], 0)
-    found = match_pattern(mask[None], 0)
-    assert found is not None and found.by == "pair"
-    assert match_pattern(mask[None, 18:], 18) is None  # a table of all pairs needs all of them
+    pattern = match_pattern(mask[None], 0)
+    assert pattern is not None and pattern.by == "pair"
+    assert match_pattern(mask[None, 18:], 18) is None  # a table of all pairs uses all of them
 
 
 def test_layers_of_one_mask_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder has dozens of them, and a mask of a long context takes seconds."""
+    """A decoder has dozens of masks, and a mask of a long context takes seconds."""
     layers = " ".join(f"y{k} = Attention (q, kv, kv, {('near', 'far', '')[k % 3]})" for k in range(30))
     proto = onnx.parser.parse_model(f"""
         <ir_version: 11, opset_import: ["" : 24]>

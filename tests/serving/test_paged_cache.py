@@ -1,4 +1,4 @@
-"""What a PagedKVCache shares, copies, refuses and tells."""
+"""Sharing, copies, refusals and usage of a PagedKVCache."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from paged_caches import DIM, HEADS, blocks, everything
+from paged_caches import DIM, HEADS, list_blocks, snapshot_state
 
 from lowering.errors import InputError
 from lowering.serving import PagedKVCache, PoolFullError
 
 
-def small(blocks: int = 8, size: int = 4, dtype: Any = "float32") -> PagedKVCache:
+def make_cache(blocks: int = 8, size: int = 4, dtype: Any = "float32") -> PagedKVCache:
     return PagedKVCache(blocks, size, layers=2, kv_heads=HEADS, head_dim=DIM, dtype=dtype)
 
 
-def begun(cache: PagedKVCache, request: Any, tokens: int, ids: list[int] | None = None) -> None:
-    """A new request of so many tokens, whose ids are `ids` or not known."""
+def begin_request(cache: PagedKVCache, request: Any, tokens: int, ids: list[int] | None = None) -> None:
+    """Add a request of so many tokens, whose ids are `ids` or missing."""
     past = cache.add(request, ids)
     cache.reserve(request, tokens - past)
     cache.advance(request, tokens - past if ids is None else ids[past:])
 
 
 def test_prompts_share_whole_blocks_and_leave_a_token_to_compute() -> None:
-    cache, ids = small(), list(range(12))
-    begun(cache, "a", 12, ids)
-    for length, found in [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)]:
-        assert cache.add("b", [*ids, 99][:length]) == found == cache.length("b")
+    cache, ids = make_cache(), list(range(12))
+    begin_request(cache, "a", 12, ids)
+    for length, shared in [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)]:
+        assert cache.add("b", [*ids, 99][:length]) == shared == cache.length("b")
         cache.free("b")
-    assert cache.add("b", [0, 1, 2, 3, 7, 5, 6, 7, 8]) == 4  # as far as they are the same
+    assert cache.add("b", [0, 1, 2, 3, 7, 5, 6, 7, 8]) == 4  # only the equal beginning
     assert cache.usage().shared == 1
     cache.free("a")
-    assert cache.add("c", ids) == 4  # of "b", who is the last one to hold it
+    assert cache.add("c", ids) == 4  # of "b", its last owner
     cache.free("b")
     cache.free("c")
-    assert cache.add("d", ids) == 0  # only the living share
+    assert cache.add("d", ids) == 0  # freed requests share nothing
 
 
 def test_equal_hashes_share_nothing() -> None:
     assert hash((-1,) * 4) == hash((-2,) * 4)
-    cache = small()
-    begun(cache, "a", 4, [-1] * 4)
+    cache = make_cache()
+    begin_request(cache, "a", 4, [-1] * 4)
     assert cache.add("b", [-2] * 5) == 0
     assert cache.add("c", [-1] * 5) == 4
 
 
-def test_ids_stay_known_when_what_follows_them_is_truncated() -> None:
-    cache, ids = small(), list(range(12))
+def test_ids_stay_shared_when_later_tokens_are_truncated() -> None:
+    cache, ids = make_cache(), list(range(12))
     cache.add("a")
     cache.reserve("a", 9)
     cache.advance("a", ids[:6])
@@ -62,7 +62,7 @@ def test_ids_stay_known_when_what_follows_them_is_truncated() -> None:
 
 
 def test_tokens_are_shared_once_they_are_written() -> None:
-    cache, ids = small(), list(range(9))
+    cache, ids = make_cache(), list(range(9))
     cache.add("a", ids)
     cache.reserve("a", 9)
     assert cache.add("b", ids) == 0
@@ -71,21 +71,21 @@ def test_tokens_are_shared_once_they_are_written() -> None:
     cache.advance("a", ids[6:])
     assert cache.add("d", ids) == 8
     cache.truncate("a", 7)
-    assert cache.add("e", ids) == 8  # which "d" still holds
+    assert cache.add("e", ids) == 8  # "d" still owns it
     cache.free("d")
     cache.free("e")
     assert cache.add("f", ids) == 4
 
 
 def test_a_token_without_an_id_ends_what_is_shared() -> None:
-    cache, ids = small(), list(range(12))
+    cache, ids = make_cache(), list(range(12))
     cache.add("a", ids)
     cache.reserve("a", 12)
     cache.advance("a", ids[:6])
     cache.advance("a", 1)
     cache.advance("a", ids[7:])
     assert cache.add("b", ids) == 4
-    cache.truncate("a", 6)  # what is left is known
+    cache.truncate("a", 6)  # the remaining ids are complete
     cache.reserve("a", 6)
     cache.advance("a", ids[6:])
     assert cache.add("c", ids) == 8
@@ -93,27 +93,27 @@ def test_a_token_without_an_id_ends_what_is_shared() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn", ml_dtypes.bfloat16])
 def test_a_shared_block_is_copied_bit_for_bit_when_it_is_written(dtype: Any) -> None:
-    cache = small(dtype=dtype)
+    cache = make_cache(dtype=dtype)
     raw = cache.pool.view(np.uint8)
-    raw[:] = np.random.default_rng(1).integers(0, 256, raw.shape)  # NaNs among them
-    begun(cache, "a", 6)
+    raw[:] = np.random.default_rng(1).integers(0, 256, raw.shape)  # including NaN
+    begin_request(cache, "a", 6)
     cache.fork("a", "b")
     cache.fork("a", "c")
     assert cache.usage().used == cache.usage().shared == 2
     (copied,) = cache.reserve("b", 1)
-    assert copied == (blocks(cache, "a", 6)[1], blocks(cache, "b", 6)[1])
+    assert copied == (list_blocks(cache, "a", 6)[1], list_blocks(cache, "b", 6)[1])
     assert np.array_equal(raw[copied[0]], raw[copied[1]])
-    assert blocks(cache, "a", 4) == blocks(cache, "b", 4) == blocks(cache, "c", 4)
-    assert len(cache.reserve_all({"a": 1, "c": 1})) == 1  # the last one keeps it
+    assert list_blocks(cache, "a", 4) == list_blocks(cache, "b", 4) == list_blocks(cache, "c", 4)
+    assert len(cache.reserve_all({"a": 1, "c": 1})) == 1  # the last owner still has it
     assert cache.usage().used == 4 and cache.usage().shared == 1
-    assert np.array_equal(raw[blocks(cache, "a", 6)], raw[blocks(cache, "c", 6)])
+    assert np.array_equal(raw[list_blocks(cache, "a", 6)], raw[list_blocks(cache, "c", 6)])
     assert cache.pool.dtype == np.dtype(dtype) and cache.pool.shape == (8, 2, 2, HEADS, 4, DIM)
 
 
 def test_all_owners_of_a_block_but_the_last_need_a_copy() -> None:
     for total, enough in [(3, False), (4, True)]:
-        cache = small(total)
-        begun(cache, "a", 6)
+        cache = make_cache(total)
+        begin_request(cache, "a", 6)
         cache.fork("a", "b")
         cache.fork("a", "c")
         counts = {"a": 1, "b": 2, "c": 1}
@@ -125,17 +125,17 @@ def test_all_owners_of_a_block_but_the_last_need_a_copy() -> None:
 
 
 def test_tables_of_beams_and_prompts() -> None:
-    cache = small()
-    begun(cache, "p", 6)
+    cache = make_cache()
+    begin_request(cache, "p", 6)
     for name, count in [("a", 5), ("r", 0)]:
-        begun(cache, name, count)
+        begin_request(cache, name, count)
     cache.fork("a", "b")
     cache.reserve_all({"a": 1, "b": 1})
     assert cache.first_slots(["p", "r", "a", "b"]).tolist() == [[0, 4], [0, 0], [8, 16], [8, 12]]
     entry = {b: [4 * b, 4 * b + 1] for b in range(8)}
-    wanted = [[[entry[0], entry[1]]] * 2, [[entry[2], entry[4]], [entry[2], entry[3]]]]
-    found = cache.block_offsets(["p", ["a", "b"]], beams=2)
-    assert np.array_equal(found, np.moveaxis(np.array(wanted), 2, 3)) and found.dtype == np.int32
+    expected = [[[entry[0], entry[1]]] * 2, [[entry[2], entry[4]], [entry[2], entry[3]]]]
+    actual = cache.block_offsets(["p", ["a", "b"]], beams=2)
+    assert np.array_equal(actual, np.moveaxis(np.array(expected), 2, 3)) and actual.dtype == np.int32
     assert cache.block_offsets(["r"]).tolist() == [[[[0], [0]]]]
     assert cache.block_offsets(iter([["a"]]), beams=1).shape == (1, 1, 2, 2)
     assert cache.block_offsets([], beams=3).shape == (0, 3, 2, 1) and cache.first_slots([]).shape == (0, 1)
@@ -143,9 +143,9 @@ def test_tables_of_beams_and_prompts() -> None:
 
 
 def test_usage() -> None:
-    cache = small()
+    cache = make_cache()
     assert cache.usage().filled == 1 and cache.usage().free == 8
-    begun(cache, "a", 6)
+    begin_request(cache, "a", 6)
     cache.fork("a", "b")
     cache.reserve("a", 3)
     used = cache.usage()
@@ -154,11 +154,11 @@ def test_usage() -> None:
 
 
 def test_a_full_pool_says_what_is_missing() -> None:
-    cache = small()
-    begun(cache, "a", 14)
+    cache = make_cache()
+    begin_request(cache, "a", 14)
     cache.fork("a", "b")
     cache.add("c")
-    before = everything(cache)
+    before = snapshot_state(cache)
     for counts, who, needed, remedy in [
         ({"c": 17}, "request 'c' needs 5 more blocks", 5, "free or truncate other requests"),
         ({"b": 15}, "request 'b' needs 5 more blocks", 5, "free or truncate"),
@@ -168,7 +168,7 @@ def test_a_full_pool_says_what_is_missing() -> None:
         with pytest.raises(PoolFullError, match=f"{who}.*4 of the pool's 8 are free: {remedy}") as error:
             cache.reserve_all(counts)
         assert (error.value.needed, error.value.free, error.value.total) == (needed, 4, 8)
-        assert everything(cache) == before
+        assert snapshot_state(cache) == before
     cache.reserve_all({"a": 6, "b": 2, "c": 8})
     with pytest.raises(PoolFullError, match="needs 1 more block, and 0"):
         cache.reserve("a", 7)
@@ -221,14 +221,14 @@ ODD: list[tuple[str, Callable[[PagedKVCache], Any]]] = [
 @pytest.mark.parametrize("number", range(len(ODD)))
 def test_wrong_arguments_are_named_and_change_nothing(number: int) -> None:
     words, call = ODD[number]
-    cache = small()
-    begun(cache, "a", 6, list(range(6)))
-    begun(cache, "b", 9, list(range(9)))
+    cache = make_cache()
+    begin_request(cache, "a", 6, list(range(6)))
+    begin_request(cache, "b", 9, list(range(9)))
     cache.reserve("a", 2)
-    before = everything(cache)
+    before = snapshot_state(cache)
     with pytest.raises(InputError, match=words):
         call(cache)
-    assert everything(cache) == before
+    assert snapshot_state(cache) == before
 
 
 @pytest.mark.parametrize(
@@ -252,11 +252,11 @@ def test_wrong_pools_are_refused(words: str, changed: dict[str, Any]) -> None:
 
 
 def test_a_long_prompt_is_a_long_chain() -> None:
-    """Nothing recurses over the blocks of a request, nor takes their number squared."""
+    """The blocks of a request are not walked by recursion, nor in quadratic time."""
     count = 100_000
     cache = PagedKVCache(count + 1, 1, layers=1, kv_heads=1, head_dim=1, dtype="int8")
     ids = np.arange(count)
-    begun(cache, "a", count, ids.tolist())
+    begin_request(cache, "a", count, ids.tolist())
     assert cache.add("b", ids) == count - 1
     cache.fork("b", "c")
     cache.reserve("c", 1)

@@ -20,24 +20,24 @@ EXPORTED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "falcon", "bloom", "opt", "gpt2",
     "gpt-neox",
 )  # fmt: skip
-# A window; windows in turns with a soft cap.
+# One window; alternating windows with a soft cap.
 DECODERS = ["mistral-past-dynamo18", "gemma2-past-dynamo23"]
 LLAMA = SAMPLES / "llama-past-dynamo23" / "model.onnx"
 VOCABULARY, CONTEXT, BLOCK, POOL = 30, 48, 8, 24
 LENGTHS = (37, 3, 17, 48)
 
 
-def alone(session: onnxruntime.InferenceSession, ids: np.ndarray) -> np.ndarray:
-    """The logits [S, vocabulary] of the model as it was exported, for one whole sequence, by onnxruntime."""
+def run_alone(session: onnxruntime.InferenceSession, ids: np.ndarray) -> np.ndarray:
+    """Return the logits [S, vocabulary] of the exported model for one whole sequence, by onnxruntime."""
     inputs = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
-    for given in session.get_inputs():
-        if given.name.startswith("past"):
-            inputs[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
+    for port in session.get_inputs():
+        if port.name.startswith("past"):
+            inputs[port.name] = np.zeros((1, port.shape[1], 0, port.shape[3]), np.float32)
     return session.run(["logits"], inputs)[0][0]
 
 
 class Pool:
-    """The arrays of a cache, of numbers that would corrupt every sum, behind and in front of what nobody may touch."""
+    """The arrays of a cache, initialized with numbers that would corrupt any accumulator outside the own blocks."""
 
     def __init__(self, model: lowering.Model) -> None:
         served = model.manifest.served
@@ -54,7 +54,7 @@ class Pool:
             self.arrays["kv_cache_scale"] = np.full(shape, np.nan, np.float32)
 
     def call(self, model: lowering.Model, rows: dict[int, np.ndarray]) -> np.ndarray:
-        """Reads more tokens of each request: the logits behind the last of each."""
+        """Read more tokens of each request; return the logits after the last token of each."""
         self.cache.reserve_all({name: len(ids) for name, ids in rows.items()})
         names = list(rows)
         inputs = {
@@ -89,12 +89,12 @@ def test_no_requests_get_no_rows(decoder: Decoder) -> None:
         pool.call(decoder[1], {name: np.zeros(0, np.int64) for name in range(2)})
 
 
-def served_error(path: Path, model: lowering.Model, lengths: tuple[int, ...] = LENGTHS) -> float:
-    """The largest difference of logits, relative to the largest logit, over random ways to cut and mix requests."""
+def measure_error(path: Path, model: lowering.Model, lengths: tuple[int, ...] = LENGTHS) -> float:
+    """Return the largest difference of logits, relative to the largest one; requests are split and mixed at random."""
     rng = np.random.default_rng(0)
     sequences = {name: rng.integers(0, VOCABULARY, count) for name, count in enumerate(lengths)}
     exported = onnxruntime.InferenceSession(path)
-    wanted = {name: alone(exported, ids) for name, ids in sequences.items()}
+    logits_by_request = {name: run_alone(exported, ids) for name, ids in sequences.items()}
     pool, worst = Pool(model), 0.0
     for name in sequences:
         pool.cache.add(name)
@@ -104,15 +104,15 @@ def served_error(path: Path, model: lowering.Model, lengths: tuple[int, ...] = L
         starts = {name: pool.cache.length(name) for name in names}
         answers = pool.call(model, {n: sequences[n][starts[n] : starts[n] + counts[n]] for n in names})
         for name, answer in zip(names, answers, strict=True):
-            expected = wanted[name][starts[name] + counts[name] - 1]
-            worst = max(worst, float(np.abs(answer - expected).max() / np.abs(wanted[name]).max()))
+            expected = logits_by_request[name][starts[name] + counts[name] - 1]
+            worst = max(worst, float(np.abs(answer - expected).max() / np.abs(logits_by_request[name]).max()))
     return worst
 
 
 def test_packed_requests_equal_each_alone(decoder: Decoder) -> None:
     path, model = decoder
     assert model.manifest.donated == {"kv_cache": "kv_cache_updated"}
-    assert served_error(path, model) < 3e-6
+    assert measure_error(path, model) < 3e-6
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_exports_of_every_architecture(name: str, opset: int, tmp_path: Path) ->
     subprocess.run([sys.executable, EXPORTS / "export.py", export, "--folder", tmp_path], check=True)
     path = tmp_path / export / "model.onnx"
     model = lowering.compile(path, serve=lowering.Serve(40, BLOCK), threads=2)
-    assert served_error(path, model, (37, 3, 17, 40)) < 1e-5
+    assert measure_error(path, model, (37, 3, 17, 40)) < 1e-5
 
 
 def test_only_own_blocks_are_written(decoder: Decoder) -> None:
@@ -139,11 +139,11 @@ def test_only_own_blocks_are_written(decoder: Decoder) -> None:
 
 
 def test_hostile_tables_stay_inside() -> None:
-    """Whatever tables hold, nothing but the pool is read or written, and the process lives."""
+    """For any tables, only the pool is read or written, and the process survives."""
     model = lowering.compile(LLAMA, serve=lowering.Serve(CONTEXT, BLOCK), checks=False)
     rng, ends = np.random.default_rng(3), np.array([-(2**63), -1, 0, 1, POOL - 1, POOL, 2**31, 2**62, 2**63 - 1])
     for _ in range(60):
-        rows, requests, columns = (int(rng.integers(1, most)) for most in (12, 4, 5))
+        rows, requests, columns = (int(rng.integers(1, limit)) for limit in (12, 4, 5))
         pool = Pool(model)
         model.run(
             {
@@ -179,34 +179,34 @@ LEGAL = {"row_starts": [0, 3, 4], "past_lengths": [6, 8], "block_table": [[3, 4]
     ],
 )
 def test_tables_that_do_not_fit(decoder: Decoder, tables: dict, text: str) -> None:
-    """By node, table and request, before anything is written."""
+    """The error names node, table and request, before anything is written."""
     pool = Pool(decoder[1])
     before = pool.cache.pool.tobytes()
-    given = {name: np.array(table, np.int64) for name, table in (LEGAL | tables).items()}
+    arrays = {name: np.array(table, np.int64) for name, table in (LEGAL | tables).items()}
     with pytest.raises(lowering.InputError, match=rf"PackedRequests.*{text}"):
-        decoder[1].run({"input_ids": np.zeros((1, 4), np.int64), **given, **pool.arrays})
+        decoder[1].run({"input_ids": np.zeros((1, 4), np.int64), **arrays, **pool.arrays})
     assert pool.cache.pool.tobytes() == before
 
 
-def test_what_nobody_needs_may_be_anything(decoder: Decoder) -> None:
-    given = {**LEGAL, "block_table": [[3, 4, -9], [5, 6, 2**40]]}
-    arrays = {name: np.array(table, np.int64) for name, table in given.items()}
+def test_unused_entries_may_be_anything(decoder: Decoder) -> None:
+    tables = {**LEGAL, "block_table": [[3, 4, -9], [5, 6, 2**40]]}
+    arrays = {name: np.array(table, np.int64) for name, table in tables.items()}
     decoder[1].run({"input_ids": np.zeros((1, 4), np.int64), **arrays, **Pool(decoder[1]).arrays})
 
 
 def test_int8_cache() -> None:
     model = lowering.compile(LLAMA, serve=lowering.Serve(CONTEXT, BLOCK, cache="int8"))
     assert model.manifest.donated == {"kv_cache": "kv_cache_updated", "kv_cache_scale": "kv_cache_scale_updated"}
-    assert 1e-4 < served_error(LLAMA, model) < 0.05  # codes, and no more than they cost
+    assert 1e-4 < measure_error(LLAMA, model) < 0.05  # the error of quantization, and not more
 
 
 def test_a_served_model_is_saved_and_loaded(decoder: Decoder, tmp_path: Path) -> None:
     path, model = decoder
     model.save(tmp_path / "out")
-    assert served_error(path, lowering.load(tmp_path / "out")) < 3e-6
+    assert measure_error(path, lowering.load(tmp_path / "out")) < 3e-6
 
 
-def test_what_is_no_growing_decoder() -> None:
+def test_models_that_are_not_growing_decoders() -> None:
     with pytest.raises(lowering.ModelError, match="export the model with any number of tokens"):
         lowering.compile(SAMPLES / "llama-past-dynamo23-fixed" / "model.onnx", serve=lowering.Serve(8))
     with pytest.raises(lowering.ModelError, match="no output of the model is a past input"):
@@ -215,7 +215,7 @@ def test_what_is_no_growing_decoder() -> None:
         lowering.compile(LLAMA, serve=lowering.Serve(8, ids="tokens"))
 
 
-def test_our_own_operators_come_in_no_model() -> None:
+def test_internal_operators_are_not_accepted_in_models() -> None:
     node = helper.make_node("PackedRequests", ["x"], ["y"], name="own", domain="onnx_lowering")
     info = [helper.make_tensor_value_info(name, 7, [1]) for name in "xy"]
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid("onnx_lowering", 1)]
@@ -232,36 +232,36 @@ def test_our_own_operators_come_in_no_model() -> None:
         ({"context": 8, "cache": "int4"}, 'cache must be "model" or "int8"'),
     ],
 )
-def test_what_serve_is_told(how: dict, text: str) -> None:
+def test_illegal_options_of_serve(how: dict, text: str) -> None:
     with pytest.raises(lowering.InputError, match=text):
         lowering.Serve(**how)
 
 
-def changed(edit: str, path: Path) -> Path:
-    """A decoder in which tokens see more than attention shows them, or masks that are no rule of positions."""
+def edit_decoder(edit: str, path: Path) -> Path:
+    """Save a decoder whose tokens see more than attention shows them."""
     model = onnx.load(LLAMA)
     nodes = list(model.graph.node)
-    at = next(k for k, node in enumerate(nodes) if node.op_type == "Gather" and "input_ids" in node.input)
-    embedding = nodes[at].output[0]
+    index = next(k for k, node in enumerate(nodes) if node.op_type == "Gather" and "input_ids" in node.input)
+    embedding = nodes[index].output[0]
     if edit == "sum over tokens":
-        made = [
-            helper.make_node("CumSum", [embedding, "axis_1"], ["summed"], name="mixer"),
+        new_nodes = [
+            helper.make_node("CumSum", [embedding, "axis_1"], ["mixed"], name="mixer"),
         ]
         model.graph.initializer.append(numpy_helper.from_array(np.array(1), "axis_1"))
     else:
-        made = [
+        new_nodes = [
             helper.make_node("ReduceMax", [embedding], ["most"], name="mixer", keepdims=1),
-            helper.make_node("Add", [embedding, "most"], ["summed"], name="adder"),
+            helper.make_node("Add", [embedding, "most"], ["mixed"], name="adder"),
         ]
     for node in nodes:
-        node.input[:] = ["summed" if name == embedding else name for name in node.input]
-    for k, node in enumerate(made):
-        model.graph.node.insert(at + 1 + k, node)
+        node.input[:] = ["mixed" if name == embedding else name for name in node.input]
+    for k, node in enumerate(new_nodes):
+        model.graph.node.insert(index + 1 + k, node)
     onnx.save(model, path)
     return path
 
 
 @pytest.mark.parametrize("edit", ["sum over tokens", "most of all tokens"])
-def test_what_mixes_tokens(edit: str, tmp_path: Path) -> None:
+def test_nodes_that_mix_tokens_are_rejected(edit: str, tmp_path: Path) -> None:
     with pytest.raises(lowering.ModelError, match=r"node 'mixer' .* is not known to compute each token by itself"):
-        lowering.compile(changed(edit, tmp_path / "model.onnx"), serve=lowering.Serve(8))
+        lowering.compile(edit_decoder(edit, tmp_path / "model.onnx"), serve=lowering.Serve(8))

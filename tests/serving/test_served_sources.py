@@ -1,4 +1,4 @@
-"""Requests with sources of their own: keys and values are computed once for each, and seen by no other."""
+"""Requests with sources of their own: keys and values are computed once for each, and seen by one request only."""
 
 from __future__ import annotations
 
@@ -32,57 +32,57 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> lowering.Model:
 
 
 class Sequence:
-    """Tokens, a source, and the logits behind each token, by onnxruntime in one run."""
+    """Tokens, a source, and the logits after each token, by onnxruntime in one run."""
 
     def __init__(self, session: onnxruntime.InferenceSession, rng: np.random.Generator, tokens: int, rows: int) -> None:
         self.ids = rng.integers(0, VOCABULARY, tokens)
         self.source = rng.standard_normal((1, rows, WIDTH)).astype(np.float32)
         feeds: dict[str, np.ndarray] = {"input_ids": self.ids[None], "encoder_hidden_states": self.source}
-        pasts = {given.name: np.zeros((1, 4, 0, 4), np.float32) for given in session.get_inputs()}
+        pasts = {port.name: np.zeros((1, 4, 0, 4), np.float32) for port in session.get_inputs()}
         self.expected = session.run(["logits"], pasts | feeds)[0][0]
 
     def fixed(self, padding: int) -> dict[str, Any]:
-        """The source, with rows of NaN behind it that do not count."""
+        """Return the source, padded by rows of NaN that do not count."""
         padded = np.concatenate([self.source, np.full((1, padding, WIDTH), np.nan, np.float32)], axis=1)
         return {"encoder_hidden_states": padded, "source_lengths": np.array([self.source.shape[1]])}
 
 
 def test_requests_get_what_they_get_alone(bart: lowering.Model) -> None:
-    """They come at different steps, one is forked, and others are put back for want of blocks, of either pool."""
+    """Requests start at different steps, one is forked, and others are evicted for lack of blocks, of either pool."""
     session, rng = onnxruntime.InferenceSession(BART), np.random.default_rng(5)
     shapes = ((37, 7), (3, 13), (17, 1), (40, 24), (9, 9))
     sequences: dict[Any, Sequence] = {k: Sequence(session, rng, *shape) for k, shape in enumerate(shapes)}
     batcher = Batcher(bart, blocks=10, tokens_per_step=13, source_blocks=4)
-    for store in batcher._pools.arrays.values():
-        store[:] = np.nan
-    worst, waiting, live, forked = 0.0, dict(sequences), 0, False
-    while waiting or live:
+    for array in batcher._pools.arrays.values():
+        array[:] = np.nan
+    worst, waiting, active, forked = 0.0, dict(sequences), 0, False
+    while waiting or active:
         if waiting:
             name, sequence = waiting.popitem()
             fixed = sequence.fixed(name)
             batcher.add(name, sequence.ids[: 1 + len(sequence.ids) // 2], fixed=fixed)
             fixed["encoder_hidden_states"][:] = np.nan  # a copy was taken
-            live += 1
+            active += 1
         for name, logits in batcher.step().items():
             sequence, count = sequences[name], len(batcher.tokens(name))
             expected = sequence.expected
             worst = max(worst, np.abs(logits - expected[count - 1]).max() / np.abs(expected).max())
             if name == 3 and not forked:
                 batcher.fork(3, "fork")
-                sequences["fork"], forked, live = sequence, True, live + 1
+                sequences["fork"], forked, active = sequence, True, active + 1
                 batcher.extend("fork", int(sequence.ids[count]))
             if count < len(sequence.ids):
                 batcher.extend(name, int(sequence.ids[count]))
             else:
                 batcher.free(name)
-                live -= 1
+                active -= 1
     assert forked and worst < 1e-5
     usage = batcher.usage()
     assert (usage.used, usage.source_blocks, usage.free_source_blocks) == (0, 4, 4)
 
 
-def test_keys_and_values_that_an_encoder_gives() -> None:
-    """PyTorch's export takes them as inputs, and a mask of padding: requests have no padding, and no mask."""
+def test_keys_and_values_of_an_encoder() -> None:
+    """PyTorch's export takes them as inputs, and a padding mask: requests have neither padding nor a mask."""
     rng, total = np.random.default_rng(2), 11
     session = onnxruntime.InferenceSession(TORCH)
     batcher = Batcher(lowering.compile(TORCH, serve=lowering.Serve(24, 8)), blocks=8, source_blocks=4)
@@ -96,9 +96,9 @@ def test_keys_and_values_that_an_encoder_gives() -> None:
             "attention_mask": np.ones((1, rows), np.int64),
             **cross,
         }
-        for given in session.get_inputs():
-            shape = (1, rows, 8) if given.name == "states" else (1, 2, 0, 4)
-            feeds.setdefault(given.name, np.zeros(shape, np.float32))
+        for port in session.get_inputs():
+            shape = (1, rows, 8) if port.name == "states" else (1, 2, 0, 4)
+            feeds.setdefault(port.name, np.zeros(shape, np.float32))
         sequences[rows], expected[rows] = ids, session.run(["logits"], feeds)[0][0]
         batcher.add(rows, ids[:4], fixed=cross)
     for _ in range(4, total):
@@ -114,7 +114,7 @@ LEGAL = {
 }  # fmt: skip
 
 
-def given(model: lowering.Model, tables: dict[str, Any]) -> dict[str, Any]:
+def make_inputs(model: lowering.Model, tables: dict[str, Any]) -> dict[str, Any]:
     pools = {t.name: np.zeros((7, *map(int, t.dims[1:])), np.float32) for t in model.inputs if len(t.dims) == 6}
     arrays = {name: np.array(table, np.int64) for name, table in (LEGAL | tables).items()}
     return {"input_ids": np.zeros((1, 4), np.int64), **arrays, **pools}
@@ -131,19 +131,19 @@ def given(model: lowering.Model, tables: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_tables_that_do_not_fit(bart: lowering.Model, tables: dict[str, Any], text: str) -> None:
-    bart.run(given(bart, {}))
+    bart.run(make_inputs(bart, {}))
     with pytest.raises(InputError, match=f"PackedSources.*{text}"):
-        bart.run(given(bart, tables))
+        bart.run(make_inputs(bart, tables))
 
 
 def test_a_block_that_a_setup_writes_twice(bart: lowering.Model) -> None:
-    pool = given(bart, {})["source_cache"]
+    pool = make_inputs(bart, {})["source_cache"]
     source = {"encoder_hidden_states": np.ones((1, 12, WIDTH), np.float32), "source_cache": pool}
     assert bart.setup is not None
     with pytest.raises(InputError, match="source_table has request 0 and request 0 write to block 1: give each, and"):
         bart.setup.run({**source, "source_table": np.array([[1, 1]])})
     assert not pool.any()
-    bart.setup.run({**source, "source_table": np.array([[1, 2, 1]])})  # a block that nothing is written to
+    bart.setup.run({**source, "source_table": np.array([[1, 2, 1]])})  # the repeated block is not written
 
 
 def test_sizes_of_sources_have_bounds(bart: lowering.Model) -> None:
@@ -154,13 +154,13 @@ def test_sizes_of_sources_have_bounds(bart: lowering.Model) -> None:
 
 
 def test_hostile_tables_stay_inside() -> None:
-    """Whatever tables hold, nothing but the pools is read or written, and the process lives."""
+    """For any tables, only the pools are read or written, and the process survives."""
     model = lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK), checks=False)
     rng, ends = np.random.default_rng(3), np.array([-(2**63), -1, 0, 1, 6, 7, 2**31, 2**62, 2**63 - 1])
     assert model.setup is not None
     for _ in range(40):
         tables = {"source_lengths": rng.choice(ends, 2), "source_table": rng.choice(ends, (2, 3))}
-        arrays = given(model, tables)
+        arrays = make_inputs(model, tables)
         model.run(arrays)
         source = {"encoder_hidden_states": np.ones((1, int(rng.integers(1, 30)), WIDTH), np.float32)}
         model.setup.run({**source, "source_table": tables["source_table"][:1], "source_cache": arrays["source_cache"]})
@@ -191,7 +191,7 @@ def test_manifests_say_where_sources_are(bart: lowering.Model, sources: SourceCa
     assert "no setup writes the pools of sources" in list(find_contradictions(replace(bart.manifest, setup=None)))
 
 
-def read_elsewhere(model: onnx.ModelProto) -> None:
+def add_mean_of_source(model: onnx.ModelProto) -> None:
     """Add the mean of the source to the logits."""
     (logits,) = [node for node in model.graph.node if "logits" in node.output]
     logits.output[:] = ["scores"]
@@ -207,8 +207,8 @@ def read_elsewhere(model: onnx.ModelProto) -> None:
     )
 
 
-def mask_by_distance(model: onnx.ModelProto) -> None:
-    """Hide keys of the source from tokens by a mask that no input is."""
+def hide_by_distance(model: onnx.ModelProto) -> None:
+    """Hide keys of the source from tokens by a mask that is not an input."""
     (node, *_) = [node for node in model.graph.node if node.op_type == "Attention" and "cross" in "".join(node.output)]
     mask = onnx.numpy_helper.from_array(np.ones((1, 1), bool), "mask")
     model.graph.initializer.append(mask)
@@ -219,8 +219,11 @@ def mask_by_distance(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (read_elsewhere, "'join' .Add. reads values computed from 'encoder_hidden_states' only, but is not attention"),
-        (mask_by_distance, "reads keys .* of a source, but does not attend to all of its rows"),
+        (
+            add_mean_of_source,
+            "'join' .Add. reads values computed from 'encoder_hidden_states' only, but is not attention",
+        ),
+        (hide_by_distance, "reads keys .* of a source, but does not attend to all of its rows"),
     ],
 )
 def test_decoders_that_are_refused(change: Callable[[onnx.ModelProto], None], text: str) -> None:

@@ -1,4 +1,4 @@
-"""States of served decoders: packed requests, each from its slot of a pool, against float64 token by token."""
+"""States of served decoders: ragged batches, each request from its slot of a pool, against float64 token by token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ VOCABULARY, CONTEXT, SLOTS = 20, 60, 5
 LENGTHS = (41, 1, 23, 9)
 
 
-def decoder(node: onnx.NodeProto, tables: dict[str, np.ndarray], state: tuple[str, list[int]], y: Any) -> Any:
-    """A model that looks the rows of a node up in tables by tokens; state is the type and sizes of its state."""
+def make_decoder(node: onnx.NodeProto, tables: dict[str, np.ndarray], state: tuple[str, list[int]], y: Any) -> Any:
+    """Return a model that looks up a node's rows in tables by tokens; state is the type and sizes of its state."""
     dtypes = {name: helper.np_dtype_to_tensor_dtype(np.dtype(table.dtype)) for name, table in tables.items()}
     nodes = [helper.make_node("Gather", [f"{name}_table", "ids"], [name]) for name in tables]
     info, kind = helper.make_tensor_value_info, helper.np_dtype_to_tensor_dtype(np.dtype(state[0]))
@@ -32,8 +32,8 @@ def decoder(node: onnx.NodeProto, tables: dict[str, np.ndarray], state: tuple[st
 
 
 class Requests:
-    """Calls of a model by hand: random parts of sequences, in slots whose last owners left numbers that corrupt
-    sums."""
+    """Manual calls of a model: random slices of sequences, in slots whose last owners left values that corrupt
+    accumulators."""
 
     def __init__(self, model: lowering.Model, seed: int) -> None:
         assert model.manifest.served is not None and not model.manifest.notes
@@ -46,7 +46,7 @@ class Requests:
         self.read = [0] * len(LENGTHS)
 
     def call(self) -> list[tuple[int, np.ndarray]]:
-        """Requests, in any order, and what they are answered behind so many tokens; one of no rows is among them."""
+        """Run requests, in any order; return their answers after so many tokens. Some requests lack rows."""
         order = [int(r) for r in self.rng.permutation(len(LENGTHS))]
         left = [len(self.sequences[r]) - self.read[r] for r in order]
         counts = [min(int(self.rng.choice([0, 1, 5, 19])), count) for count in left]
@@ -69,7 +69,7 @@ class Requests:
         return [(r, answer) for r, answer, count in zip(order, answers, counts) if count]
 
     def error(self, expected: list[np.ndarray]) -> float:
-        """The largest difference from [tokens, width] of each request, relative to the largest element."""
+        """Return the largest difference from [tokens, width] of each request, relative to the largest element."""
         worst = 0.0
         for _ in range(3):
             while any(read < len(ids) for read, ids in zip(self.read, self.sequences)):
@@ -80,7 +80,7 @@ class Requests:
         return worst
 
 
-def drawn(seed: int) -> LinearCase:
+def draw_case(seed: int) -> LinearCase:
     rng = random.Random(seed)
     heads = rng.choice([(4, 2, 2), (2, 2, 4), (2, 4, 4), (3, 3, 3)])
     half = seed % 4 == 3
@@ -91,28 +91,28 @@ def drawn(seed: int) -> LinearCase:
     )  # fmt: skip
 
 
-def linear_decoder(case: LinearCase, tables: dict[str, np.ndarray]) -> Any:
+def make_linear_decoder(case: LinearCase, tables: dict[str, np.ndarray]) -> Any:
     names = ["q", "k", "v", "past", *(name if name in tables else "" for name in ("decay", "beta"))]
     node = helper.make_node(
         "LinearAttention", names, ["y", "present"], domain="com.microsoft", update_rule=case.rule, scale=case.scale,
         q_num_heads=case.q_heads, kv_num_heads=case.v_heads, name="linear",
     )  # fmt: skip
     state = (case.state_dtype, [case.v_heads, case.head_dim, case.v_head_dim])
-    return decoder(node, tables, state, ["B", "S", case.y_heads * case.v_head_dim])
+    return make_decoder(node, tables, state, ["B", "S", case.y_heads * case.v_head_dim])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_linear_attention_of_packed_requests(seed: int) -> None:
-    case = drawn(seed)
+    case = draw_case(seed)
     print(f"seed {seed}: {case}")
     tables = {name: rows[0] for name, rows in replace(case, past=False).feeds(VOCABULARY, seed).items()}
     serve = lowering.Serve(CONTEXT, ids="ids")
-    requests = Requests(lowering.compile(linear_decoder(case, tables), serve=serve, threads=2), seed)
-    given = [{name: table[ids][None] for name, table in tables.items()} for ids in requests.sequences]
-    assert requests.error([case.expected(rows)["y"][0] for rows in given]) < TOLERANCE[case.dtype]
+    requests = Requests(lowering.compile(make_linear_decoder(case, tables), serve=serve, threads=2), seed)
+    inputs = [{name: table[ids][None] for name, table in tables.items()} for ids in requests.sequences]
+    assert requests.error([case.expected(rows)["y"][0] for rows in inputs]) < TOLERANCE[case.dtype]
 
 
-def conv_decoder(channels: int, k: int, dtype: str, **attributes: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def make_conv_decoder(channels: int, k: int, dtype: str, **attributes: Any) -> tuple[Any, dict[str, np.ndarray]]:
     rng = np.random.default_rng(channels)
     shapes = {"x": (VOCABULARY, channels), "w": (channels, 1, k), "bias": (channels,)}
     arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
@@ -121,7 +121,7 @@ def conv_decoder(channels: int, k: int, dtype: str, **attributes: Any) -> tuple[
         name="conv", **attributes,
     )  # fmt: skip
     reach = (k - 1) * attributes.get("dilation", 1)
-    model = decoder(node, {"x": arrays["x"]}, (dtype, [reach, channels]), ["B", "S", channels])
+    model = make_decoder(node, {"x": arrays["x"]}, (dtype, [reach, channels]), ["B", "S", channels])
     model.graph.initializer.extend(numpy_helper.from_array(arrays[name], name) for name in ("w", "bias"))
     return model, arrays
 
@@ -135,7 +135,7 @@ def conv_decoder(channels: int, k: int, dtype: str, **attributes: Any) -> tuple[
     ],
 )
 def test_convolutions_of_packed_requests(channels: int, k: int, dtype: str, attributes: dict[str, Any]) -> None:
-    model, arrays = conv_decoder(channels, k, dtype, **attributes)
+    model, arrays = make_conv_decoder(channels, k, dtype, **attributes)
     requests = Requests(lowering.compile(model, serve=lowering.Serve(CONTEXT, ids="ids"), threads=2), channels)
     table, w, bias = (arrays[name].astype(np.float64) for name in ("x", "w", "bias"))
     dilation, expected = attributes.get("dilation", 1), []
@@ -151,7 +151,7 @@ LEGAL = {"row_starts": [0, 2, 2, 3], "past_lengths": [0, 4, 9], "state_slots": [
 
 @pytest.fixture(scope="module")
 def conv() -> lowering.Model:
-    return lowering.compile(conv_decoder(8, 4, "float32")[0], serve=lowering.Serve(CONTEXT, ids="ids"))
+    return lowering.compile(make_conv_decoder(8, 4, "float32")[0], serve=lowering.Serve(CONTEXT, ids="ids"))
 
 
 @pytest.mark.parametrize(
@@ -165,30 +165,30 @@ def conv() -> lowering.Model:
     ],
 )
 def test_tables_that_do_not_fit(conv: lowering.Model, tables: dict[str, Any], text: str) -> None:
-    """Before anything is written. A request without rows needs no slot."""
-    given = {name: np.array(table, np.int64) for name, table in LEGAL.items()} | {"ids": np.zeros((1, 3), np.int64)}
+    """Errors are raised before anything is written. A request without rows does not need a slot."""
+    arrays = {name: np.array(table, np.int64) for name, table in LEGAL.items()} | {"ids": np.zeros((1, 3), np.int64)}
     states = np.zeros((SLOTS, 1, 3, 8), np.float32)
-    conv.run({**given, "states": states})
+    conv.run({**arrays, "states": states})
     before = states.copy()
     assert before[[1, 3]].any() and not before[[0, 2, 4]].any()
     wrong = {name: np.array(table, np.int64) for name, table in tables.items()}
     with pytest.raises(lowering.InputError, match=rf"PackedRequests.*{text}"):
-        conv.run({**given, **wrong, "states": states})
+        conv.run({**arrays, **wrong, "states": states})
     np.testing.assert_array_equal(states, before)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_hostile_tables_stay_inside(kind: str) -> None:
-    """Whatever tables hold, nothing but the pool is read or written, and the process lives."""
+    """For any tables, only the pool is read or written, and the process survives."""
     case = LinearCase()
     tables = {name: rows[0] for name, rows in replace(case, past=False).feeds(VOCABULARY, 0).items()}
-    model = linear_decoder(case, tables) if kind == "linear" else conv_decoder(8, 4, "float32")[0]
+    model = make_linear_decoder(case, tables) if kind == "linear" else make_conv_decoder(8, 4, "float32")[0]
     compiled = lowering.compile(model, serve=lowering.Serve(CONTEXT, ids="ids"), checks=False)
     assert compiled.manifest.served is not None
     (pool,) = compiled.manifest.served.states
     rng, ends = np.random.default_rng(3), np.array([-(2**63), -1, 0, 1, SLOTS - 1, SLOTS, 2**31, 2**62, 2**63 - 1])
     for _ in range(40):
-        rows, requests = (int(rng.integers(1, most)) for most in (12, 4))
+        rows, requests = (int(rng.integers(1, limit)) for limit in (12, 4))
         compiled.run(
             {
                 "ids": rng.integers(0, VOCABULARY, (1, rows)),
@@ -201,7 +201,7 @@ def test_hostile_tables_stay_inside(kind: str) -> None:
 
 
 def test_a_state_that_something_else_reads() -> None:
-    model, _ = conv_decoder(8, 4, "float32")
+    model, _ = make_conv_decoder(8, 4, "float32")
     first = model.graph.output[0].name
     (last,) = (node for node in model.graph.node if first in node.output)
     last.output[0] = "before"
@@ -213,4 +213,4 @@ def test_a_state_that_something_else_reads() -> None:
 
 def test_states_are_not_int8() -> None:
     with pytest.raises(lowering.ModelError, match="states and no cache, which cannot be int8"):
-        lowering.compile(conv_decoder(8, 4, "float32")[0], serve=lowering.Serve(CONTEXT, cache="int8", ids="ids"))
+        lowering.compile(make_conv_decoder(8, 4, "float32")[0], serve=lowering.Serve(CONTEXT, cache="int8", ids="ids"))

@@ -1,4 +1,4 @@
-"""One Batcher that eight threads use behind one lock: every request gets what it gets alone, each answer once."""
+"""One Batcher that eight threads use under one lock: every request gets its answers, each once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_batcher import Carrier, Picky, Recorder, told
+from test_batcher import Carrier, Picky, Recorder, generate_alone
 
 from lowering import Batcher, InputError, PoolFullError, RequestError
 
 THREADS, REQUESTS = 8, 200
-# A token that the model cannot read, and one that is none.
+# A token that the model cannot read, and one outside the vocabulary.
 UNREADABLE, OUTSIDE = 50, 2**40
 
 
 class Shared:
-    """A batcher, its lock, and the tokens that each request was answered."""
+    """A batcher, its lock, and the answers of each request."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher, self.lock = batcher, threading.Lock()
@@ -26,20 +26,20 @@ class Shared:
         self.failed: dict[Any, InputError] = {}
 
     def step(self) -> None:
-        """One call for all. The caller holds the lock."""
+        """Run one call for all threads. The caller has the lock."""
         try:
             answers = self.batcher.step()
         except RequestError as error:
             answers = error.answers
             self.failed |= error.errors
-        except PoolFullError:  # until others go on or end
+        except PoolFullError:  # until other requests continue or end
             return
         for name, logits in answers.items():
             self.answers[name].append(int(logits.argmax()))
 
 
 class Client:
-    """A thread's own requests, one after the other: answered, canceled on the way, refused, or failed."""
+    """A thread's own requests, one after the other: answered, canceled, refused, or failed."""
 
     def __init__(self, shared: Shared, thread: int) -> None:
         self.shared, self.rng = shared, np.random.default_rng(thread)
@@ -83,12 +83,12 @@ class Client:
                     self.shared.batcher.free(name)
 
     def _has_ended(self, name: int, prompt: list[int], count: int, kind: str) -> bool:
-        """Extends the request by what it was answered last, or frees it."""
+        """Extend the request by its last answer, or free it."""
         batcher, answers = self.shared.batcher, self.shared.answers[name]
         if name in self.shared.failed:
             assert kind == "unreadable" and "has no row" in str(self.shared.failed[name]) and not answers
             return True
-        assert answers == told(prompt, len(answers))[len(prompt) :]
+        assert answers == generate_alone(prompt, len(answers))[len(prompt) :]
         if len(answers) == count or UNREADABLE in answers:
             assert kind != "unreadable"
             batcher.free(name)
@@ -100,7 +100,7 @@ class Client:
 
 
 @pytest.mark.parametrize(("blocks", "budget", "has_states"), [(200, 64, False), (60, 9, False), (80, 30, True)])
-def test_eight_threads_behind_one_lock(blocks: int, budget: int, has_states: bool) -> None:
+def test_eight_threads_under_one_lock(blocks: int, budget: int, has_states: bool) -> None:
     model = Carrier(has_cache=True) if has_states else Recorder()
     Picky(model, UNREADABLE)
     shared = Shared(Batcher(model, blocks, budget))

@@ -1,4 +1,4 @@
-"""Batcher gives each request its source, whoever shares it, however few blocks there are, and whatever fails."""
+"""Batcher gives each request its source, for any sharing, any number of blocks, and any failure."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ class Translator:
                 cells[table[r, t // 4], t % 4] = token
             seen = [int(cells[table[r, t // 4], t % 4]) for t in range(before + len(new))]
             source = [int(sources[of_sources[r, t // 4], t % 4]) for t in range(rows)]
-            answers.append(np.eye(64)[digest(source, seen)])
+            answers.append(np.eye(64)[compute_digest(source, seen)])
         return {"logits": np.array(answers)}
 
 
-def digest(source: list[int], tokens: list[int]) -> int:
+def compute_digest(source: list[int], tokens: list[int]) -> int:
     value = 7
     for number in (*source, -1, *tokens):
         value = (value * 31 + number) % 1009
     return value % 64
 
 
-def array_of(source: list[int]) -> np.ndarray:
+def make_array(source: list[int]) -> np.ndarray:
     return np.repeat(np.array(source, np.float32)[None, :, None], 2, axis=2)
 
 
 @pytest.mark.parametrize(("blocks", "source_blocks"), [(200, 200), (30, 8), (12, 60), (60, 6), (12, 6)])
 def test_sources_are_those_of_their_request(blocks: int, source_blocks: int) -> None:
-    """However few blocks there are; equal prompts share nothing, since their keys depend on sources."""
+    """Sources are correct for any number of blocks; equal prompts share nothing, since their keys depend on sources."""
     rng, model = np.random.default_rng(blocks), Translator()
     prompt = rng.integers(0, 64, 9).tolist()
     requests = {k: (prompt[: 1 + k % 9], rng.integers(0, 64, rng.integers(1, 22)).tolist()) for k in range(20)}
@@ -81,10 +81,10 @@ def test_sources_are_those_of_their_request(blocks: int, source_blocks: int) -> 
             name = queue.pop(0)
             tokens, sources[name] = requests[name]
             batcher.add(
-                name, tokens, fixed={"source": array_of([*sources[name], 1]), "source_lengths": len(sources[name])}
+                name, tokens, fixed={"source": make_array([*sources[name], 1]), "source_lengths": len(sources[name])}
             )
         for name, logits in batcher.step().items():
-            assert logits.argmax() == digest(sources[name], batcher.tokens(name))
+            assert logits.argmax() == compute_digest(sources[name], batcher.tokens(name))
             batcher.extend(name, int(logits.argmax()))
             if name in requests and name % 5 == 0 and ("fork", name) not in sources and len(batcher.tokens(name)) < 15:
                 batcher.fork(name, ("fork", name))
@@ -101,10 +101,10 @@ def test_a_request_that_is_put_back_keeps_its_source() -> None:
     model = Translator()
     batcher = Batcher(model, 4, source_blocks=9)
     for name in "ab":
-        batcher.add(name, range(7), fixed={"source": array_of([ord(name)])})
+        batcher.add(name, range(7), fixed={"source": make_array([ord(name)])})
     for _ in range(6):
         for name, logits in batcher.step().items():
-            assert isinstance(name, str) and logits.argmax() == digest([ord(name)], batcher.tokens(name))
+            assert isinstance(name, str) and logits.argmax() == compute_digest([ord(name)], batcher.tokens(name))
             batcher.extend(name, 1)
     assert batcher.waiting == ["a", "b"] and batcher.usage().tokens == 12  # of "a"
     assert model.setups == 2 and batcher.usage().free_source_blocks == 7
@@ -112,20 +112,20 @@ def test_a_request_that_is_put_back_keeps_its_source() -> None:
 
 def test_a_full_pool_of_sources() -> None:
     batcher = Batcher(Translator(), 9, source_blocks=2)
-    batcher.add("a", [1], fixed={"source": array_of([1, 2, 3, 4, 5])})
+    batcher.add("a", [1], fixed={"source": make_array([1, 2, 3, 4, 5])})
     assert list(batcher.step()) == ["a"]
-    batcher.add("b", [2], fixed={"source": array_of([3])})
+    batcher.add("b", [2], fixed={"source": make_array([3])})
     with pytest.raises(PoolFullError, match="request 'b' needs 1 more source block, and 0 of the pool's 2 are free"):
         batcher.step()
     batcher.free("a")
     assert list(batcher.step()) == ["b"]
 
 
-def test_a_setup_that_fails_ends_its_request_alone() -> None:
-    """The others are answered in this step, those too whose setup comes after, and in the next ones."""
+def test_a_setup_that_fails_ends_its_request_only() -> None:
+    """Other requests are answered in this step and in later ones, also those whose setup runs later."""
     model = Translator()
     batcher = Batcher(model, 20, source_blocks=20)
-    batcher.add("a", [1], fixed={"source": array_of([5])})
+    batcher.add("a", [1], fixed={"source": make_array([5])})
     batcher.extend("a", int(batcher.step()["a"].argmax()))
     file = model.file
 
@@ -136,17 +136,17 @@ def test_a_setup_that_fails_ends_its_request_alone() -> None:
 
     model.setup.run = refuse
     for name, value in {"b": 9, "c": 6, "d": 9}.items():
-        batcher.add(name, [1], fixed={"source": array_of([value])})
+        batcher.add(name, [1], fixed={"source": make_array([value])})
     batcher.fork("b", "e")
     with pytest.raises(RequestError, match=r"request 'b' and 2 more have ended: no such source") as error:
         batcher.step()
     assert list(error.value.errors) == ["b", "d", "e"]
     assert isinstance(error.value.errors["b"], ZeroDivisionError)
-    assert error.value.answers["a"].argmax() == digest([5], batcher.tokens("a"))
-    assert error.value.answers["c"].argmax() == digest([6], [1])
+    assert error.value.answers["a"].argmax() == compute_digest([5], batcher.tokens("a"))
+    assert error.value.answers["c"].argmax() == compute_digest([6], [1])
     assert not batcher.waiting and batcher.usage().free_source_blocks == 18
     batcher.extend("c", 3)
-    assert batcher.step()["c"].argmax() == digest([6], [1, 3])
+    assert batcher.step()["c"].argmax() == compute_digest([6], [1, 3])
     with pytest.raises(InputError, match="there is no request 'b'"):
         batcher.free("b")
 
@@ -154,8 +154,8 @@ def test_a_setup_that_fails_ends_its_request_alone() -> None:
 def test_a_failed_setup_is_told_after_a_call_that_failed() -> None:
     model = Translator()
     batcher = Batcher(model, 20)
-    batcher.add("a", [1], fixed={"source": array_of([5])})
-    batcher.add("b", [1], fixed={"source": array_of([6])})
+    batcher.add("a", [1], fixed={"source": make_array([5])})
+    batcher.add("b", [1], fixed={"source": make_array([6])})
     model.setup.run = lambda inputs: model.file(inputs) if inputs["source"][0, 0, 0] == 5 else 1 / 0
     run, model.run = model.run, lambda inputs: [][0]  # type: ignore[method-assign]
     with pytest.raises(IndexError):
@@ -163,51 +163,51 @@ def test_a_failed_setup_is_told_after_a_call_that_failed() -> None:
     model.run = run  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="request 'b'") as error:
         batcher.step()
-    assert error.value.answers["a"].argmax() == digest([5], [1])
+    assert error.value.answers["a"].argmax() == compute_digest([5], [1])
 
 
 def test_forks_share_a_source_that_comes_later() -> None:
     model = Translator()
     batcher = Batcher(model, 20, source_blocks=2)
-    batcher.add("a", [1], fixed={"source": array_of([1] * 8)})
+    batcher.add("a", [1], fixed={"source": make_array([1] * 8)})
     batcher.fork("a", "b")
     assert list(batcher.step()) == ["a", "b"] and model.setups == 1
     batcher.free("a")
     batcher.extend("b", 2)
-    assert batcher.step()["b"].argmax() == digest([1] * 8, [1, 2]) and model.setups == 1
+    assert batcher.step()["b"].argmax() == compute_digest([1] * 8, [1, 2]) and model.setups == 1
     batcher.free("b")
     assert batcher.usage().free_source_blocks == 2
 
 
 def test_no_source_is_given_up_in_vain() -> None:
-    """A fork's is that of an older request, and a small one does not make room for a large one."""
+    """A fork's source belongs to an older request, and a small source does not make room for a large one."""
     model = Translator()
     batcher = Batcher(model, 50, tokens_per_step=2, source_blocks=3)
-    batcher.add("a", [1], fixed={"source": array_of([1] * 8)})
+    batcher.add("a", [1], fixed={"source": make_array([1] * 8)})
     batcher.step()
-    batcher.add("b", [1], fixed={"source": array_of([2] * 8)})
+    batcher.add("b", [1], fixed={"source": make_array([2] * 8)})
     batcher.fork("a", "fork")
-    batcher.add("c", [1] * 9, fixed={"source": array_of([3] * 4)})
+    batcher.add("c", [1] * 9, fixed={"source": make_array([3] * 4)})
     batcher.extend("fork", 4)
     answers: dict[Any, Any] = {}
     for _ in range(6):
         answers |= batcher.step() if not {"fork", "c"} <= answers.keys() else {}
-    assert answers["fork"].argmax() == digest([1] * 8, [1, 4])
-    assert answers["c"].argmax() == digest([3] * 4, [1] * 9) and model.setups == 2
+    assert answers["fork"].argmax() == compute_digest([1] * 8, [1, 4])
+    assert answers["c"].argmax() == compute_digest([3] * 4, [1] * 9) and model.setups == 2
     with pytest.raises(PoolFullError, match="request 'b' needs 2 more source blocks, and 0"):
         batcher.step()
     batcher.free("a")
     batcher.free("fork")
-    assert list(batcher.step()) == ["b"] and model.setups == 3  # beside that of "c"
+    assert list(batcher.step()) == ["b"] and model.setups == 3  # next to the source of "c"
 
 
 def test_setups_of_a_step_are_few() -> None:
-    """Their rows are no more than tokens_per_step, but one goes at least; who runs is answered in each step."""
+    """Setups of a step have at most tokens_per_step rows, but one always runs; running requests are answered."""
     model = Translator()
     batcher = Batcher(model, 300, tokens_per_step=50, source_blocks=200)
-    batcher.add("running", [1], fixed={"source": array_of([1])})
+    batcher.add("running", [1], fixed={"source": make_array([1])})
     for name in range(8):
-        batcher.add(name, [1], fixed={"source": array_of([name] * (20 if name else 60))})
+        batcher.add(name, [1], fixed={"source": make_array([name] * (20 if name else 60))})
     counts = []
     batcher.step()
     while batcher.waiting:
@@ -218,7 +218,7 @@ def test_setups_of_a_step_are_few() -> None:
     assert model.setups == 9 and counts == [1, 2, 2, 1]
 
 
-SOURCE = array_of([1, 2, 3])
+SOURCE = make_array([1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,10 @@ SOURCE = array_of([1, 2, 3])
         ({"source": SOURCE.astype(ml_dtypes.bfloat16)}, "input 'source' must be float32, not bfloat16"),
         ({"source": SOURCE.tolist()}, "input 'source' is a list; pass a NumPy array"),
         ({"source": np.ma.masked_array(SOURCE, mask=True)}, "input 'source' is a masked array"),
-        ({"source": array_of([1] * 61)}, "dimension 'rows' is 61 in input 'source' .axis 1.; the model takes 0 to 60"),
+        (
+            {"source": make_array([1] * 61)},
+            "dimension 'rows' is 61 in input 'source' .axis 1.; the model takes 0 to 60",
+        ),
         (
             {"source": SOURCE, "x": 1},
             "'x' of request 'b' is not an input of its source: `fixed` takes source: .*source_lengths",
@@ -246,7 +249,7 @@ SOURCE = array_of([1, 2, 3])
             "'source_lengths' of request 'b' must be",
         ),
         (
-            {"source": array_of([1] * 9)},
+            {"source": make_array([1] * 9)},
             "'source' of request 'b' has 9 rows, which take 3 blocks, and source_blocks is 2",
         ),
     ],
@@ -260,15 +263,17 @@ def test_sources_that_are_refused(fixed: Any, text: str) -> None:
 
 
 def test_sources_are_copies() -> None:
-    """Of arrays of NumPy and of others, of any strides; a caller may do with its own what it likes."""
-    batcher, ours = Batcher(Translator(), 20), np.asfortranarray(np.repeat(array_of([1, 2, 3]), 2, axis=2))
-    other, empty = array_of([4, 5]), array_of([])
-    batcher.add("a", [1], fixed={"source": ours[..., ::2]})
+    """Arrays of NumPy and of others, of any strides; a caller may change its arrays afterwards."""
+    batcher, strided = Batcher(Translator(), 20), np.asfortranarray(np.repeat(make_array([1, 2, 3]), 2, axis=2))
+    other, empty = make_array([4, 5]), make_array([])
+    batcher.add("a", [1], fixed={"source": strided[..., ::2]})
     batcher.add("b", [1], fixed={"source": tvm_ffi.from_dlpack(other), "source_lengths": np.array([[1]])})
     batcher.add("c", [1], fixed={"source": tvm_ffi.from_dlpack(empty)})
-    ours[:], other[:] = 7, 7
+    strided[:], other[:] = 7, 7
     answers = batcher.step()
-    assert [answers[name].argmax() for name in "abc"] == [digest(source, [1]) for source in ([1, 2, 3], [4], [])]
+    assert [answers[name].argmax() for name in "abc"] == [
+        compute_digest(source, [1]) for source in ([1, 2, 3], [4], [])
+    ]
 
 
 def test_tensors_without_memory() -> None:

@@ -1,4 +1,4 @@
-"""Caches that nodes write to: layers share one, arrays are updated where they are, constants are refused."""
+"""Caches that nodes write to: layers share one, arrays are updated in place, constants are refused."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ INPUTS = {
 }
 
 
-def attributes(layer: int) -> dict[str, int]:
+def make_attributes(layer: int) -> dict[str, int]:
     return {"num_heads": HEADS, "head_dim": SIZE, "num_layer": LAYERS, "layer_idx": layer, "quant_bit": 8}
 
 
-def model(functional: bool, constant: bool = False) -> onnx.ModelProto:
-    """Two layers, the queries of the second being what the first gives."""
+def make_model(functional: bool, constant: bool = False) -> onnx.ModelProto:
+    """Return two layers; the output of the first is the query of the second."""
     names, caches = list(INPUTS), ["cache", "scale"]
     nodes, query = [], "query"
     for layer in range(LAYERS):
-        made = [f"y{layer}", *([f"cache{layer}", f"scale{layer}"] if functional else [])]
-        given = [query, *names[1:10], *caches]
+        output_names = [f"y{layer}", *([f"cache{layer}", f"scale{layer}"] if functional else [])]
+        input_names = [query, *names[1:10], *caches]
         nodes.append(
             helper.make_node(
-                "MultiHeadCacheAttention", given, made, f"layer{layer}", domain=DOMAIN, **attributes(layer)
+                "MultiHeadCacheAttention",
+                input_names,
+                output_names,
+                f"layer{layer}",
+                domain=DOMAIN,
+                **make_attributes(layer),
             )
         )
-        query, caches = made[0], made[1:] or caches
+        query, caches = output_names[0], output_names[1:] or caches
     outputs = {"y1": INPUTS["query"]} | ({"cache1": INPUTS["cache"], "scale1": INPUTS["scale"]} if functional else {})
     infos = [
         [
@@ -59,7 +64,7 @@ def model(functional: bool, constant: bool = False) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)])
 
 
-def arrays() -> dict[str, np.ndarray]:
+def make_arrays() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     rows = {name: rng.standard_normal((4, HEADS, SIZE)).astype(np.float32) for name in list(INPUTS)[:3]}
     ints = {"seqstarts": [0, 3, 4], "kvstarts": [0, 3, 8], "cachestarts": [6, 0], "start_pos": [0, 4],
@@ -69,11 +74,11 @@ def arrays() -> dict[str, np.ndarray]:
     return {**rows, **{name: np.array(x) for name, x in ints.items()}, "cache": cache, "scale": scale}
 
 
-def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    query, cache, scale = given["query"], given["cache"], given["scale"]
+def compute_expected(feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    query, cache, scale = feeds["query"], feeds["cache"], feeds["scale"]
     for layer in range(LAYERS):
-        inputs = {**given, "query": query, "cache": cache, "scale": scale}
-        query, cache, scale = reference.multi_head_cache_attention(**inputs, attn_mask=None, **attributes(layer))
+        inputs = {**feeds, "query": query, "cache": cache, "scale": scale}
+        query, cache, scale = reference.multi_head_cache_attention(**inputs, attn_mask=None, **make_attributes(layer))
     return query, cache, scale
 
 
@@ -81,20 +86,20 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.n
     ("functional", "donate"), [(False, ()), (True, ("cache", "scale")), (True, ("cache",)), (True, ())]
 )
 def test_layers_share_a_cache(functional: bool, donate: tuple[str, ...]) -> None:
-    compiled, given = lowering.compile(model(functional), donate=donate), arrays()
-    y, cache, scale = expected({name: array.copy() for name, array in given.items()})
-    before = {name: given[name].copy() for name in ("cache", "scale")}
-    results = compiled.run(given)
+    compiled, feeds = lowering.compile(make_model(functional), donate=donate), make_arrays()
+    y, cache, scale = compute_expected({name: array.copy() for name, array in feeds.items()})
+    before = {name: feeds[name].copy() for name in ("cache", "scale")}
+    results = compiled.run(feeds)
     np.testing.assert_allclose(results["y1"], y, 1e-5, 1e-5)
     names = {"cache": "cache1", "scale": "scale1"} if functional else {n: f"{n}_updated" for n in before}
-    for name, want in (("cache", cache), ("scale", scale)):
-        np.testing.assert_array_equal(results[names[name]], want)
+    for name, expected in (("cache", cache), ("scale", scale)):
+        np.testing.assert_array_equal(results[names[name]], expected)
         in_place = not functional or name in donate
-        assert (results[names[name]] is given[name]) == in_place
+        assert (results[names[name]] is feeds[name]) == in_place
         if not in_place:
-            np.testing.assert_array_equal(given[name], before[name])
+            np.testing.assert_array_equal(feeds[name], before[name])
 
 
-def test_a_constant_is_no_cache() -> None:
+def test_a_constant_is_not_a_cache() -> None:
     with pytest.raises(lowering.ModelError, match=r"writes to the constant 'cache'\. Make it an input of the model"):
-        lowering.compile(model(functional=False, constant=True))
+        lowering.compile(make_model(functional=False, constant=True))

@@ -22,9 +22,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3}  # of the large
 Select = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
-def factors(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    """Bytes by which uint8 is multiplied, such that onnxruntime is exact on every machine: without dot products of
-    bytes it adds up two matmuls in 16 bits, which saturate where int8 has more than 7 bits."""
+def draw_factors(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    """Draw bytes that uint8 is multiplied by, such that onnxruntime is exact on every machine.
+    Without dot products of bytes it adds two matmuls in 16 bits, which saturate where int8 has more than 7 bits."""
     low, high = (0, 255) if dtype == "uint8" else (-64, 63)
     return rng.integers(low, high, shape, dtype=dtype, endpoint=True)
 
@@ -34,7 +34,7 @@ def opsets(opset: int) -> list[onnx.OperatorSetIdProto]:
 
 
 class Comparison:
-    """Nodes with their inputs. Compiling all of them once is what takes the time."""
+    """Nodes with their inputs. One compilation of all nodes saves time."""
 
     def __init__(self, opset: int = 21) -> None:
         self.opset = opset
@@ -58,11 +58,11 @@ class Comparison:
         output_dims: dict[int, Dims] | None = None,
         **attributes: Any,
     ) -> None:
-        """A node of the operator.
+        """Add a node of the operator.
 
-        outputs are types, "" for that of the first input, None for a hole. dims gives symbolic dimensions of inputs,
-        whose names belong to this node. Inputs at the positions `constant` are initializers. select picks from the
-        results what is defined. tolerance is a factor.
+        outputs are types, "" for the type of the first input, None for a hole. dims gives symbolic dimensions of
+        inputs, whose names belong to this node. Inputs at the positions `constant` are initializers. select picks the
+        defined results. tolerance is a factor.
         """
         k = len(self.nodes)
         names = [f"x{k}_{j}" if array is not None else "" for j, array in enumerate(inputs)]
@@ -97,23 +97,23 @@ class Comparison:
         return helper.make_model(graph, opset_imports=opsets(self.opset), ir_version=10)
 
     def check(self) -> None:
-        """Runs the model both ways, and compares."""
+        """Run the model both ways, and compare."""
         names = list(self.types)
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         shapeless = self._model(dict.fromkeys(names)).SerializeToString()
         session = onnxruntime.InferenceSession(shapeless, options, ["CPUExecutionProvider"])
-        expected = dict(zip(names, session.run(names, self.feeds)))
-        dims = {n: self.types[n][1] or [f"{n}_{axis}" for axis in range(a.ndim)] for n, a in expected.items()}
-        got = lowering.compile(self._model(dims)).run(self.feeds)
+        expected_by_name = dict(zip(names, session.run(names, self.feeds)))
+        dims = {n: self.types[n][1] or [f"{n}_{axis}" for axis in range(a.ndim)] for n, a in expected_by_name.items()}
+        results_by_name = lowering.compile(self._model(dims)).run(self.feeds)
         for label, results, select, tolerance in self.cases:
-            pairs = zip(select([got[n] for n in results]), select([expected[n] for n in results]))
-            for j, (mine, theirs) in enumerate(pairs):
-                assert_close(mine, theirs, f"result {j} of {label}", tolerance)
+            pairs = zip(select([results_by_name[n] for n in results]), select([expected_by_name[n] for n in results]))
+            for j, (actual, reference) in enumerate(pairs):
+                assert_close(actual, reference, f"result {j} of {label}", tolerance)
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, label: str, tolerance: float = 1.0) -> None:
-    """Same type and shape; floats as close as their type allows."""
+    """Check that type and shape are equal, and floats as close as their type allows."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (label, got.shape, expected.shape)
     if expected.dtype.name not in TOLERANCE:
         np.testing.assert_array_equal(got, expected, err_msg=label)
@@ -123,14 +123,14 @@ def assert_close(got: np.ndarray, expected: np.ndarray, label: str, tolerance: f
     np.testing.assert_allclose(got.astype(np.float64), wide, rtol=0, atol=atol, err_msg=label)
 
 
-def imported(
+def import_node(
     operator: str, inputs: Sequence[tuple[str, Dims] | None], results: int = 1, **attributes: Any
 ) -> ImportedModel:
-    """One node, imported and not compiled: for what is refused."""
-    names = ["" if given is None else f"x{k}" for k, given in enumerate(inputs)]
+    """Import one node without compiling it, for errors of the import."""
+    names = ["" if declared is None else f"x{k}" for k, declared in enumerate(inputs)]
     outputs = [f"y{k}" for k in range(results)]
     node = helper.make_node(operator, names, outputs, name="the_node", domain="com.microsoft", **attributes)
-    values = [value_info(n, *given) for n, given in zip(names, inputs) if given is not None]
-    made = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["a", "b", "c"]) for n in outputs]
-    graph = helper.make_graph([node], "g", values, made)
+    values = [value_info(n, *declared) for n, declared in zip(names, inputs) if declared is not None]
+    output_infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["a", "b", "c"]) for n in outputs]
+    graph = helper.make_graph([node], "g", values, output_infos)
     return import_model(load_model(helper.make_model(graph, opset_imports=opsets(21), ir_version=10)))

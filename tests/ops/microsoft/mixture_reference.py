@@ -12,11 +12,11 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def activated(kind: str, gate: np.ndarray, linear: np.ndarray | float, said: dict[str, Any]) -> np.ndarray:
+def apply_activation(kind: str, gate: np.ndarray, linear: np.ndarray | float, attributes: dict[str, Any]) -> np.ndarray:
     if kind == "swiglu":
-        limit = said.get("swiglu_limit", np.inf)
-        gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit) + said.get("activation_beta", 0.0)
-        return gate / (1 + np.exp(-said.get("activation_alpha", 1.0) * gate)) * linear
+        limit = attributes.get("swiglu_limit", np.inf)
+        gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit) + attributes.get("activation_beta", 0.0)
+        return gate / (1 + np.exp(-attributes.get("activation_alpha", 1.0) * gate)) * linear
     if kind in ("gelu", "geglu"):
         return linear * 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
     if kind == "silu":
@@ -25,20 +25,28 @@ def activated(kind: str, gate: np.ndarray, linear: np.ndarray | float, said: dic
 
 
 def mixture(
-    x: np.ndarray, router: np.ndarray, weights: dict[str, np.ndarray | None], given: np.ndarray | None, **said: Any
+    x: np.ndarray,
+    router: np.ndarray,
+    weights: dict[str, np.ndarray | None],
+    router_weights: np.ndarray | None,
+    **attributes: Any,
 ) -> np.ndarray:
-    """weights has fc1 to fc3 [E, N, K] and bias1 to bias3 [E, N]; given are router_weights. Of QMoE `chosen` is set:
-    weights are a softmax over what is chosen."""
-    kind, fusion, k = said.get("activation_type", "relu"), said.get("swiglu_fusion", 0), said.get("k", 1)
+    """Return the output. weights has fc1 to fc3 [E, N, K] and bias1 to bias3 [E, N].
+    QMoE sets `chosen`: the shares of experts are a softmax over the chosen experts."""
+    kind, fusion, k = (
+        attributes.get("activation_type", "relu"),
+        attributes.get("swiglu_fusion", 0),
+        attributes.get("k", 1),
+    )
     result = np.zeros((*router.shape[:1], x.shape[-1]))
     for t, token in enumerate(x.reshape(-1, x.shape[-1]).astype(np.float64)):
         chosen = np.argsort(-router[t], kind="stable")[:k]
-        if given is not None:
-            shares = given[t, chosen].astype(np.float64)
+        if router_weights is not None:
+            shares = router_weights[t, chosen].astype(np.float64)
         else:
-            shares = softmax(router[t, chosen].astype(np.float64)) if said.get("chosen") else softmax(
+            shares = softmax(router[t, chosen].astype(np.float64)) if attributes.get("chosen") else softmax(
                 router[t].astype(np.float64))[chosen]  # fmt: skip
-        if said.get("normalize_routing_weights", 0):
+        if attributes.get("normalize_routing_weights", 0):
             shares = shares / shares.sum()
 
         def layer(n: int, expert: int, row: np.ndarray) -> np.ndarray:
@@ -54,5 +62,5 @@ def mixture(
                 gate, linear = np.split(gate, 2)
             elif weights.get("fc3") is not None:
                 linear = layer(3, expert, token)
-            result[t] += share * layer(2, expert, activated(kind, gate, linear, said))
+            result[t] += share * layer(2, expert, apply_activation(kind, gate, linear, attributes))
     return result.reshape(x.shape)

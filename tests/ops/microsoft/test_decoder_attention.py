@@ -1,7 +1,7 @@
 """com.microsoft DecoderMaskedMultiHeadAttention and MultiHeadAttention over caches with room, with and without beams.
 
-In float32 they equal onnxruntime, in all types a float64 reference. Where each beam has its own attention_bias
-onnxruntime reads another row than its documentation says, and it has no packed query: there only the reference counts.
+In float32 they equal onnxruntime, in all types a float64 reference. Only the reference counts in two cases: where each
+beam has its own attention_bias, onnxruntime reads another row than its documentation says; it rejects a packed query.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import lowering
 from lowering.errors import InputError, NodeError
 
 from ..expectations import value_info
-from .comparison import imported, opsets
+from .comparison import import_node, opsets
 
 INPUTS = {
     "DecoderMaskedMultiHeadAttention": (
@@ -33,7 +33,7 @@ INPUTS = {
     ),
 }  # fmt: skip
 OUTPUTS = ("output", "present_key", "present_value", "qk")
-# Configurations by their seeds, and calls of each.
+# Configurations by their seeds, and the number of calls of each.
 RUNS = {"CPU": (range(8), 4), "CPU, long": (range(100, 500), 10), "CUDA": ((0, 3), 2),
         "CUDA, long": (range(100, 120), 2)}  # fmt: skip
 
@@ -76,77 +76,77 @@ def arrays(case: dict[str, Any], data: np.random.Generator) -> Arrays:
         return data.standard_normal(shape).astype(kind)
 
     width = heads * size
-    found = {"query": normal(batch, rows, width * (3 if form == "packed" else 1))}
+    inputs = {"query": normal(batch, rows, width * (3 if form == "packed" else 1))}
     if form == "cross":
         total = past + 1
-        found |= {name: normal(batch, heads, total, size) for name in ("key", "value")}
+        inputs |= {name: normal(batch, heads, total, size) for name in ("key", "value")}
     else:
         if form != "packed":
-            found |= {name: normal(batch, rows, width) for name in ("key", "value")}
+            inputs |= {name: normal(batch, rows, width) for name in ("key", "value")}
         length = past if form == "grown" else room
-        found |= {name: normal(batch, heads, length, size) for name in ("past_key", "past_value")}
+        inputs |= {name: normal(batch, heads, length, size) for name in ("past_key", "past_value")}
         if form != "grown":
-            found["past_sequence_length"] = np.array([past], np.int32)
+            inputs["past_sequence_length"] = np.array([past], np.int32)
             for name in ("past_key", "past_value"):
-                found[name][:, :, past:] = np.nan  # not seen
+                inputs[name][:, :, past:] = np.nan  # masked slots
     if form == "beams":
         table = data.integers(0, beams, (batch // beams, beams, room))
         table[:, :, past:] = data.choice([-(2**31), 2**31 - 1], table[:, :, past:].shape)
-        found["cache_indirection"] = table.astype(np.int32)
+        inputs["cache_indirection"] = table.astype(np.int32)
         if case["width"] and case["operator"].startswith("Decoder"):
-            found["beam_width"] = np.array([beams], np.int32)
+            inputs["beam_width"] = np.array([beams], np.int32)
     if case["mask"]:
-        found["mask"] = (data.random((batch, total)) < 0.7).astype(np.int32)
+        inputs["mask"] = (data.random((batch, total)) < 0.7).astype(np.int32)
     if case["attention_bias"] is not None:
         front = [{"b": batch, "h": heads, 1: 1}[d] for d in case["attention_bias"]]
-        found["attention_bias"] = normal(*front, rows, total)
+        inputs["attention_bias"] = normal(*front, rows, total)
     if case["bias"]:
-        found["bias"] = normal(3 * width)
-    return found
+        inputs["bias"] = normal(3 * width)
+    return inputs
 
 
 def attributes(case: dict[str, Any]) -> dict[str, Any]:
-    found = {"num_heads": case["heads"]}
-    found |= {"scale": case["scale"]} if case["scale"] else {}
-    found |= {"mask_filter_value": case["filter"]} if case["filter"] else {}
+    node_attributes = {"num_heads": case["heads"]}
+    node_attributes |= {"scale": case["scale"]} if case["scale"] else {}
+    node_attributes |= {"mask_filter_value": case["filter"]} if case["filter"] else {}
     if case["operator"].startswith("Decoder"):
-        found |= {"output_qk": 1} if case["qk"] else {}
-        found |= {"past_present_share_buffer": 1} if case["form"] in ("shared", "beams", "packed") else {}
+        node_attributes |= {"output_qk": 1} if case["qk"] else {}
+        node_attributes |= {"past_present_share_buffer": 1} if case["form"] in ("shared", "beams", "packed") else {}
     elif case["causal"]:
-        found["unidirectional"] = 1
-    return found
+        node_attributes["unidirectional"] = 1
+    return node_attributes
 
 
-def reference(case: dict[str, Any], given: Arrays) -> Arrays:
+def reference(case: dict[str, Any], inputs: Arrays) -> Arrays:
     heads, size, beams, rows, form = (case[name] for name in ("heads", "size", "beams", "rows", "form"))
-    wide = {name: x.astype(np.float64) for name, x in given.items()}
-    parts = (
+    wide = {name: x.astype(np.float64) for name, x in inputs.items()}
+    projections = (
         np.split(wide["query"], 3, 2) if form == "packed" else [wide[n] for n in ("query", "key", "value") if n in wide]
     )
     biases = np.split(wide.get("bias", np.zeros(3 * heads * size)), 3)
-    batch = given["query"].shape[0]
+    batch = inputs["query"].shape[0]
 
     def split(x: np.ndarray, n: int) -> np.ndarray:
-        x = (x + biases[n]).astype(given["query"].dtype).astype(np.float64)
+        x = (x + biases[n]).astype(inputs["query"].dtype).astype(np.float64)
         return x.reshape(batch, rows, heads, size).swapaxes(1, 2)
 
-    q, past, found = split(parts[0], 0), 0, {}
+    q, past, presents = split(projections[0], 0), 0, {}
     if form == "cross":
         keys, values = wide["key"], wide["value"]
     else:
-        new = [split(parts[n], n) for n in (1, 2)]
+        new = [split(projections[n], n) for n in (1, 2)]
         caches = [wide["past_key"].copy(), wide["past_value"].copy()]
-        past = caches[0].shape[2] if form == "grown" else int(given["past_sequence_length"][0])
+        past = caches[0].shape[2] if form == "grown" else int(inputs["past_sequence_length"][0])
         if form == "grown":
             caches = [np.concatenate([c, x], axis=2) for c, x in zip(caches, new)]
         for c, x in zip(caches, new):
             c[:, :, past : past + rows] = x
-        found |= dict(zip(("present_key", "present_value"), caches))
+        presents |= dict(zip(("present_key", "present_value"), caches))
         keys, values = (c[:, :, : past + rows].copy() for c in caches)
         if form == "beams":
             for b in range(batch):
                 for t in range(past):
-                    source = b // beams * beams + int(given["cache_indirection"][b // beams, b % beams, t])
+                    source = b // beams * beams + int(inputs["cache_indirection"][b // beams, b % beams, t])
                     keys[b, :, t], values[b, :, t] = (c[source, :, t] for c in caches)
     s = q @ keys.swapaxes(2, 3) * (case["scale"] or size**-0.5)
     if "attention_bias" in wide:
@@ -157,11 +157,11 @@ def reference(case: dict[str, Any], given: Arrays) -> Arrays:
         s = np.where(np.arange(s.shape[3]) > past + np.arange(rows)[:, None], -np.inf, s)
     p = np.exp(s - s.max(-1, keepdims=True))
     y = (p / p.sum(-1, keepdims=True)) @ values
-    return found | {"output": y.swapaxes(1, 2).reshape(batch, rows, -1), "qk": s}
+    return presents | {"output": y.swapaxes(1, 2).reshape(batch, rows, -1), "qk": s}
 
 
-def model(case: dict[str, Any], given: Arrays, dims: Any) -> onnx.ModelProto:
-    names = [name if name in given else "" for name in INPUTS[case["operator"]]]
+def model(case: dict[str, Any], inputs: Arrays, dims: Any) -> onnx.ModelProto:
+    names = [name if name in inputs else "" for name in INPUTS[case["operator"]]]
     while not names[-1]:
         names.pop()
     outputs = ["output", *(["present_key", "present_value"] if case["form"] != "cross" else ["", ""])]
@@ -169,17 +169,17 @@ def model(case: dict[str, Any], given: Arrays, dims: Any) -> onnx.ModelProto:
     while not outputs[-1]:
         outputs.pop()
     node = helper.make_node(case["operator"], names, outputs, domain="com.microsoft", **attributes(case))
-    infos = [value_info(n, given[n].dtype.name, dims(n)) for n in names if n]
-    made = [
-        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(given["query"].dtype), dims(n))
+    infos = [value_info(n, inputs[n].dtype.name, dims(n)) for n in names if n]
+    output_infos = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(inputs["query"].dtype), dims(n))
         for n in outputs if n
     ]  # fmt: skip
-    graph = helper.make_graph([node], "g", infos, made)
+    graph = helper.make_graph([node], "g", infos, output_infos)
     return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
 
 
-def dims_of(case: dict[str, Any], given: Arrays) -> Any:
-    """Declared shapes: caches with room have one before and behind the call."""
+def declare_dims(case: dict[str, Any], inputs: Arrays) -> Any:
+    """Return the declared shapes: caches with room have one shape before and after the call."""
     beams = case["beams"]
     free = {"query": (0, 1), "key": (0, 1), "value": (0, 1), "mask": (0, 1), "past_key": (0, 2), "past_value": (0, 2),
             "present_key": (0, 2), "present_value": (0, 2), "cache_indirection": (0, 2), "output": (0, 1),
@@ -187,11 +187,11 @@ def dims_of(case: dict[str, Any], given: Arrays) -> Any:
 
     def dims(name: str) -> Any:
         old = name.replace("present", "past") if case["form"] != "grown" else name
-        if old not in given:
+        if old not in inputs:
             return {"output": ["b", "s", "e"], "qk": ["b", case["heads"], "s", "t"]}.get(
                 name, [f"{name}_{k}" for k in range(4)]
             )
-        shape: list[Any] = list(given[old].shape)
+        shape: list[Any] = list(inputs[old].shape)
         if not case["symbolic"]:
             return shape
         for axis in free.get(name, ()):
@@ -213,40 +213,40 @@ def check(number: int, calls: int, target: str = "cpu") -> None:
     compiled, session = None, None
     for _ in range(calls):
         if compiled is None or case["symbolic"]:
-            given = arrays(case, data)
+            inputs = arrays(case, data)
         if compiled is None:
             donate = case["donate"] and case["form"] in ("shared", "beams", "packed")
             names = ["past_key", "past_value"] if donate else []
-            compiled = lowering.compile(model(case, given, dims_of(case, given)), target, donate=names)
-        want = reference(case, given)
-        theirs: Arrays = {}
-        rows = "attention_bias" in given and given["attention_bias"].shape[0] > 1 and case["form"] == "beams"
-        wide = "attention_bias" in given and case["form"] == "cross" and case["operator"].startswith("Decoder")
+            compiled = lowering.compile(model(case, inputs, declare_dims(case, inputs)), target, donate=names)
+        want = reference(case, inputs)
+        onnxruntime_results: Arrays = {}
+        rows = "attention_bias" in inputs and inputs["attention_bias"].shape[0] > 1 and case["form"] == "beams"
+        wide = "attention_bias" in inputs and case["form"] == "cross" and case["operator"].startswith("Decoder")
         asked = not (rows or wide or case["rows"] > 1 or case["form"] in ("grown", "packed"))
         if asked and case["dtype"] == "float32":
             if session is None:
-                known = {name: [None] * x.ndim for name, x in given.items()}
-                shapeless = model(case, given, known.get)
+                shapes = {name: [None] * x.ndim for name, x in inputs.items()}
+                shapeless = model(case, inputs, shapes.get)
                 session = onnxruntime.InferenceSession(
                     shapeless.SerializeToString(), providers=["CPUExecutionProvider"]
                 )
-            feeds = {n: np.nan_to_num(x) if x.dtype.kind == "f" else x for n, x in given.items()}
+            feeds = {n: np.nan_to_num(x) if x.dtype.kind == "f" else x for n, x in inputs.items()}
             if "cache_indirection" in feeds:
                 feeds["cache_indirection"] = feeds["cache_indirection"].clip(0, case["beams"] - 1)
-            theirs = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds)))
-        arguments = {name: x.copy() for name, x in given.items()}
+            onnxruntime_results = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds)))
+        arguments = {name: x.copy() for name, x in inputs.items()}
         got = compiled.run(arguments)
         tolerance = {"float32": 3e-5, "float16": 6e-3, "bfloat16": 5e-2}[case["dtype"]]
-        if case["filter"] is None and not given.get("mask", np.ones(1)).any(-1).all():
+        if case["filter"] is None and not inputs.get("mask", np.ones(1)).any(-1).all():
             tolerance = max(tolerance, 2e-3)  # all scores of a row are near -10000
         for name, x in got.items():
             label = f"{name} of {number}: {case}"
             np.testing.assert_allclose(x.astype(np.float64), want[name], tolerance, tolerance, err_msg=label)
-            if name in theirs:
-                assert x.shape == theirs[name].shape, label
+            if name in onnxruntime_results:
+                assert x.shape == onnxruntime_results[name].shape, label
                 y = np.nan_to_num(x) if name.startswith("present") else x
                 tolerance_ = 2e-3 if name == "qk" else tolerance  # masked scores are near -10000
-                np.testing.assert_allclose(y, theirs[name], tolerance_, tolerance_, err_msg=label)
+                np.testing.assert_allclose(y, onnxruntime_results[name], tolerance_, tolerance_, err_msg=label)
 
 
 @pytest.mark.parametrize("number", RUNS["CPU"][0])
@@ -261,7 +261,7 @@ def test_equals_onnxruntime_and_the_reference_at_length(number: int) -> None:
     check(number, RUNS["CPU, long"][1])
 
 
-def decoder(**changes: Any) -> Any:
+def import_decoder(**changes: Any) -> Any:
     shapes = {
         "query": ("float32", ("b", 1, 16)), "key": ("float32", ("b", 1, 16)), "value": ("float32", ("b", 1, 16)),
         "mask": None, "attention_bias": None, "past_key": ("float32", ("b", 2, "m", 8)),
@@ -270,11 +270,11 @@ def decoder(**changes: Any) -> Any:
     names = INPUTS["DecoderMaskedMultiHeadAttention"]
     shapes |= {name: value for name, value in changes.items() if name in names}
     rest = {name: value for name, value in changes.items() if name not in names}
-    given = [shapes.get(name) for name in names]
-    while given[-1] is None:
-        given.pop()
-    return imported(
-        "DecoderMaskedMultiHeadAttention", given, 1, **({"num_heads": 2, "past_present_share_buffer": 1} | rest)
+    input_types = [shapes.get(name) for name in names]
+    while input_types[-1] is None:
+        input_types.pop()
+    return import_node(
+        "DecoderMaskedMultiHeadAttention", input_types, 1, **({"num_heads": 2, "past_present_share_buffer": 1} | rest)
     )
 
 
@@ -293,23 +293,23 @@ def decoder(**changes: Any) -> Any:
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NodeError, match=message):
-        decoder(**changes)
-    decoder()
+        import_decoder(**changes)
+    import_decoder()
 
 
-def test_a_batch_that_only_caches_know() -> None:
-    """A batch with a name in query and a number in the caches, with and without room."""
+def test_a_batch_size_that_only_caches_declare() -> None:
+    """The query declares the batch by a name, the caches by a number, with and without room."""
     caches = dict.fromkeys(("past_key", "past_value"), ("float32", (3, 2, 9, 8)))
     grown = {"past_present_share_buffer": 0, "past_sequence_length": None}
     for more in ({}, grown):
-        decoder(**caches, **more, attention_bias=("float32", ("b", 1, 1, "t")))
+        import_decoder(**caches, **more, attention_bias=("float32", ("b", 1, 1, "t")))
 
 
 def test_a_cache_without_room_is_an_error() -> None:
     case = drawn(random.Random(0)) | {"operator": "MultiHeadAttention", "form": "shared", "rows": 1, "beams": 1,
         "symbolic": True, "mask": False, "attention_bias": None, "dtype": "float32", "qk": False}  # fmt: skip
-    given = arrays(case, np.random.default_rng(0))
-    compiled = lowering.compile(model(case, given, dims_of(case, given)))
-    for past in (given["past_key"].shape[2], -1, 2**31 - 1):
+    inputs = arrays(case, np.random.default_rng(0))
+    compiled = lowering.compile(model(case, inputs, declare_dims(case, inputs)))
+    for past in (inputs["past_key"].shape[2], -1, 2**31 - 1):
         with pytest.raises(InputError, match="past_sequence_length"):
-            compiled.run(given | {"past_sequence_length": np.array([past], np.int32)})
+            compiled.run(inputs | {"past_sequence_length": np.array([past], np.int32)})

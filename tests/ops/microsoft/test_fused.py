@@ -12,19 +12,19 @@ from sampled import sampled
 
 import lowering
 
-from .comparison import Comparison, assert_close, imported, opsets
+from .comparison import Comparison, assert_close, import_node, opsets
 
 RNG = np.random.default_rng(0)
 
 
-def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+def draw_normal(*shape: int, dtype: str = "float32") -> np.ndarray:
     return RNG.standard_normal(shape).astype(dtype)
 
 
 def test_activations() -> None:
     case = Comparison()
     for dtype in ("float32", "float16"):
-        x, bias = 3 * normal(2, 3, 5, dtype=dtype), normal(5, dtype=dtype)
+        x, bias = 3 * draw_normal(2, 3, 5, dtype=dtype), draw_normal(5, dtype=dtype)
         for operator in ("Gelu", "FastGelu", "QuickGelu"):
             case.add(operator, [x], dims={0: ("b", "s", 5)})
         case.add("QuickGelu", [x], alpha=-0.5)
@@ -33,8 +33,8 @@ def test_activations() -> None:
     case.check()
 
 
-def run(operator: str, *inputs: np.ndarray) -> np.ndarray:
-    """The node's result, where onnxruntime has no kernel for a CPU to compare with."""
+def run_node(operator: str, *inputs: np.ndarray) -> np.ndarray:
+    """Return the node's result, for nodes without a CPU kernel in onnxruntime."""
     names = [f"x{k}" for k in range(len(inputs))]
     node = helper.make_node(operator, names, ["y"], domain="com.microsoft")
     values = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, x.shape) for n, x in zip(names, inputs)]
@@ -45,16 +45,16 @@ def run(operator: str, *inputs: np.ndarray) -> np.ndarray:
 
 
 def test_bias_split_gelu() -> None:
-    x, bias = normal(2, 3, 10), normal(10)
+    x, bias = draw_normal(2, 3, 10), draw_normal(10)
     a, b = np.split(x.astype(np.float64) + bias, 2, axis=-1)
     expected = a * 0.5 * b * (1 + np.vectorize(math.erf)(b / math.sqrt(2)))
-    assert_close(run("BiasSplitGelu", x, bias), expected.astype(np.float32), "BiasSplitGelu")
+    assert_close(run_node("BiasSplitGelu", x, bias), expected.astype(np.float32), "BiasSplitGelu")
 
 
 def test_normalizations() -> None:
     case = Comparison(opset=14)  # before LayerNormalization came into ai.onnx
     for dtype in ("float32", "float16"):
-        x, skip, gamma, beta, bias = (normal(*s, dtype=dtype) for s in ((2, 3, 9), (2, 3, 9), (9,), (9,), (9,)))
+        x, skip, gamma, beta, bias = (draw_normal(*s, dtype=dtype) for s in ((2, 3, 9), (2, 3, 9), (9,), (9,), (9,)))
         dims = {0: ("b", "s", 9), 1: ("b", "s", 9)}
         outputs = ("", None, None, "")
         for b in (beta, None):
@@ -73,23 +73,25 @@ def test_normalizations() -> None:
 def test_embeddings() -> None:
     case = Comparison()
     for dtype in ("float32", "float16"):
-        words, positions, segments = (normal(n, 6, dtype=dtype) for n in (7, 9, 2))
-        gamma, beta = normal(6, dtype=dtype), normal(6, dtype=dtype)
-        ids, kinds = (RNG.integers(0, n, (3, 5)).astype(np.int32) for n in (7, 2))
+        word_table, positions, segments = (draw_normal(n, 6, dtype=dtype) for n in (7, 9, 2))
+        gamma, beta = draw_normal(6, dtype=dtype), draw_normal(6, dtype=dtype)
+        ids, segment_ids = (RNG.integers(0, n, (3, 5)).astype(np.int32) for n in (7, 2))
         mask = RNG.integers(0, 2, (3, 5)).astype(np.int32)
-        places = RNG.integers(0, 9, (3, 5)).astype(np.int32)
-        kinds_of = {"outputs": (dtype, "int32", dtype), "epsilon": 0.1}
+        position_ids = RNG.integers(0, 9, (3, 5)).astype(np.int32)
+        options = {"outputs": (dtype, "int32", dtype), "epsilon": 0.1}
         sizes = {0: ("b", "s"), 1: ("b", "s")}
-        case.add("EmbedLayerNormalization", [ids, kinds, words, positions, segments, gamma, beta, mask], **kinds_of)
+        case.add(
+            "EmbedLayerNormalization", [ids, segment_ids, word_table, positions, segments, gamma, beta, mask], **options
+        )
         case.add(
             "EmbedLayerNormalization",
-            [ids, None, words, positions, None, gamma, beta],
+            [ids, None, word_table, positions, None, gamma, beta],
             dims={0: ("b", "s")},
-            **kinds_of,
+            **options,
         )
-        for where in (places, places[:1]):
-            tensors = [ids, kinds, words, positions, segments, gamma, beta, None, where]
-            dims = {**sizes, 8: ("b" if where.shape[0] > 1 else 1, "s")}
+        for ids_of_positions in (position_ids, position_ids[:1]):
+            tensors = [ids, segment_ids, word_table, positions, segments, gamma, beta, None, ids_of_positions]
+            dims = {**sizes, 8: ("b" if ids_of_positions.shape[0] > 1 else 1, "s")}
             case.add("EmbedLayerNormalization", tensors, outputs=(dtype, "int32"), dims=dims)
     case.check()
 
@@ -97,15 +99,15 @@ def test_embeddings() -> None:
 def test_fused_matmul() -> None:
     case = Comparison()
     for dtype in ("float32", "float16"):
-        a, b = normal(2, 3, 4, dtype=dtype), normal(2, 4, 5, dtype=dtype)
+        a, b = draw_normal(2, 3, 4, dtype=dtype), draw_normal(2, 4, 5, dtype=dtype)
         case.add("FusedMatMul", [a, b], alpha=0.3, dims={0: ("n", "m", 4), 1: ("n", 4, "k")})
         case.add("FusedMatMul", [a, b.swapaxes(1, 2).copy()], transB=1, alpha=-2.0)
         case.add("FusedMatMul", [a.swapaxes(1, 2).copy(), b], transA=1)
         case.add("FusedMatMul", [a, b[0]], constant=[1], alpha=2.0)
-    a, b = normal(3, 2, 4), normal(4, 2, 5)
-    case.add("FusedMatMul", [a, normal(2, 4, 5)], transBatchA=1)
-    case.add("FusedMatMul", [normal(4, 2, 3), b], transBatchA=1, transA=1, transBatchB=1)
-    case.add("FusedMatMul", [a, normal(5, 2, 4)], transBatchA=1, transBatchB=1, transB=1)
+    a, b = draw_normal(3, 2, 4), draw_normal(4, 2, 5)
+    case.add("FusedMatMul", [a, draw_normal(2, 4, 5)], transBatchA=1)
+    case.add("FusedMatMul", [draw_normal(4, 2, 3), b], transBatchA=1, transA=1, transBatchB=1)
+    case.add("FusedMatMul", [a, draw_normal(5, 2, 4)], transBatchA=1, transBatchB=1, transB=1)
     case.check()
 
 
@@ -116,15 +118,15 @@ def test_weights_of_few_bits(bits: int) -> None:
         for rows, size in ((40, 16), (64, 32), (30, 64)):
             blocks = -(-rows // size)
             packed = RNG.integers(0, 256, (7, blocks, size * bits // 8)).astype(np.uint8)
-            scales = (normal(7, blocks) / 2**bits).astype(dtype)
+            scales = (draw_normal(7, blocks) / 2**bits).astype(dtype)
             zeros = RNG.integers(0, 256, (7, -(-blocks * bits // 8))).astype(np.uint8)
             floats = RNG.integers(0, 2**bits, (7, blocks)).astype(dtype)
             sizes = {"bits": bits, "block_size": size, "K": rows, "N": 7, "accuracy_level": 1, "dims": {0: ("b", rows)}}
             weights = range(1, 6)
-            x, bias = normal(3, rows, dtype=dtype), normal(7, dtype=dtype)
+            x, bias = draw_normal(3, rows, dtype=dtype), draw_normal(7, dtype=dtype)
             case.add("MatMulNBits", [x, packed, scales], constant=weights, **sizes)
             case.add("MatMulNBits", [x, packed, scales, zeros, None, bias], constant=weights, **sizes)
-            if bits < 8:  # onnxruntime has no kernel for more
+            if bits < 8:  # onnxruntime has kernels for fewer than 8 bits only
                 case.add("MatMulNBits", [x, packed, scales.reshape(-1), floats], constant=weights, **sizes)
     case.check()
 
@@ -175,10 +177,10 @@ F = "float32"
 )
 def test_refusals(operator: str, inputs: list, attributes: dict, message: str) -> None:
     with pytest.raises(lowering.NodeError, match=message):
-        imported(operator, inputs, **attributes)
+        import_node(operator, inputs, **attributes)
 
 
 def test_operators_of_other_domains_are_others() -> None:
-    """Attention-1 of com.microsoft has weights; ai.onnx Attention has none."""
+    """Attention-1 of com.microsoft has weights; ai.onnx Attention does not have them."""
     with pytest.raises(lowering.NodeError, match="ranks 4 and 4"):
-        imported("Attention", [(F, (1, 2, 3, 4))] * 2, num_heads=2)
+        import_node("Attention", [(F, (1, 2, 3, 4))] * 2, num_heads=2)

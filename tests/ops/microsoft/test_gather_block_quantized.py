@@ -1,4 +1,4 @@
-"""com.microsoft GatherBlockQuantized beside onnxruntime: types, bits, axes, blocks, and indices that no row has."""
+"""com.microsoft GatherBlockQuantized compared with onnxruntime: types, bits, axes, blocks, and indices out of range."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .comparison import opsets
 RNG = np.random.default_rng(0)
 
 
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes along the last axis in bytes, lowest bits first."""
-    per = 8 // bits
-    width = -(-codes.shape[-1] // per) * per
-    wide = np.zeros((*codes.shape[:-1], width), np.uint8)
-    wide[..., : codes.shape[-1]] = codes
-    parts = wide.reshape(*codes.shape[:-1], -1, per)
-    return (parts << (np.arange(per, dtype=np.uint8) * bits)).sum(axis=-1).astype(np.uint8)
+def pack_rows(quantized: np.ndarray, bits: int) -> np.ndarray:
+    """Pack quantized values along the last axis into bytes, lowest bits first."""
+    lane_count = 8 // bits
+    width = -(-quantized.shape[-1] // lane_count) * lane_count
+    padded = np.zeros((*quantized.shape[:-1], width), np.uint8)
+    padded[..., : quantized.shape[-1]] = quantized
+    lanes = padded.reshape(*quantized.shape[:-1], -1, lane_count)
+    return (lanes << (np.arange(lane_count, dtype=np.uint8) * bits)).sum(axis=-1).astype(np.uint8)
 
 
-def model(data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, **attributes: Any) -> onnx.ModelProto:
+def make_model(data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, **attributes: Any) -> onnx.ModelProto:
     names = ["data", "indices", "scales", *([] if zeros is None else ["zeros"])]
     node = helper.make_node("GatherBlockQuantized", names, ["y"], domain="com.microsoft", name="rows", **attributes)
     constants = {"data": data, "scales": scales, **({} if zeros is None else {"zeros": zeros})}
@@ -43,7 +43,7 @@ def model(data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, **attr
     return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
 
 
-def check(proto: onnx.ModelProto, indices: np.ndarray) -> None:
+def check_equal(proto: onnx.ModelProto, indices: np.ndarray) -> None:
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     (want,) = session.run(None, {"indices": indices})
     got = lowering.compile(proto).run({"indices": indices})["y"]
@@ -58,11 +58,13 @@ INDICES = np.array([[0, 5, -1], [36, -37, 2]])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_rows_of_bytes(bits: int, dtype: str, zeros: bool) -> None:
-    """70 elements of a row are five blocks of 16, whose last one is cut off."""
-    codes = RNG.integers(0, 2**bits, (37, 70))
+    """70 elements of a row are five blocks of 16; the last block is incomplete."""
+    quantized = RNG.integers(0, 2**bits, (37, 70))
     scales = RNG.uniform(0.01, 0.1, (37, 5)).astype(dtype)
-    points = packed(RNG.integers(0, 2**bits, (37, 5)), bits) if zeros else None
-    check(model(packed(codes, bits), scales, points, bits=bits, block_size=16, quantize_axis=1), INDICES)
+    points = pack_rows(RNG.integers(0, 2**bits, (37, 5)), bits) if zeros else None
+    check_equal(
+        make_model(pack_rows(quantized, bits), scales, points, bits=bits, block_size=16, quantize_axis=1), INDICES
+    )
 
 
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
@@ -71,19 +73,21 @@ def test_types_of_four_bits(kind: str, gather: int, quantize: int) -> None:
     low = -8 if kind == "int4" else 0
     shape = (37, 64) if gather == 0 else (64, 37)
     blocks = [-(-n // 16) if k == quantize % 2 else n for k, n in enumerate(shape)]
-    codes, points = (RNG.integers(low, low + 16, s).astype(getattr(ml_dtypes, kind)) for s in (shape, blocks))
+    quantized, points = (RNG.integers(low, low + 16, s).astype(getattr(ml_dtypes, kind)) for s in (shape, blocks))
     scales = RNG.uniform(0.01, 0.1, blocks).astype(np.float32)
-    check(model(codes, scales, points, block_size=16, gather_axis=gather, quantize_axis=quantize), INDICES)
+    check_equal(
+        make_model(quantized, scales, points, block_size=16, gather_axis=gather, quantize_axis=quantize), INDICES
+    )
 
 
-def test_what_no_index_can_be_is_zeros() -> None:
-    """As in the definition, of whatever size."""
-    codes = RNG.integers(0, 256, (37, 32)).astype(np.uint8)
-    proto = model(codes, np.ones((37, 2), np.float32), None, bits=8, block_size=16)
+def test_indices_out_of_range_give_zeros() -> None:
+    """As in the definition, for indices of any magnitude."""
+    quantized = RNG.integers(0, 256, (37, 32)).astype(np.uint8)
+    proto = make_model(quantized, np.ones((37, 2), np.float32), None, bits=8, block_size=16)
     indices = np.array([[37, -38, 1 << 40, -(1 << 62), 3]])
     y = lowering.compile(proto).run({"indices": indices})["y"]
     assert not y[0, :4].any()
-    np.testing.assert_array_equal(y[0, 4], codes[3].astype(np.float32) - 128)
+    np.testing.assert_array_equal(y[0, 4], quantized[3].astype(np.float32) - 128)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +99,9 @@ def test_what_no_index_can_be_is_zeros() -> None:
         ({"gather_axis": 7}, "axis"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, int], what: str) -> None:
-    codes = RNG.integers(0, 256, (37, 32)).astype(np.uint8)
-    proto = model(codes, np.ones((37, 2), np.float32), None, **{"bits": 8, "block_size": 16, **change})
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, int], what: str) -> None:
+    quantized = RNG.integers(0, 256, (37, 32)).astype(np.uint8)
+    proto = make_model(quantized, np.ones((37, 2), np.float32), None, **{"bits": 8, "block_size": 16, **change})
     with pytest.raises(lowering.NodeError, match=re.escape(what)) as error:
         lowering.compile(proto)
     assert "'rows'" in str(error.value)

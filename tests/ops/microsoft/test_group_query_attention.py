@@ -10,17 +10,17 @@ import pytest
 
 import lowering
 
-from .comparison import Comparison, imported
+from .comparison import Comparison, import_node
 
 RNG = np.random.default_rng(0)
 HEADS, KV_HEADS, SIZE, POSITIONS = 4, 2, 16, 40
 
 
-def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+def draw_normal(*shape: int, dtype: str = "float32") -> np.ndarray:
     return RNG.standard_normal(shape).astype(dtype)
 
 
-def call(
+def add_call(
     case: Comparison,
     batch: int,
     rows: int,
@@ -35,22 +35,22 @@ def call(
     bias: tuple[int, int] | None = None,
     sink: bool = False,
     declared: int | str | None = None,
-    known_total: bool = False,
+    is_total_constant: bool = False,
     symbolic: bool = True,
     **attributes: Any,
 ) -> None:
-    """A node for rows new tokens, behind which batch b holds ends[b]. past is the length of the cache.
+    """Add a node for `rows` new tokens, after which batch b has ends[b] tokens. past is the length of the cache.
 
-    angles > 0 rotates; bias gives the batches and heads of attention_bias; declared is the length that the model
-    declares for the cache and its update. Rows and slots behind the end of a batch are left out: they are undefined.
+    angles > 0 rotates. bias gives the batches and heads of attention_bias. declared is the length that the model
+    declares for the cache and its update. Rows and slots after the end of a batch are undefined, so they are cleared.
     """
     total = max(ends)
     widths = [KV_HEADS * size, KV_HEADS * size]
-    projections = [normal(batch, rows, width, dtype=dtype) for width in (HEADS * size, *widths)]
+    projections = [draw_normal(batch, rows, width, dtype=dtype) for width in (HEADS * size, *widths)]
     if packed:
         projections = [np.concatenate(projections, axis=2), None, None]
-    caches = [None, None] if past is None else [normal(batch, KV_HEADS, past, size, dtype=dtype) for _ in range(2)]
-    cache = [normal(POSITIONS, angles, dtype=dtype) for _ in range(2)] if angles else [None, None]
+    caches = [None, None] if past is None else [draw_normal(batch, KV_HEADS, past, size, dtype=dtype) for _ in range(2)]
+    cache = [draw_normal(POSITIONS, angles, dtype=dtype) for _ in range(2)] if angles else [None, None]
     inputs = [
         *projections,
         *caches,
@@ -58,17 +58,17 @@ def call(
         np.array(total, np.int32),
         *cache,
         positions,
-        None if bias is None else normal(*bias, rows, total, dtype=dtype),
-        normal(HEADS, dtype=dtype) if sink else None,
+        None if bias is None else draw_normal(*bias, rows, total, dtype=dtype),
+        draw_normal(HEADS, dtype=dtype) if sink else None,
     ]
     dims: dict[int, Any] = {0: ("b", "s", projections[0].shape[2]), 5: ("b",), 9: ("b", "s")}
     dims |= {} if packed else {1: ("b", "s", widths[0]), 2: ("b", "s", widths[1])}
-    kept = ("b", KV_HEADS, "p" if declared is None else declared, size)
-    dims |= {3: kept, 4: kept} if past is not None else {}
+    cache_dims = ("b", KV_HEADS, "p" if declared is None else declared, size)
+    dims |= {3: cache_dims, 4: cache_dims} if past is not None else {}
     if bias is not None:
         dims[10] = ("b" if bias[0] > 1 else 1, bias[1], "s", "t")
 
-    def defined(results: list[np.ndarray]) -> list[np.ndarray]:
+    def clear_undefined(results: list[np.ndarray]) -> list[np.ndarray]:
         y, *present = (x.copy() for x in results)
         for b, end in enumerate(ends):
             y[b, min(rows, end) :] = 0
@@ -81,9 +81,9 @@ def call(
         inputs,
         ("", "", ""),
         dims=dims if symbolic else None,
-        constant=[6] if known_total else [],
-        select=defined,
-        output_dims=None if declared is None else {1: kept, 2: kept},
+        constant=[6] if is_total_constant else [],
+        select=clear_undefined,
+        output_dims=None if declared is None else {1: cache_dims, 2: cache_dims},
         num_heads=HEADS,
         kv_num_heads=KV_HEADS,
         do_rotary=int(angles > 0),
@@ -93,14 +93,14 @@ def call(
 
 def test_prompts() -> None:
     case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
-    call(case, 1, 37, [37], dtype=next(dtypes))
-    call(case, 3, 9, [9, 1, 5], dtype=next(dtypes), symbolic=False)
-    call(case, 2, 9, [9, 4], dtype=next(dtypes), packed=True, scale=0.4, softcap=0.7)
-    call(case, 2, 9, [9, 4], dtype=next(dtypes), causal=0, symbolic=False)
-    call(case, 2, 9, [9, 4], 0, dtype=next(dtypes), local_window_size=3)
-    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), local_window_size=1, smooth_softmax=1, symbolic=False)
-    call(case, 2, 9, [9, 4], dtype=next(dtypes), sink=True, softcap=2.0, bias=(2, HEADS))
-    call(
+    add_call(case, 1, 37, [37], dtype=next(dtypes))
+    add_call(case, 3, 9, [9, 1, 5], dtype=next(dtypes), symbolic=False)
+    add_call(case, 2, 9, [9, 4], dtype=next(dtypes), packed=True, scale=0.4, softcap=0.7)
+    add_call(case, 2, 9, [9, 4], dtype=next(dtypes), causal=0, symbolic=False)
+    add_call(case, 2, 9, [9, 4], 0, dtype=next(dtypes), local_window_size=3)
+    add_call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), local_window_size=1, smooth_softmax=1, symbolic=False)
+    add_call(case, 2, 9, [9, 4], dtype=next(dtypes), sink=True, softcap=2.0, bias=(2, HEADS))
+    add_call(
         case,
         2,
         9,
@@ -116,46 +116,46 @@ def test_prompts() -> None:
 
 
 def test_caches() -> None:
-    """Growing ones, ones with room, and what a model says of their length."""
+    """Growing caches, caches with room, and declared lengths of caches."""
     case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
-    call(case, 1, 1, [8], 7, dtype=next(dtypes), symbolic=False)
-    call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), packed=True)
-    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), local_window_size=4, bias=(2, 1), symbolic=False)
-    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared="p", sink=True)
-    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared=20, smooth_softmax=1)
-    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), known_total=True)
-    call(case, 1, 5, [12], 7, dtype=next(dtypes), local_window_size=6, symbolic=False)
-    call(case, 1, 5, [12], 20, dtype=next(dtypes), bias=(1, HEADS), softcap=1.0)
-    call(case, 1, 5, [12], 20, dtype=next(dtypes), causal=0, symbolic=False)
-    call(case, 2, 5, [5, 3], 20, dtype=next(dtypes), declared=20)
+    add_call(case, 1, 1, [8], 7, dtype=next(dtypes), symbolic=False)
+    add_call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), packed=True)
+    add_call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), local_window_size=4, bias=(2, 1), symbolic=False)
+    add_call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared="p", sink=True)
+    add_call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared=20, smooth_softmax=1)
+    add_call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), is_total_constant=True)
+    add_call(case, 1, 5, [12], 7, dtype=next(dtypes), local_window_size=6, symbolic=False)
+    add_call(case, 1, 5, [12], 20, dtype=next(dtypes), bias=(1, HEADS), softcap=1.0)
+    add_call(case, 1, 5, [12], 20, dtype=next(dtypes), causal=0, symbolic=False)
+    add_call(case, 2, 5, [5, 3], 20, dtype=next(dtypes), declared=20)
     case.check()
 
 
 def test_rotary_inside() -> None:
     case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
-    call(case, 2, 9, [9, 4], dtype=next(dtypes), angles=8)
-    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), angles=8, packed=True, rotary_interleaved=1, symbolic=False)
-    call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), angles=8, size=32)
-    call(
+    add_call(case, 2, 9, [9, 4], dtype=next(dtypes), angles=8)
+    add_call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), angles=8, packed=True, rotary_interleaved=1, symbolic=False)
+    add_call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), angles=8, size=32)
+    add_call(
         case, 2, 1, [8, 3], 20, dtype=next(dtypes), angles=8, rotary_interleaved=1, local_window_size=3, symbolic=False
     )
-    call(case, 1, 5, [12], 20, dtype=next(dtypes), angles=8, packed=True)
-    # A first prompt starts at the first position and counts, later calls take the positions as they are.
+    add_call(case, 1, 5, [12], 20, dtype=next(dtypes), angles=8, packed=True)
+    # A first prompt starts at the first position and counts up; later calls take the positions as they are.
     for rows, ends, past in ((6, [6, 6], None), (6, [6, 4], 9), (1, [8, 3], 7), (3, [11], 20)):
         positions = RNG.integers(0, POSITIONS - 6, (len(ends), rows))
-        call(case, len(ends), rows, ends, past, dtype=next(dtypes), angles=8, positions=positions, symbolic=False)
+        add_call(case, len(ends), rows, ends, past, dtype=next(dtypes), angles=8, positions=positions, symbolic=False)
     case.check()
 
 
 def test_norms_of_heads() -> None:
-    """Against the same node behind the norms written out: onnxruntime has no kernel for a CPU."""
+    """Compared with the same node after explicit norms: onnxruntime lacks a kernel for a CPU."""
     import onnx
     from onnx import helper
 
     from .comparison import assert_close, opsets
 
-    x, k = normal(2, 5, HEADS * SIZE), normal(2, 5, KV_HEADS * SIZE)
-    feeds = {"q": x, "k": k, "v": normal(2, 5, KV_HEADS * SIZE), "wq": normal(SIZE), "wk": normal(SIZE)}
+    x, k = draw_normal(2, 5, HEADS * SIZE), draw_normal(2, 5, KV_HEADS * SIZE)
+    feeds = {"q": x, "k": k, "v": draw_normal(2, 5, KV_HEADS * SIZE), "wq": draw_normal(SIZE), "wk": draw_normal(SIZE)}
     feeds |= {"ends": np.array([4, 2], np.int32), "total": np.array(5, np.int32)}
     shared = {"domain": "com.microsoft", "num_heads": HEADS, "kv_num_heads": KV_HEADS}
     holes = ["", "", "ends", "total"] + [""] * 7
@@ -163,12 +163,12 @@ def test_norms_of_heads() -> None:
         "GroupQueryAttention", ["q", "k", "v", *holes, "wq", "wk"], ["y"], qk_norm_epsilon=0.1, **shared
     )
     wide = feeds["q"].astype(np.float64).reshape(2, 5, HEADS, SIZE), k.astype(np.float64).reshape(2, 5, KV_HEADS, SIZE)
-    normed = [
+    normalized = [
         (a / np.sqrt((a**2).mean(-1, keepdims=True) + 0.1) * feeds[w]).reshape(2, 5, -1).astype(np.float32)
         for a, w in zip(wide, ("wq", "wk"))
     ]
     bare = helper.make_node("GroupQueryAttention", ["nq", "nk", "v", *holes[:4]], ["z"], **shared)
-    feeds |= {"nq": normed[0], "nk": normed[1]}
+    feeds |= {"nq": normalized[0], "nk": normalized[1]}
     values = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()
     ]
@@ -181,9 +181,9 @@ def test_norms_of_heads() -> None:
 def test_rotary_embedding() -> None:
     case = Comparison()
     for dtype in ("float32", "float16"):
-        cos, sin = normal(POSITIONS, 8, dtype=dtype), normal(POSITIONS, 8, dtype=dtype)
+        cos, sin = draw_normal(POSITIONS, 8, dtype=dtype), draw_normal(POSITIONS, 8, dtype=dtype)
         half = cos[:, :4].copy(), sin[:, :4].copy()
-        flat, split = normal(2, 5, HEADS * SIZE, dtype=dtype), normal(2, HEADS, 5, SIZE, dtype=dtype)
+        flat, split = draw_normal(2, 5, HEADS * SIZE, dtype=dtype), draw_normal(2, HEADS, 5, SIZE, dtype=dtype)
         for positions in (RNG.integers(0, POSITIONS, (2, 5)), np.array([7])):
             by_row = {1: ("b", "s")} if positions.ndim == 2 else {}
             for interleaved in (0, 1):
@@ -246,7 +246,7 @@ def with_input(k: int, dtype: str, dims: tuple[int | str, ...]) -> list[Any]:
 )
 def test_refusals(inputs: list[Any], attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(lowering.NodeError, match=message):
-        imported("GroupQueryAttention", inputs, **{**GQA, **attributes})
+        import_node("GroupQueryAttention", inputs, **{**GQA, **attributes})
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_refusals(inputs: list[Any], attributes: dict[str, Any], message: str) -
 def test_rotary_refusals(shapes: list[tuple[int, ...]], attributes: dict[str, Any], message: str) -> None:
     inputs = [(dtype, shape) for dtype, shape in zip((F, "int64", F, F), shapes)]
     with pytest.raises(lowering.NodeError, match=message):
-        imported("RotaryEmbedding", inputs, **attributes)
+        import_node("RotaryEmbedding", inputs, **attributes)

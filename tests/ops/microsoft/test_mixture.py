@@ -1,4 +1,4 @@
-"""MoE and QMoE: as onnxruntime has them where it has a kernel, and as their documentation says elsewhere."""
+"""MoE and QMoE, compared with onnxruntime where it has a kernel, and with their documentation elsewhere."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ RNG = np.random.default_rng(38)
 EXPERTS, WIDTH, INNER = 5, 32, 16
 
 
-def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+def draw_normal(*shape: int, dtype: str = "float32") -> np.ndarray:
     return RNG.standard_normal(shape).astype(dtype)
 
 
-def floats(fused: bool, third: bool = False, dtype: str = "float32") -> dict[str, np.ndarray | None]:
+def draw_weights(fused: bool, third: bool = False, dtype: str = "float32") -> dict[str, np.ndarray | None]:
     columns = 2 * INNER if fused else INNER
     sizes = {1: (columns, WIDTH), 2: (WIDTH, INNER), **({3: (INNER, WIDTH)} if third else {})}
-    found: dict[str, np.ndarray | None] = {}
+    weights: dict[str, np.ndarray | None] = {}
     for n, size in sizes.items():
-        found[f"fc{n}"] = normal(EXPERTS, *size, dtype=dtype) / np.float32(4).astype(dtype)
-        found[f"bias{n}"] = normal(EXPERTS, size[0], dtype=dtype)
-    return found
+        weights[f"fc{n}"] = draw_normal(EXPERTS, *size, dtype=dtype) / np.float32(4).astype(dtype)
+        weights[f"bias{n}"] = draw_normal(EXPERTS, size[0], dtype=dtype)
+    return weights
 
 
-def inputs_of(weights: dict[str, np.ndarray | None], biased: bool = True) -> list[np.ndarray | None]:
+def list_inputs(weights: dict[str, np.ndarray | None], biased: bool = True) -> list[np.ndarray | None]:
     return [
         array for n in (1, 2, 3)
         for array in (weights.get(f"fc{n}"), weights.get(f"bias{n}") if biased else None)
@@ -45,23 +45,23 @@ SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
 def test_like_onnxruntime() -> None:
     case = Comparison()
     for dtype in ("float32", "float16"):
-        x, router = normal(9, WIDTH, dtype=dtype), normal(9, EXPERTS, dtype=dtype)
+        x, router = draw_normal(9, WIDTH, dtype=dtype), draw_normal(9, EXPERTS, dtype=dtype)
         sizes = {0: ("t", WIDTH), 1: ("t", EXPERTS)}
         for kind, k, normalizes in (("relu", 1, 0), ("silu", 3, 1), ("gelu", 2, 0), ("identity", EXPERTS, 1)):
             said = {"activation_type": kind, "k": k, "normalize_routing_weights": normalizes}
-            inputs = [x, router, *inputs_of(floats(False, dtype=dtype), kind != "relu")]
+            inputs = [x, router, *list_inputs(draw_weights(False, dtype=dtype), kind != "relu")]
             case.add("MoE", inputs, constant=range(2, 8), dims=sizes, **said)
         said = {**SWIGLU, "activation_alpha": 1.7, "activation_beta": 1.0, "swiglu_limit": 1.5, "k": 2}
-        inputs = [x, router, *inputs_of(floats(True, dtype=dtype))]
+        inputs = [x, router, *list_inputs(draw_weights(True, dtype=dtype))]
         case.add("MoE", inputs, constant=range(2, 8), dims=sizes, **said)
-        batch, router = normal(2, 3, WIDTH, dtype=dtype), normal(6, EXPERTS, dtype=dtype)
-        inputs = [batch, router, *inputs_of(floats(False, dtype=dtype))]
+        batch, router = draw_normal(2, 3, WIDTH, dtype=dtype), draw_normal(6, EXPERTS, dtype=dtype)
+        inputs = [batch, router, *list_inputs(draw_weights(False, dtype=dtype))]
         case.add("MoE", inputs, constant=range(2, 8), dims={0: ("b", "s", WIDTH), 1: ("t", EXPERTS)}, k=2)
     case.check()
 
 
-def packed(n: int, k: int, bits: int, block: int, zeros: bool) -> tuple[np.ndarray, list[np.ndarray | None]]:
-    """A matrix [E, n, k], and how it is stored: integers, scales and zero points."""
+def draw_packed(n: int, k: int, bits: int, block: int, zeros: bool) -> tuple[np.ndarray, list[np.ndarray | None]]:
+    """Return a matrix [E, n, k] and its stored form: integers, scales and zero points."""
     blocks, size = (k // block if block else 1), block or k
     integers = RNG.integers(0, 2**bits, (EXPERTS, n, k))
     scales = (RNG.random((EXPERTS, n, blocks)) * 0.1 + 0.05).astype(np.float32)
@@ -69,26 +69,29 @@ def packed(n: int, k: int, bits: int, block: int, zeros: bool) -> tuple[np.ndarr
     matrix = (integers - zero.repeat(size, 2)) * scales.repeat(size, 2)
 
     def pack(values: np.ndarray) -> np.ndarray:
-        each = 8 // bits
-        padded = np.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % each)])
-        padded = padded.reshape(*values.shape[:-1], -1, each)
-        return sum(padded[..., n] << bits * n for n in range(each)).astype(np.uint8)
+        lanes_per_byte = 8 // bits
+        padded = np.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % lanes_per_byte)])
+        padded = padded.reshape(*values.shape[:-1], -1, lanes_per_byte)
+        return sum(padded[..., n] << bits * n for n in range(lanes_per_byte)).astype(np.uint8)
 
     stored = [pack(integers), scales, pack(zero)] if block else [pack(integers), scales[..., 0], pack(zero[..., 0])]
     return matrix, [*stored[:2], stored[2] if zeros else None]
 
 
-def q_case(
-    bits: int, block: int, zeros: bool, fused: bool, given: bool
+def draw_quantized_case(
+    bits: int, block: int, zeros: bool, fused: bool, has_router_weights: bool
 ) -> tuple[list[np.ndarray | None], dict[str, np.ndarray | None]]:
     columns = 2 * INNER if fused else INNER
-    (one, first), (two, second) = packed(columns, WIDTH, bits, block, zeros), packed(WIDTH, INNER, bits, block, zeros)
-    biases = normal(EXPERTS, columns), normal(EXPERTS, WIDTH)
+    (first_matrix, first), (second_matrix, second) = (
+        draw_packed(columns, WIDTH, bits, block, zeros),
+        draw_packed(WIDTH, INNER, bits, block, zeros),
+    )
+    biases = draw_normal(EXPERTS, columns), draw_normal(EXPERTS, WIDTH)
     inputs: list[np.ndarray | None] = [
-        normal(9, WIDTH), normal(9, EXPERTS), *first[:2], biases[0], *second[:2], biases[1], None, None, None,
-        first[2], second[2], None, RNG.random((9, EXPERTS)).astype(np.float32) if given else None,
+        draw_normal(9, WIDTH), draw_normal(9, EXPERTS), *first[:2], biases[0], *second[:2], biases[1], None, None, None,
+        first[2], second[2], None, RNG.random((9, EXPERTS)).astype(np.float32) if has_router_weights else None,
     ]  # fmt: skip
-    return inputs, {"fc1": one, "bias1": biases[0], "fc2": two, "bias2": biases[1]}
+    return inputs, {"fc1": first_matrix, "bias1": biases[0], "fc2": second_matrix, "bias2": biases[1]}
 
 
 Q_CASES = [
@@ -102,15 +105,15 @@ Q_CASES = [
 
 def test_quantized_like_onnxruntime() -> None:
     case = Comparison()
-    for bits, block, zeros, fused, given, said in Q_CASES:
-        inputs, _ = q_case(bits, block, zeros, fused, given)
+    for bits, block, zeros, fused, has_router_weights, said in Q_CASES:
+        inputs, _ = draw_quantized_case(bits, block, zeros, fused, has_router_weights)
         more = {"expert_weight_bits": bits, **({"block_size": block} if block else {})}
         case.add("QMoE", inputs, constant=range(2, 14), dims={0: ("t", WIDTH)}, **said, **more)
     case.check()
 
 
-def model(operator: str, inputs: list[np.ndarray | None], **said: Any) -> onnx.ModelProto:
-    """One node whose first two inputs, and router_weights, are those of the model."""
+def make_model(operator: str, inputs: list[np.ndarray | None], **said: Any) -> onnx.ModelProto:
+    """Return a model of one node. Its inputs are the first two inputs and router_weights."""
     names = ["" if array is None else f"x{n}" for n, array in enumerate(inputs)]
     while not names[-1]:
         names.pop()
@@ -137,23 +140,25 @@ def model(operator: str, inputs: list[np.ndarray | None], **said: Any) -> onnx.M
     ],
     ids=lambda said: said["activation_type"],
 )
-def test_what_onnxruntime_has_no_kernel_for(said: dict[str, Any]) -> None:
+def test_nodes_without_a_kernel_in_onnxruntime(said: dict[str, Any]) -> None:
     third = said.pop("third", False)
-    weights = floats(bool(said.get("swiglu_fusion")), third)
-    x, router = normal(7, WIDTH), normal(7, EXPERTS)
-    found = lowering.compile(model("MoE", [x, router, *inputs_of(weights)], **said)).run({"x0": x, "x1": router})["y"]
+    weights = draw_weights(bool(said.get("swiglu_fusion")), third)
+    x, router = draw_normal(7, WIDTH), draw_normal(7, EXPERTS)
+    actual = lowering.compile(make_model("MoE", [x, router, *list_inputs(weights)], **said)).run(
+        {"x0": x, "x1": router}
+    )["y"]
     expected = mixture(x, router, weights, None, **said)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 70])
 def test_any_number_of_tokens(rows: int) -> None:
-    weights = floats(True)
-    x, router = normal(rows, WIDTH), normal(rows, EXPERTS)
-    compiled = lowering.compile(model("MoE", [x, router, *inputs_of(weights)], k=2, **SWIGLU))
-    found = compiled.run({"x0": x, "x1": router})["y"]
+    weights = draw_weights(True)
+    x, router = draw_normal(rows, WIDTH), draw_normal(rows, EXPERTS)
+    compiled = lowering.compile(make_model("MoE", [x, router, *list_inputs(weights)], k=2, **SWIGLU))
+    actual = compiled.run({"x0": x, "x1": router})["y"]
     expected = mixture(x, router, weights, None, k=2, **SWIGLU)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max(initial=1))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max(initial=1))
 
 
 @pytest.mark.parametrize(
@@ -167,29 +172,31 @@ def test_any_number_of_tokens(rows: int) -> None:
         ({}, {"use_sparse_mixer": 1}, "use_sparse_mixer"),
         ({}, {"activation_type": "swiglu"}, "fc3_experts_weights is missing"),
     ],
-    ids=lambda given: str(given)[:20],
+    ids=lambda value: str(value)[:20],
 )
 def test_errors_name_the_node(corrupt: dict[str, tuple[int, ...]], said: dict[str, Any], text: str) -> None:
-    weights = {**floats(False), **{name: normal(*shape) for name, shape in corrupt.items()}}
+    weights = {**draw_weights(False), **{name: draw_normal(*shape) for name, shape in corrupt.items()}}
     with pytest.raises(lowering.LoweringError, match="experts") as raised:
-        lowering.compile(model("MoE", [normal(3, WIDTH), normal(3, EXPERTS), *inputs_of(weights)], **said))
+        lowering.compile(
+            make_model("MoE", [draw_normal(3, WIDTH), draw_normal(3, EXPERTS), *list_inputs(weights)], **said)
+        )
     assert text in str(raised.value)
 
 
 def test_precision_narrows_experts() -> None:
-    weights = floats(True)
-    x, router = normal(7, WIDTH), normal(7, EXPERTS)
-    given = model("MoE", [x, router, *inputs_of(weights)], k=2, **SWIGLU)
-    compiled = lowering.compile(given, precision="float16")
-    found = compiled.run({"x0": x, "x1": router})["y"]
+    weights = draw_weights(True)
+    x, router = draw_normal(7, WIDTH), draw_normal(7, EXPERTS)
+    proto = make_model("MoE", [x, router, *list_inputs(weights)], k=2, **SWIGLU)
+    compiled = lowering.compile(proto, precision="float16")
+    actual = compiled.run({"x0": x, "x1": router})["y"]
     expected = mixture(x, router, weights, None, k=2, **SWIGLU)
     assert any("1 matmuls" in note for note in compiled.manifest.notes)
     assert {weight.storage for weight in compiled.manifest.weights} == {"float16"}
-    np.testing.assert_allclose(found, expected, rtol=0, atol=6e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=6e-3 * np.abs(expected).max())
 
 
-def test_blocks_that_are_not_whole() -> None:
-    """48 columns in blocks of 32: onnxruntime has the same."""
+def test_blocks_that_are_incomplete() -> None:
+    """48 columns in blocks of 32: onnxruntime gives the same results."""
     inner, width, block = 16, 48, 32
     arrays: list[list[np.ndarray]] = []
     matrices = []
@@ -198,11 +205,11 @@ def test_blocks_that_are_not_whole() -> None:
         scales = (RNG.random((EXPERTS, n, blocks)) * 0.1 + 0.05).astype(np.float32)
         matrices.append((integers - 8) * scales.repeat(block, 2)[:, :, :k])
         arrays.append([(integers[..., ::2] | integers[..., 1::2] << 4).astype(np.uint8), scales])
-    x, router = normal(5, width), normal(5, EXPERTS)
+    x, router = draw_normal(5, width), draw_normal(5, EXPERTS)
     inputs = [x, router, *arrays[0], None, *arrays[1], None]
-    proto = model("QMoE", inputs, k=2, expert_weight_bits=4, block_size=block, **SWIGLU)
+    proto = make_model("QMoE", inputs, k=2, expert_weight_bits=4, block_size=block, **SWIGLU)
     proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = width
-    found = lowering.compile(proto).run({"x0": x, "x1": router})["y"]
+    actual = lowering.compile(proto).run({"x0": x, "x1": router})["y"]
     weights: dict[str, np.ndarray | None] = {"fc1": matrices[0], "fc2": matrices[1]}
     expected = mixture(x, router, weights, None, k=2, chosen=True, **SWIGLU)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

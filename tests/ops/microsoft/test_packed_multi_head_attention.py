@@ -1,4 +1,4 @@
-"""PackedMultiHeadAttention against attention of each sequence in float64: onnxruntime has no kernel for CPUs."""
+"""PackedMultiHeadAttention compared with float64 attention of each sequence: onnxruntime lacks a CPU kernel."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RNG = np.random.default_rng(5)
 HEADS, COUNTS, SEQUENCE = 3, (4, 0, 1, 7), 7
 
 
-def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+def draw_normal(*shape: int, dtype: str = "float32") -> np.ndarray:
     return RNG.standard_normal(shape).astype(dtype)
 
 
-def model(inputs: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
+def make_model(inputs: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
     order = ("query", "key", "value", "bias", "token_offset", "cumulative_sequence_length", "attention_bias")
     names = [name if name in inputs else "" for name in order]
     symbols = {"query": {0: "t"}, "key": {0: "t"}, "value": {0: "t"}, "token_offset": {0: "b", 1: "s"}}
@@ -56,34 +56,34 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype, form", CASES, ids=lambda given: given if isinstance(given, str) else "-".join(given))
+@pytest.mark.parametrize("dtype, form", CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_sequences_see_their_own_tokens(dtype: str, form: dict[str, Any]) -> None:
     rows, size, v_size = sum(COUNTS), 8, form.get("v_size", 8)
     if form.get("packed"):
-        inputs = {"query": normal(rows, HEADS, 3, size, dtype=dtype)}
+        inputs = {"query": draw_normal(rows, HEADS, 3, size, dtype=dtype)}
     else:
         widths = {"query": size, "key": size, "value": v_size}
-        inputs = {name: normal(rows, HEADS * width, dtype=dtype) for name, width in widths.items()}
+        inputs = {name: draw_normal(rows, HEADS * width, dtype=dtype) for name, width in widths.items()}
     if form.get("bias"):
-        inputs["bias"] = normal(HEADS * (2 * size + v_size), dtype=dtype)
+        inputs["bias"] = draw_normal(HEADS * (2 * size + v_size), dtype=dtype)
     if "scores" in form:
-        inputs["attention_bias"] = normal(*form["scores"], SEQUENCE, SEQUENCE, dtype=dtype)
+        inputs["attention_bias"] = draw_normal(*form["scores"], SEQUENCE, SEQUENCE, dtype=dtype)
     said = {"scale": form["scale"]} if "scale" in form else {}
     inputs |= tables()
-    found = lowering.compile(model(inputs, **said)).run(inputs)["y"]
+    actual = lowering.compile(make_model(inputs, **said)).run(inputs)["y"]
     expected = packed_attention(inputs, HEADS, **said)
     bound = (5e-3 if dtype == "float16" else 1e-5) * np.abs(expected).max()
-    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=0, atol=bound)
 
 
 def test_hostile_starts_stay_inside() -> None:
     rows = 6
-    inputs = {name: normal(rows, HEADS * 8) for name in ("query", "key", "value")}
+    inputs = {name: draw_normal(rows, HEADS * 8) for name in ("query", "key", "value")}
     inputs["token_offset"] = np.zeros((3, 4), np.int32)
-    compiled = lowering.compile(model(inputs | tables()))
+    compiled = lowering.compile(make_model(inputs | tables()))
     for starts in ((-5, 2**31 - 1, 3, -(2**31)), (4, 1, 9, 2)):
-        given = inputs | {"cumulative_sequence_length": np.array(starts, np.int32)}
-        assert compiled.run(given)["y"].shape == (rows, HEADS * 8)
+        feeds = inputs | {"cumulative_sequence_length": np.array(starts, np.int32)}
+        assert compiled.run(feeds)["y"].shape == (rows, HEADS * 8)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_hostile_starts_stay_inside() -> None:
     ids=["bias", "key", "query"],
 )
 def test_errors_name_the_input(corrupt: dict[str, tuple[int, ...]], text: str) -> None:
-    inputs = {name: normal(12, HEADS * 8) for name in ("query", "key", "value")} | tables()
-    inputs |= {name: normal(*shape) for name, shape in corrupt.items()}
+    inputs = {name: draw_normal(12, HEADS * 8) for name in ("query", "key", "value")} | tables()
+    inputs |= {name: draw_normal(*shape) for name, shape in corrupt.items()}
     with pytest.raises(lowering.LoweringError, match=text):
-        lowering.compile(model(inputs))
+        lowering.compile(make_model(inputs))

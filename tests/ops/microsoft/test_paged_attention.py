@@ -16,7 +16,7 @@ import lowering
 from lowering.errors import NodeError
 
 from ..expectations import value_info
-from .comparison import imported, opsets
+from .comparison import import_node, opsets
 from .paged_attention_reference import Arrays, paged_attention
 
 INPUTS = (
@@ -24,7 +24,7 @@ INPUTS = (
     "cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale",
     "attention_metadata",
 )  # fmt: skip
-# Configurations by their seeds, and calls of each.
+# Configurations by their seeds, and the number of calls of each.
 RUNS = {"CPU": (range(6), 4), "CPU, long": (range(100, 300), 10), "CUDA": ((1, 2, 10), 2),
         "CUDA, long": (range(100, 120), 2)}  # fmt: skip
 CACHES = {"key_cache": "key_cache_out", "value_cache": "value_cache_out"}
@@ -32,7 +32,7 @@ CACHES = {"key_cache": "key_cache_out", "value_cache": "value_cache_out"}
 
 @dataclass(frozen=True)
 class Case:
-    """A node and what its calls have. poison: NaN where nothing is seen. hostile: any numbers in tables."""
+    """A node and the inputs of its calls. poison: NaN in slots that are not read. hostile: any numbers in tables."""
 
     dtype: str
     heads: tuple[int, int]
@@ -61,20 +61,20 @@ class Case:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"num_heads": self.heads[0], "kv_num_heads": self.heads[1]}
-        found |= {"do_rotary": 1, "rotary_interleaved": self.interleaved} if self.angles else {}
-        found |= {"rotary_offset": self.offset} if self.offset else {}
-        found |= {"local_window_size": self.window} if self.window > 0 else {}
-        found |= {"is_causal": 0} if not self.causal else {}
-        found |= {"softcap": self.softcap} if self.softcap else {}
-        found |= {"scale": self.scale} if self.scale else {}
-        found |= {"qk_norm_epsilon": 1e-3} if self.norms else {}
-        found |= {"kv_cache_layout": "LATENT", "v_head_size": self.latent} if self.latent else {}
+        node_attributes: dict[str, Any] = {"num_heads": self.heads[0], "kv_num_heads": self.heads[1]}
+        node_attributes |= {"do_rotary": 1, "rotary_interleaved": self.interleaved} if self.angles else {}
+        node_attributes |= {"rotary_offset": self.offset} if self.offset else {}
+        node_attributes |= {"local_window_size": self.window} if self.window > 0 else {}
+        node_attributes |= {"is_causal": 0} if not self.causal else {}
+        node_attributes |= {"softcap": self.softcap} if self.softcap else {}
+        node_attributes |= {"scale": self.scale} if self.scale else {}
+        node_attributes |= {"qk_norm_epsilon": 1e-3} if self.norms else {}
+        node_attributes |= {"kv_cache_layout": "LATENT", "v_head_size": self.latent} if self.latent else {}
         if self.codes:
-            found["k_quant_type"] = self.k_quant
-            found |= {"v_quant_type": self.v_quant} if not self.latent else {}
-            found["k_cache_dtype"] = self.codes.replace("_", "")
-        return found
+            node_attributes["k_quant_type"] = self.k_quant
+            node_attributes |= {"v_quant_type": self.v_quant} if not self.latent else {}
+            node_attributes["k_cache_dtype"] = self.codes.replace("_", "")
+        return node_attributes
 
 
 def drawn(rng: random.Random) -> Case:
@@ -111,7 +111,7 @@ def drawn(rng: random.Random) -> Case:
 
 
 def arrays(case: Case, rng: np.random.Generator, sizes: tuple[int, int, int, int]) -> Arrays:
-    """Inputs for so many sequences, packed rows, blocks and blocks of a sequence."""
+    """Draw inputs for (sequences, rows of the ragged batch, blocks, blocks of a sequence)."""
     batch, tokens, blocks, columns = sizes
     heads, kv_heads = case.heads
     kind = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
@@ -119,11 +119,11 @@ def arrays(case: Case, rng: np.random.Generator, sizes: tuple[int, int, int, int
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(kind)
 
-    found: Arrays = {"query": normal(tokens, (heads + 2 * kv_heads * case.packed) * case.size)}
+    inputs: Arrays = {"query": normal(tokens, (heads + 2 * kv_heads * case.packed) * case.size)}
     if not case.packed:
-        found["key"] = normal(tokens, kv_heads * case.size)
+        inputs["key"] = normal(tokens, kv_heads * case.size)
         if not case.latent:
-            found["value"] = normal(tokens, kv_heads * case.size)
+            inputs["value"] = normal(tokens, kv_heads * case.size)
     gaps = int(rng.integers(0, 2))
     cuts = np.sort(rng.integers(0, tokens - gaps + 1, batch - 1)) if batch > 1 else np.zeros(0, int)
     ends = np.array([0, *cuts, tokens - gaps])
@@ -142,58 +142,58 @@ def arrays(case: Case, rng: np.random.Generator, sizes: tuple[int, int, int, int
         )
         ends = np.where(rng.random(batch + 1) < 0.1, rng.choice([-5, 2**31 - 1, 0], batch + 1), ends)
         ends = np.maximum.accumulate(ends)
-    found |= {"cumulative_sequence_length": ends, "past_seqlens": past, "block_table": table}
+    inputs |= {"cumulative_sequence_length": ends, "past_seqlens": past, "block_table": table}
     if case.mapped:
-        # No two rows have one slot: which of them stays is not said.
+        # Two rows never have one slot: which of them stays is undefined.
         slots = rng.permutation(blocks * case.block)[:tokens]
         slots = np.where(
             rng.random(tokens) < 0.2, rng.choice([-1, blocks * case.block, -(2**31), 2**31 - 1], tokens), slots
         )
-        found["slot_mapping"] = slots
-    found = {name: x.astype(np.int32) if x.dtype.kind == "i" else x for name, x in found.items()}
+        inputs["slot_mapping"] = slots
+    inputs = {name: x.astype(np.int32) if x.dtype.kind == "i" else x for name, x in inputs.items()}
     shape = (blocks, case.block, kv_heads, case.size)
     for name, letter in (("key_cache", "k"), ("value_cache", "v")):
         if letter == "v" and case.latent:
             continue
         if not case.codes:
-            found[name] = normal(*shape)
+            inputs[name] = normal(*shape)
             continue
         values = rng.integers(-128, 128, shape) if case.codes == "int8" else rng.standard_normal(shape) * 30
-        found[name] = values.astype(getattr(ml_dtypes, case.codes, case.codes))
+        inputs[name] = values.astype(getattr(ml_dtypes, case.codes, case.codes))
         per_channel = (case.k_quant if letter == "k" else case.v_quant) == "PER_CHANNEL"
         scales = (kv_heads, 1, case.size) if per_channel else (1,)
-        found[f"{letter}_scale"] = (rng.uniform(0.005, 0.03, scales) * (rng.random(scales) < 0.95)).astype(np.float32)
+        inputs[f"{letter}_scale"] = (rng.uniform(0.005, 0.03, scales) * (rng.random(scales) < 0.95)).astype(np.float32)
     if case.angles:
         angle = rng.uniform(-9, 9, (columns * case.block + 2, case.angles))
-        found |= {"cos_cache": np.cos(angle).astype(kind), "sin_cache": np.sin(angle).astype(kind)}
+        inputs |= {"cos_cache": np.cos(angle).astype(kind), "sin_cache": np.sin(angle).astype(kind)}
     if case.sink:
-        found["head_sink"] = normal(heads)
+        inputs["head_sink"] = normal(heads)
     if case.norms:
-        found |= {"q_norm_weight": normal(case.size), "k_norm_weight": normal(case.size)}
+        inputs |= {"q_norm_weight": normal(case.size), "k_norm_weight": normal(case.size)}
     if case.metadata:
-        found["attention_metadata"] = np.array([3, 4], np.int32)
+        inputs["attention_metadata"] = np.array([3, 4], np.int32)
     if not case.codes:
-        poison(case, found)
-    return found
+        poison_unseen(case, inputs)
+    return inputs
 
 
-def poison(case: Case, given: Arrays) -> None:
-    """NaN in slots that no sequence of the call sees."""
-    seen = np.zeros(given["key_cache"].shape[:2], bool)
-    for b, past in enumerate(given["past_seqlens"].tolist()):
-        for t in range(max(min(past, given["block_table"].shape[1] * case.block), 0)):
-            page = int(given["block_table"][b, t // case.block])
+def poison_unseen(case: Case, inputs: Arrays) -> None:
+    """Write NaN to slots that the sequences of the call do not read."""
+    seen = np.zeros(inputs["key_cache"].shape[:2], bool)
+    for b, past in enumerate(inputs["past_seqlens"].tolist()):
+        for t in range(max(min(past, inputs["block_table"].shape[1] * case.block), 0)):
+            page = int(inputs["block_table"][b, t // case.block])
             if 0 <= page < len(seen):
                 seen[page, t % case.block] = True
         if case.mapped or case.hostile:
             seen[:] = True
     for name in CACHES:
-        if name in given:
-            given[name][~seen] = np.nan
+        if name in inputs:
+            inputs[name][~seen] = np.nan
 
 
-def model(case: Case, given: Arrays) -> onnx.ModelProto:
-    names = [name if name in given else "" for name in INPUTS]
+def model(case: Case, inputs: Arrays) -> onnx.ModelProto:
+    names = [name if name in inputs else "" for name in INPUTS]
     while not names[-1]:
         names.pop()
     named = {"query": ("n",), "key": ("n",), "value": ("n",), "slot_mapping": ("n",), "past_seqlens": ("b",),
@@ -201,18 +201,18 @@ def model(case: Case, given: Arrays) -> onnx.ModelProto:
              "cos_cache": ("positions",), "sin_cache": ("positions",)} | dict.fromkeys(CACHES, ("blocks",))  # fmt: skip
 
     def dims(name: str) -> tuple[int | str, ...]:
-        shape = given[name].shape
+        shape = inputs[name].shape
         front = named.get(name, ()) if case.symbolic else ()
         return (*front, *shape[len(front) :])
 
-    infos = [value_info(name, given[name].dtype.name, dims(name)) for name in names if name]
+    infos = [value_info(name, inputs[name].dtype.name, dims(name)) for name in names if name]
     width = case.heads[0] * (case.latent or case.size)
-    outputs = {"output": (case.dtype, ("n" if case.symbolic else given["query"].shape[0], width))}
+    outputs = {"output": (case.dtype, ("n" if case.symbolic else inputs["query"].shape[0], width))}
     if case.functional:
-        outputs |= {new: (given[old].dtype.name, dims(old)) for old, new in CACHES.items() if old in given}
-    made = [value_info(name, *about) for name, about in outputs.items()]
+        outputs |= {new: (inputs[old].dtype.name, dims(old)) for old, new in CACHES.items() if old in inputs}
+    output_infos = [value_info(name, *about) for name, about in outputs.items()]
     node = helper.make_node("PagedAttention", names, list(outputs), domain="com.microsoft", **case.attributes)
-    graph = helper.make_graph([node], "g", infos, made)
+    graph = helper.make_graph([node], "g", infos, output_infos)
     return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
 
 
@@ -224,25 +224,25 @@ def check(number: int, calls: int, target: str = "cpu") -> None:
         if compiled is None or case.symbolic:
             batch, columns = int(data.integers(1, 5)), int(data.integers(1, 5))
             sizes = batch, int(data.integers(1, 1 + min(20, columns * case.block))), batch * columns + 1, columns
-        given = arrays(case, data, sizes)
-        donated = [name for name in CACHES if name in given] if donate else []
-        compiled = compiled or lowering.compile(model(case, given), target, donate=donated)
-        before = {name: x.copy() for name, x in given.items()}
+        inputs = arrays(case, data, sizes)
+        donated = [name for name in CACHES if name in inputs] if donate else []
+        compiled = compiled or lowering.compile(model(case, inputs), target, donate=donated)
+        before = {name: x.copy() for name, x in inputs.items()}
         want, *caches = paged_attention(before, case.attributes)
-        got = compiled.run(given)
+        got = compiled.run(inputs)
         there = ~np.isnan(want[:, 0])
         tolerance = {"float32": 3e-5, "float16": 6e-3, "bfloat16": 5e-2}[case.dtype]
         label = f"{number}: {case}"
-        found = got["output"].astype(np.float64)[there]
-        np.testing.assert_allclose(found, want[there], tolerance, tolerance, err_msg=label)
+        actual = got["output"].astype(np.float64)[there]
+        np.testing.assert_allclose(actual, want[there], tolerance, tolerance, err_msg=label)
         for (old, new), cache in zip(CACHES.items(), caches):
             if cache is None:
                 continue
-            after = got[new] if case.functional else given[old]
+            after = got[new] if case.functional else inputs[old]
             if case.functional and donate:
-                assert after is given[old], f"{old} was copied, {label}"
+                assert after is inputs[old], f"{old} was copied, {label}"
             elif case.functional:
-                assert given[old].tobytes() == before[old].tobytes(), f"{old} was written, {label}"
+                assert inputs[old].tobytes() == before[old].tobytes(), f"{old} was written, {label}"
             if not (case.angles or case.norms):
                 assert after.tobytes() == cache.tobytes(), f"{old}, {label}"
                 continue
@@ -279,25 +279,25 @@ def test_sequences_without_rows(tokens: int, batch: int) -> None:
     case = replace(drawn(random.Random(3)), functional=True, **plain, **more)
     rng = np.random.default_rng(0)
     compiled = lowering.compile(model(case, arrays(case, rng, (2, 4, 5, 2))))
-    given = arrays(case, rng, (batch, max(tokens, 1), 2 * batch + 1, 2))
-    given["cumulative_sequence_length"] = np.array([0] * batch + [tokens], np.int32)
+    inputs = arrays(case, rng, (batch, max(tokens, 1), 2 * batch + 1, 2))
+    inputs["cumulative_sequence_length"] = np.array([0] * batch + [tokens], np.int32)
     for name in ("query", "key", "value", "slot_mapping"):
-        given[name] = given[name][:tokens]
-    want, keys, _ = paged_attention(given, case.attributes)
-    got = compiled.run(given)
+        inputs[name] = inputs[name][:tokens]
+    want, keys, _ = paged_attention(inputs, case.attributes)
+    got = compiled.run(inputs)
     np.testing.assert_allclose(got["output"], want, 1e-4, 1e-4)
     np.testing.assert_allclose(got["key_cache_out"], keys, 1e-4, 1e-4)
 
 
-def test_a_past_of_so_many_tokens_that_sums_overflow() -> None:
+def test_a_past_length_whose_end_overflows() -> None:
     plain = {"packed": False, "latent": 0, "codes": "", "hostile": False, "unmapped": False, "norms": False}
     more = {"angles": 2, "offset": 0, "mapped": False, "functional": True, "symbolic": True, "dtype": "float32"}
     case = replace(drawn(random.Random(3)), **plain, **more)
-    given = arrays(case, np.random.default_rng(0), (2, 4, 5, 2))
-    given["past_seqlens"] = np.array([0, 2**63 - 1])
-    given["cumulative_sequence_length"][:] = (0, 2, 4)
-    want, keys, _ = paged_attention(given, case.attributes)
-    got = lowering.compile(model(case, given)).run(given)
+    inputs = arrays(case, np.random.default_rng(0), (2, 4, 5, 2))
+    inputs["past_seqlens"] = np.array([0, 2**63 - 1])
+    inputs["cumulative_sequence_length"][:] = (0, 2, 4)
+    want, keys, _ = paged_attention(inputs, case.attributes)
+    got = lowering.compile(model(case, inputs)).run(inputs)
     np.testing.assert_allclose(got["output"], want, 1e-4, 1e-4)
     np.testing.assert_allclose(got["key_cache_out"], keys, 1e-4, 1e-4)
 
@@ -343,16 +343,16 @@ HEADS = {"num_heads": 4, "kv_num_heads": 2}
     ],
 )
 def test_refusals(inputs: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
-    given = SEPARATE | inputs
-    listed = [given.get(name) for name in INPUTS]
+    input_types = SEPARATE | inputs
+    listed = [input_types.get(name) for name in INPUTS]
     with pytest.raises(NodeError, match=message):
-        imported("PagedAttention", listed, **(HEADS | attributes))
+        import_node("PagedAttention", listed, **(HEADS | attributes))
 
 
-def test_a_latent_cache_wants_its_scale() -> None:
-    given = {name: SEPARATE[name] for name in SEPARATE if not name.startswith("value")}
-    given |= {"key": (F, ("n", 16)), "key_cache": (F, ("p", 16, 1, 16))}
-    listed = [given.get(name) for name in INPUTS]
+def test_a_latent_cache_needs_a_scale() -> None:
+    input_types = {name: SEPARATE[name] for name in SEPARATE if not name.startswith("value")}
+    input_types |= {"key": (F, ("n", 16)), "key_cache": (F, ("p", 16, 1, 16))}
+    listed = [input_types.get(name) for name in INPUTS]
     more = {"num_heads": 4, "kv_num_heads": 1, "kv_cache_layout": "LATENT", "v_head_size": 8}
     with pytest.raises(NodeError, match="scale is missing"):
-        imported("PagedAttention", listed, **more)
+        import_node("PagedAttention", listed, **more)

@@ -1,4 +1,4 @@
-"""com.microsoft QAttention against onnxruntime's kernel, and against float64 where that takes other types."""
+"""com.microsoft QAttention compared with onnxruntime's kernel, and with float64 where types differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx import helper
 import lowering
 
 from ..expectations import value_info
-from .comparison import Comparison, assert_close, factors, imported, opsets
+from .comparison import Comparison, assert_close, draw_factors, import_node, opsets
 from .test_multi_head_attention import padding_masks
 
 RNG = np.random.default_rng(0)
@@ -21,32 +21,32 @@ W = 3 * H * D
 DIMS = {0: ("b", "s", E), 5: ("b", "t"), 8: (2, "b", H, "p", D)}
 
 
-def codes(dtype: str, *shape: int) -> np.ndarray:
+def draw_quantized(dtype: str, *shape: int) -> np.ndarray:
     info = np.iinfo(dtype)
     return RNG.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
 
 
-def scales(*shape: int) -> np.ndarray:
+def draw_scales(*shape: int) -> np.ndarray:
     return np.asarray(RNG.uniform(0.004, 0.008, shape), np.float32)
 
 
-def projection(x: str, weights: str, columns: int) -> list[np.ndarray | None]:
-    """Input, weights, bias, the scales, no mask, and the zero points; those of the weights for each column if there
-    are `columns`."""
-    each = (columns,) if columns else ()
+def draw_projection(x: str, weights: str, columns: int) -> list[np.ndarray | None]:
+    """Draw input, weights, bias, the scales, no mask, and the zero points. With `columns`, each column of the weights
+    has its own scale and zero point."""
+    scale_shape = (columns,) if columns else ()
     bias = RNG.standard_normal(W).astype(np.float32)
-    return [codes(x, B, S, E), factors(RNG, weights, E, W), bias, scales(), scales(*each), None, codes(x),
-            codes(weights, *each)]  # fmt: skip
+    return [draw_quantized(x, B, S, E), draw_factors(RNG, weights, E, W), bias, draw_scales(),
+            draw_scales(*scale_shape), None, draw_quantized(x), draw_quantized(weights, *scale_shape)]  # fmt: skip
 
 
 def test_projections() -> None:
     case = Comparison()
     past = RNG.standard_normal((2, B, H, P, D)).astype(np.float32)
-    given = projection("uint8", "uint8", 0)
-    case.add("QAttention", given, ("float32", "float32"), dims=DIMS, constant=[1, 4, 7], num_heads=H)
-    given = projection("uint8", "int8", W)
-    case.add("QAttention", given[:5], ("float32",), num_heads=1, unidirectional=1)
-    case.add("QAttention", [*given, past], ("float32", "float32"), dims=DIMS, constant=[1], num_heads=H, scale=0.2,
+    inputs = draw_projection("uint8", "uint8", 0)
+    case.add("QAttention", inputs, ("float32", "float32"), dims=DIMS, constant=[1, 4, 7], num_heads=H)
+    inputs = draw_projection("uint8", "int8", W)
+    case.add("QAttention", inputs[:5], ("float32",), num_heads=1, unidirectional=1)
+    case.add("QAttention", [*inputs, past], ("float32", "float32"), dims=DIMS, constant=[1], num_heads=H, scale=0.2,
              unidirectional=1)  # fmt: skip
     case.check()
 
@@ -56,22 +56,22 @@ def test_masks(filter_value: float) -> None:
     case = Comparison()
     mild = filter_value > -1000
     how: dict[str, Any] = {"num_heads": H, "mask_filter_value": filter_value, "tolerance": 1 if mild else 100}
-    given = projection("uint8", "int8", 0)
+    inputs = draw_projection("uint8", "int8", 0)
     past = RNG.standard_normal((2, B, H, P, D)).astype(np.float32)
-    both = np.array([S, 4, 2, 0, 2, 1], np.int32)  # ends, then starts
-    for mask, declared in [*padding_masks(S, S), (both, (2 * B,)), (np.ones((B, 1), np.int32), ("b", 1))]:
+    ends_and_starts = np.array([S, 4, 2, 0, 2, 1], np.int32)  # ends, then starts
+    for mask, declared in [*padding_masks(S, S), (ends_and_starts, (2 * B,)), (np.ones((B, 1), np.int32), ("b", 1))]:
         dims = {0: ("b", "s", E), 5: declared} if "b" in declared else None
-        case.add("QAttention", [*given[:5], mask, *given[6:]], ("float32",), dims=dims, constant=[1], **how)
+        case.add("QAttention", [*inputs[:5], mask, *inputs[6:]], ("float32",), dims=dims, constant=[1], **how)
     for mask, _ in padding_masks(S, P + S) if mild else []:
-        case.add("QAttention", [*given[:5], mask, *given[6:], past], ("float32", "float32"), constant=[1], **how)
+        case.add("QAttention", [*inputs[:5], mask, *inputs[6:], past], ("float32", "float32"), constant=[1], **how)
     case.check()
 
 
-def expected(given: list[Any], mask: np.ndarray) -> np.ndarray:
-    """The node in float64."""
-    x, weights, bias, x_scale, scale, _, x_zero, zero = (np.asarray(v, np.float64) for v in given)
+def compute_expected(inputs: list[Any], mask: np.ndarray) -> np.ndarray:
+    """Return the result of the node in float64."""
+    x, weights, bias, x_scale, scale, _, x_zero, zero = (np.asarray(v, np.float64) for v in inputs)
     qkv = ((x - x_zero) * x_scale) @ ((weights - zero) * scale) + bias
-    q, k, v = (part.reshape(B, S, H, D).swapaxes(1, 2) for part in np.split(qkv, 3, -1))
+    q, k, v = (projection.reshape(B, S, H, D).swapaxes(1, 2) for projection in np.split(qkv, 3, -1))
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(D) + np.where(mask, 0.0, -10000.0)[:, None, None]
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     return ((scores / scores.sum(-1, keepdims=True)) @ v).swapaxes(1, 2).reshape(B, S, H * D)
@@ -79,17 +79,17 @@ def expected(given: list[Any], mask: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("x", "weights", "floats"), [("int8", "uint8", "float32"), ("uint8", "int8", "float16")])
 def test_other_types(x: str, weights: str, floats: str) -> None:
-    given = projection(x, weights, W)
-    given[2:5] = [v.astype(floats) for v in given[2:5] if v is not None]
+    operands = draw_projection(x, weights, W)
+    operands[2:5] = [v.astype(floats) for v in operands[2:5] if v is not None]
     mask = RNG.integers(0, 2, (B, S)).astype(np.int32)
     mask[:, 0] = 1
-    arrays = dict(zip("abcdefgh", [*given[:5], mask, *given[6:]]))
+    arrays = dict(zip("abcdefgh", [*operands[:5], mask, *operands[6:]]))
     inputs = [value_info(n, a.dtype.name, a.shape if n != "a" else ("b", "s", E)) for n, a in arrays.items()]
     node = helper.make_node("QAttention", list(arrays), ["y"], domain="com.microsoft", num_heads=H)
     graph = helper.make_graph([node], "g", inputs, [value_info("y", floats, ["b", "s", H * D])])
     model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
     got = lowering.compile(model).run(arrays)["y"]
-    assert_close(got, expected(given, mask).astype(floats), f"{x} {weights} {floats}")
+    assert_close(got, compute_expected(operands, mask).astype(floats), f"{x} {weights} {floats}")
 
 
 F, U = "float32", "uint8"
@@ -115,4 +115,4 @@ NODE: list[Any] = [(U, ("b", "s", E)), (U, (E, W)), (F, (W,)), (F, ()), (F, ())]
 def test_refusals(k: int, kind: Any, attributes: dict[str, Any], message: str) -> None:
     inputs = [*NODE[:k], kind, *NODE[k + 1 :]]
     with pytest.raises(lowering.NodeError, match=message):
-        imported("QAttention", inputs, **{"num_heads": H, **attributes})
+        import_node("QAttention", inputs, **{"num_heads": H, **attributes})

@@ -1,5 +1,5 @@
-"""com.microsoft GroupQueryAttention over caches of codes: equal to onnxruntime, codes bit for bit where nothing is
-rotated; what its CPU kernel has not, float8 and scales of two kinds, is compared with the reference of PagedAttention.
+"""com.microsoft GroupQueryAttention over quantized caches: equal to onnxruntime, bit for bit where nothing is rotated.
+The CPU kernel lacks float8 and scales of two kinds: they are compared with the reference of PagedAttention.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import lowering
 from lowering.errors import NodeError
 
 from ..expectations import value_info
-from .comparison import imported, opsets
-from .paged_attention_reference import coded, paged_attention
+from .comparison import import_node, opsets
+from .paged_attention_reference import paged_attention, quantize_rows
 
 INPUTS = (
     "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
     "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale",
 )  # fmt: skip
 OUTPUTS = ("output", "present_key", "present_value")
-# Configurations by their seeds, and calls of each.
+# Configurations by their seeds, and the number of calls of each.
 RUNS = {"CPU": (range(7), 4), "CPU, long": (range(100, 300), 10), "CUDA": ((0, 2), 2),
         "CUDA, long": (range(100, 120), 2)}  # fmt: skip
 STORED = {"int8": "int8", "int4": "uint8", "float8_e4m3fn": "float8_e4m3fn"}
@@ -37,7 +37,7 @@ Case = dict[str, Any]
 
 def drawn(rng: random.Random) -> Case:
     kv_heads, size = rng.choice([1, 2, 3]), rng.choice([8, 16, 24, 40, 64, 128])
-    codes = rng.choice(["int8", "int4", "int8", "int4", "float8_e4m3fn"])
+    dtype = rng.choice(["int8", "int4", "int8", "int4", "float8_e4m3fn"])
     kinds = ["PER_TENSOR", "PER_CHANNEL"]
     k_kind = rng.choice(kinds)
     rows = rng.choice([1, 1, 1, 4, 9])
@@ -45,14 +45,14 @@ def drawn(rng: random.Random) -> Case:
         "dtype": rng.choice(["float32", "float32", "float16"]),
         "heads": (kv_heads * rng.choice([1, 2, 4]), kv_heads),
         "size": size,
-        "codes": codes,
+        "codes": dtype,
         "kinds": (k_kind, rng.choice(kinds) if rng.random() < 0.2 else k_kind),
         "scales": rng.choice(["flat", "canonical"]),
         "rows": rows,
         "batch": 1 if rows > 1 and rng.random() < 0.5 else rng.choice([1, 2, 3]),
         "grows": rng.random() < 0.25,
         "packed": rng.random() < 0.3,
-        "angles": rng.choice([0, 0, size // 2]) if size % 16 == 0 else 0,  # onnxruntime rotates no other heads
+        "angles": rng.choice([0, 0, size // 2]) if size % 16 == 0 else 0,  # onnxruntime does not rotate other heads
         "sink": rng.random() < 0.2,
         "softcap": rng.choice([0.0, 0.0, 3.0]),
         "window": rng.choice([-1, -1, 4]),
@@ -62,7 +62,7 @@ def drawn(rng: random.Random) -> Case:
     }
 
 
-def arrays(case: Case, data: np.random.Generator) -> Arrays:
+def draw_inputs(case: Case, data: np.random.Generator) -> Arrays:
     (heads, kv_heads), size, rows, batch = case["heads"], case["size"], case["rows"], case["batch"]
     kind = np.dtype(case["dtype"])
 
@@ -73,52 +73,52 @@ def arrays(case: Case, data: np.random.Generator) -> Arrays:
     past = np.zeros(batch, int) if rows > 1 and batch > 1 else data.integers(0, 20, batch)
     if case["grows"]:
         past[:] = past.max()
-    parts = [normal(batch, rows, n * size) for n in (heads, kv_heads, kv_heads)]
-    given = dict(zip(("query", "key", "value"), parts))
+    projections = [normal(batch, rows, n * size) for n in (heads, kv_heads, kv_heads)]
+    inputs = dict(zip(("query", "key", "value"), projections))
     if case["packed"]:
-        given = {"query": np.concatenate(parts, axis=2)}
+        inputs = {"query": np.concatenate(projections, axis=2)}
     total = int(past.max()) + rows
     length = int(past.max()) if case["grows"] else total + int(data.integers(0, 5))
     width = size // 2 if case["codes"] == "int4" else size
     bits = data.integers(0, 256, (2, batch, kv_heads, length, width)).astype(np.uint8)
     if case["codes"] == "float8_e4m3fn":
         bits = (data.standard_normal(bits.shape) * 30).astype(ml_dtypes.float8_e4m3fn)
-    for name, codes in zip(("past_key", "past_value"), bits):
-        given[name] = codes.view(getattr(ml_dtypes, STORED[case["codes"]], STORED[case["codes"]]))
-    given |= {"seqlens_k": (past + rows - 1).astype(np.int32), "total_sequence_length": np.array([total], np.int32)}
+    for name, cache in zip(("past_key", "past_value"), bits):
+        inputs[name] = cache.view(getattr(ml_dtypes, STORED[case["codes"]], STORED[case["codes"]]))
+    inputs |= {"seqlens_k": (past + rows - 1).astype(np.int32), "total_sequence_length": np.array([total], np.int32)}
     step = 0.3 if case["codes"] == "int4" else 0.02
     for name, quant in zip(("k_scale", "v_scale"), case["kinds"]):
         channels = (1, kv_heads, 1, size) if case["scales"] == "canonical" else (kv_heads * size,)
         shape = channels if quant == "PER_CHANNEL" else (1,)
-        given[name] = (data.uniform(0.5, 1.5, shape) * step).astype(np.float32)
+        inputs[name] = (data.uniform(0.5, 1.5, shape) * step).astype(np.float32)
     if case["angles"]:
         angle = data.uniform(-9, 9, (total + 1, case["angles"]))
-        given |= {"cos_cache": np.cos(angle).astype(kind), "sin_cache": np.sin(angle).astype(kind)}
+        inputs |= {"cos_cache": np.cos(angle).astype(kind), "sin_cache": np.sin(angle).astype(kind)}
     if case["sink"]:
-        given["head_sink"] = normal(heads)
+        inputs["head_sink"] = normal(heads)
     if case["bias"]:
-        given["attention_bias"] = normal(1, heads, rows, total)
-    return given
+        inputs["attention_bias"] = normal(1, heads, rows, total)
+    return inputs
 
 
-def attributes(case: Case) -> dict[str, Any]:
-    found: dict[str, Any] = {"num_heads": case["heads"][0], "kv_num_heads": case["heads"][1]}
-    found |= {"k_quant_type": case["kinds"][0], "v_quant_type": case["kinds"][1]}
-    found["kv_cache_bit_width"] = 4 if case["codes"] == "int4" else 8
-    found |= {"do_rotary": 1} if case["angles"] else {}
-    found |= {"softcap": case["softcap"]} if case["softcap"] else {}
-    return found | ({"local_window_size": case["window"]} if case["window"] > 0 else {})
+def make_attributes(case: Case) -> dict[str, Any]:
+    node_attributes: dict[str, Any] = {"num_heads": case["heads"][0], "kv_num_heads": case["heads"][1]}
+    node_attributes |= {"k_quant_type": case["kinds"][0], "v_quant_type": case["kinds"][1]}
+    node_attributes["kv_cache_bit_width"] = 4 if case["codes"] == "int4" else 8
+    node_attributes |= {"do_rotary": 1} if case["angles"] else {}
+    node_attributes |= {"softcap": case["softcap"]} if case["softcap"] else {}
+    return node_attributes | ({"local_window_size": case["window"]} if case["window"] > 0 else {})
 
 
-def model(case: Case, given: Arrays, plain: bool) -> onnx.ModelProto:
-    """plain: without the shapes of results, for onnxruntime."""
-    names = [name if name in given else "" for name in INPUTS]
+def make_model(case: Case, inputs: Arrays, is_shapeless: bool) -> onnx.ModelProto:
+    """Return the model; for onnxruntime, without the shapes of results."""
+    names = [name if name in inputs else "" for name in INPUTS]
     while not names[-1]:
         names.pop()
     named = {"query": "bs", "key": "bs", "value": "bs", "seqlens_k": "b", "cos_cache": "p", "sin_cache": "p"}
 
     def dims(name: str) -> list[Any]:
-        shape: list[Any] = list(given[name].shape)
+        shape: list[Any] = list(inputs[name].shape)
         if case["symbolic"]:
             shape[: len(named.get(name, ""))] = named.get(name, "")
             if name in ("past_key", "past_value"):
@@ -127,40 +127,42 @@ def model(case: Case, given: Arrays, plain: bool) -> onnx.ModelProto:
                 shape[2:] = ["s", "t"]
         return shape
 
-    stored = given["past_key"].dtype.name
-    infos = [value_info(n, given[n].dtype.name, dims(n)) for n in names if n]
+    stored = inputs["past_key"].dtype.name
+    infos = [value_info(n, inputs[n].dtype.name, dims(n)) for n in names if n]
     width = case["heads"][0] * case["size"]
     output = ["b", "s", width] if case["symbolic"] else [case["batch"], case["rows"], width]
     present = ["b", case["heads"][1], "grown", dims("past_key")[3]] if case["grows"] else dims("past_key")
     if case["grows"] and not case["symbolic"]:
-        present[0], present[2] = case["batch"], given["past_key"].shape[2] + case["rows"]
+        present[0], present[2] = case["batch"], inputs["past_key"].shape[2] + case["rows"]
     shapes = dict(zip(OUTPUTS, (output, present, present)))
-    made = [
-        value_info(n, case["dtype"] if n == "output" else stored, [f"{n}_{k}" for k in range(len(s))] if plain else s)
+    output_infos = [
+        value_info(
+            n, case["dtype"] if n == "output" else stored, [f"{n}_{k}" for k in range(len(s))] if is_shapeless else s
+        )
         for n, s in shapes.items()
     ]
-    node = helper.make_node("GroupQueryAttention", names, OUTPUTS, domain="com.microsoft", **attributes(case))
-    graph = helper.make_graph([node], "g", infos, made)
+    node = helper.make_node("GroupQueryAttention", names, OUTPUTS, domain="com.microsoft", **make_attributes(case))
+    graph = helper.make_graph([node], "g", infos, output_infos)
     return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
 
 
-def reference(case: Case, given: Arrays) -> list[np.ndarray]:
-    """By way of PagedAttention: a block is a batch's cache."""
+def compute_reference(case: Case, inputs: Arrays) -> list[np.ndarray]:
+    """Compute by PagedAttention: a block is a batch's cache."""
     batch, rows, size, kv_heads = case["batch"], case["rows"], case["size"], case["heads"][1]
-    flat = {n: given[n].reshape(batch * rows, -1) for n in ("query", "key", "value") if n in given}
-    past = given["seqlens_k"] + 1 - rows
-    length = given["past_key"].shape[2] + (rows if case["grows"] else 0)
+    flat = {n: inputs[n].reshape(batch * rows, -1) for n in ("query", "key", "value") if n in inputs}
+    past = inputs["seqlens_k"] + 1 - rows
+    length = inputs["past_key"].shape[2] + (rows if case["grows"] else 0)
     caches = {}
     for new, old in (("key_cache", "past_key"), ("value_cache", "past_value")):
-        x = given[old].transpose(0, 2, 1, 3)
+        x = inputs[old].transpose(0, 2, 1, 3)
         caches[new] = np.concatenate([x, np.zeros((batch, length - x.shape[1], *x.shape[2:]), x.dtype)], axis=1)
     tables = {
         "cumulative_sequence_length": np.arange(batch + 1) * rows, "past_seqlens": past,
         "block_table": np.arange(batch)[:, None],
     }  # fmt: skip
-    rest = {n: given[n] for n in ("cos_cache", "sin_cache", "head_sink", "k_scale", "v_scale") if n in given}
-    y, *made = paged_attention({**flat, **caches, **tables, **rest}, attributes(case))
-    presents = [x.transpose(0, 2, 1, 3) for x in made if x is not None]
+    rest = {n: inputs[n] for n in ("cos_cache", "sin_cache", "head_sink", "k_scale", "v_scale") if n in inputs}
+    y, *new_caches = paged_attention({**flat, **caches, **tables, **rest}, make_attributes(case))
+    presents = [x.transpose(0, 2, 1, 3) for x in new_caches if x is not None]
     assert presents[0].shape == (batch, kv_heads, length, size)
     return [y.reshape(batch, rows, -1), *presents]
 
@@ -170,46 +172,46 @@ def check(number: int, calls: int, target: str = "cpu") -> None:
     if target != "cpu":
         case |= {"size": min(case["size"], 16 if case["angles"] else 24)}  # onnxruntime rotates multiples of 16
         case["angles"] = min(case["angles"], case["size"] // 2)
-    theirs_too = case["codes"] != "float8_e4m3fn" and case["kinds"][0] == case["kinds"][1]
-    if not theirs_too:
+    has_onnxruntime_kernel = case["codes"] != "float8_e4m3fn" and case["kinds"][0] == case["kinds"][1]
+    if not has_onnxruntime_kernel:
         case["bias"] = False
         case["codes"] = "int8" if case["codes"] == "int4" else case["codes"]
     compiled, session = None, None
     for _ in range(calls):
         if compiled is None or case["symbolic"]:
-            given = arrays(case, data)
+            inputs = draw_inputs(case, data)
         label = f"{number}: {case}"
         if compiled is None:
             donate = ["past_key", "past_value"] if case["donate"] and not case["grows"] else []
-            compiled = lowering.compile(model(case, given, False), target, donate=donate)
-        if theirs_too:
+            compiled = lowering.compile(make_model(case, inputs, False), target, donate=donate)
+        if has_onnxruntime_kernel:
             session = session or onnxruntime.InferenceSession(
-                model(case, given, True).SerializeToString(), providers=["CPUExecutionProvider"]
+                make_model(case, inputs, True).SerializeToString(), providers=["CPUExecutionProvider"]
             )
-            want = session.run(OUTPUTS, given)
+            want = session.run(OUTPUTS, inputs)
         else:
-            want = reference(case, given)
-        got = compiled.run({name: x.copy() for name, x in given.items()})
+            want = compute_reference(case, inputs)
+        got = compiled.run({name: x.copy() for name, x in inputs.items()})
         tolerance = 5e-5 if case["dtype"] == "float32" else 6e-3
         y = got["output"].astype(np.float64)
         np.testing.assert_allclose(y, want[0].astype(np.float64), tolerance, tolerance, err_msg=label)
         for name, expected in zip(OUTPUTS[1:], want[1:]):
-            for b, end in enumerate(given["seqlens_k"] + 1):
-                mine, other = got[name][b, :, :end], expected[b, :, :end]
-                assert (mine.dtype, mine.shape) == (other.dtype, other.shape), label
-                if name == "present_key" and case["angles"]:  # rotation may round the other way
-                    assert close(case, mine, other), f"{name} of {label}"
+            for b, end in enumerate(inputs["seqlens_k"] + 1):
+                actual, reference = got[name][b, :, :end], expected[b, :, :end]
+                assert (actual.dtype, actual.shape) == (reference.dtype, reference.shape), label
+                if name == "present_key" and case["angles"]:  # rotation may round in the other direction
+                    assert is_close(case, actual, reference), f"{name} of {label}"
                 else:
-                    assert mine.tobytes() == other.tobytes(), f"{name} of {label}"
+                    assert actual.tobytes() == reference.tobytes(), f"{name} of {label}"
 
 
-def close(case: Case, mine: np.ndarray, other: np.ndarray) -> bool:
-    """Whether codes differ by one at most."""
+def is_close(case: Case, actual: np.ndarray, reference: np.ndarray) -> bool:
+    """Return whether quantized values differ by one at most."""
     if case["codes"] == "float8_e4m3fn":
-        return np.allclose(mine.astype(float), other.astype(float), 0.13, 2.0**-8)
+        return np.allclose(actual.astype(float), reference.astype(float), 0.13, 2.0**-8)
     if case["codes"] == "int4":
-        mine, other = (np.stack([x & 15, x >> 4]) for x in (mine, other))
-    return bool((abs(mine.astype(int) - other.astype(int)) <= 1).all())
+        actual, reference = (np.stack([x & 15, x >> 4]) for x in (actual, reference))
+    return bool((abs(actual.astype(int) - reference.astype(int)) <= 1).all())
 
 
 @pytest.mark.parametrize("number", RUNS["CPU"][0])
@@ -224,32 +226,32 @@ def test_equals_onnxruntime_or_the_reference_at_length(number: int) -> None:
     check(number, RUNS["CPU, long"][1])
 
 
-def test_codes_of_a_long_prompt_are_bit_for_bit_those_of_onnxruntime() -> None:
-    """Every element that is near the middle of two codes would show another rounding."""
+def test_quantized_values_of_a_long_prompt_equal_onnxruntime_bit_for_bit() -> None:
+    """Elements near the midpoint of two quantized values would show a different rounding."""
     case = drawn(random.Random(1)) | {
         "dtype": "float32", "heads": (2, 2), "size": 64, "kinds": ("PER_CHANNEL",) * 2, "rows": 512, "batch": 1,
         "grows": False, "packed": False, "angles": 0, "bias": False, "window": -1, "sink": False,
     }  # fmt: skip
-    for codes in ("int8", "int4"):
-        case |= {"codes": codes}
-        given = arrays(case, np.random.default_rng(0))
-        scale = given["k_scale"].reshape(-1)
-        steps = np.random.default_rng(1).integers(-140, 140, given["key"].shape) + 0.5
-        given["key"] = (steps * scale).astype(np.float32)
-        session = onnxruntime.InferenceSession(model(case, given, True).SerializeToString())
-        want = session.run(["present_key"], given)[0]
-        got = lowering.compile(model(case, given, False)).run(given)["present_key"]
-        end = given["seqlens_k"][0] + 1
+    for dtype in ("int8", "int4"):
+        case |= {"codes": dtype}
+        inputs = draw_inputs(case, np.random.default_rng(0))
+        scale = inputs["k_scale"].reshape(-1)
+        steps = np.random.default_rng(1).integers(-140, 140, inputs["key"].shape) + 0.5
+        inputs["key"] = (steps * scale).astype(np.float32)
+        session = onnxruntime.InferenceSession(make_model(case, inputs, True).SerializeToString())
+        want = session.run(["present_key"], inputs)[0]
+        got = lowering.compile(make_model(case, inputs, False)).run(inputs)["present_key"]
+        end = inputs["seqlens_k"][0] + 1
         assert (got[:, :, :end] != want[:, :, :end]).sum() == 0
 
 
-def test_the_reference_makes_codes_as_the_operator_does() -> None:
+def test_the_reference_quantizes_as_the_operator_does() -> None:
     scale = np.array([0.5], np.float32)
     x = np.array([[0.25, 0.75, -0.75, 1000.0, -1000.0]], np.float32)
-    assert coded(x, scale, np.dtype(np.int8)).tolist() == [[0, 2, -2, 127, -128]]
+    assert quantize_rows(x, scale, np.dtype(np.int8)).tolist() == [[0, 2, -2, 127, -128]]
 
 
-def node(changes: dict[int, Any], **more: Any) -> Any:
+def import_node_with(changes: dict[int, Any], **more: Any) -> Any:
     inputs: dict[int, Any] = {
         0: ("float32", ("b", "s", 64)), 1: ("float32", ("b", "s", 32)), 2: ("float32", ("b", "s", 32)),
         3: ("int8", ("b", 2, "m", 16)), 4: ("int8", ("b", 2, "m", 16)), 5: ("int32", ("b",)), 6: ("int32", (1,)),
@@ -257,7 +259,7 @@ def node(changes: dict[int, Any], **more: Any) -> Any:
     } | changes  # fmt: skip
     base = {"num_heads": 4, "kv_num_heads": 2, "kv_cache_bit_width": 8}
     base |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
-    return imported("GroupQueryAttention", [inputs.get(k) for k in range(14)], **(base | more))
+    return import_node("GroupQueryAttention", [inputs.get(k) for k in range(14)], **(base | more))
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,6 @@ def node(changes: dict[int, Any], **more: Any) -> Any:
     ],
 )
 def test_refusals(changes: dict[int, Any], more: dict[str, Any], message: str) -> None:
-    node({})
+    import_node_with({})
     with pytest.raises(NodeError, match=message):
-        node(changes, **more)
+        import_node_with(changes, **more)

@@ -21,7 +21,7 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS, POSITIONS = 40, 64, 4, 2, 16,
 
 
 class Builder:
-    """A graph under construction; weights are drawn where they are used."""
+    """A graph under construction; weights are drawn at their first use."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -39,15 +39,15 @@ class Builder:
         return self.weights[-1].name
 
     def linear(self, x: str, rows: int, columns: int) -> str:
-        """A weight of 4 bits in blocks of 32."""
+        """Add a weight of 4 bits in blocks of 32."""
         packed = RNG.integers(0, 256, (columns, rows // 32, 16)).astype(np.uint8)
         scales = (RNG.random((columns, rows // 32)) / rows**0.5 / 2).astype(np.float32)
         inputs = [x, self.weight(packed), self.weight(scales)]
         return self.node("MatMulNBits", inputs, K=rows, N=columns, bits=4, block_size=32)[0]
 
 
-def decoder(window: int, shared: bool) -> onnx.ModelProto:
-    """Llama-shaped, with the inputs and outputs that onnxruntime-genai knows. shared declares caches of one length."""
+def make_decoder(window: int, shared: bool) -> onnx.ModelProto:
+    """Return a Llama-shaped decoder with the interface of onnxruntime-genai. shared declares caches of one length."""
     b = Builder()
     ends = b.node("ReduceSum", ["attention_mask", b.weight(np.array([1]))], keepdims=0)[0]
     ends = b.node("Cast", b.node("Sub", [ends, b.weight(np.array(1))]), to=TensorProto.INT32)[0]
@@ -97,27 +97,29 @@ def decoder(window: int, shared: bool) -> onnx.ModelProto:
     def cache(name: str, length: str) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", KV_HEADS, length, SIZE])
 
-    before, behind = ("max_length",) * 2 if shared else ("past_length", "total_length")
+    past_length, total_length = ("max_length",) * 2 if shared else ("past_length", "total_length")
     inputs = [
         helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"]),
         helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total_length"]),
-        *(cache(name.replace("present", "past_key_values"), before) for name in presents),
+        *(cache(name.replace("present", "past_key_values"), past_length) for name in presents),
     ]
     outputs_ = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "length", VOCABULARY])]
-    graph = helper.make_graph(b.nodes, "decoder", inputs, [*outputs_, *(cache(n, behind) for n in presents)], b.weights)
+    graph = helper.make_graph(
+        b.nodes, "decoder", inputs, [*outputs_, *(cache(n, total_length) for n in presents)], b.weights
+    )
     return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
 
 
 @pytest.mark.parametrize(("shared", "window"), [(False, -1), (True, 5)])
 def test_decoder_step_by_step(shared: bool, window: int) -> None:
     """A ragged prompt, then tokens one by one. Shared caches are updated in place."""
-    model = decoder(window, shared)
+    model = make_decoder(window, shared)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     compiled = lowering.compile(model, donate=(r"past_key_values\..*",) if shared else ())
     names = [o.name for o in session.get_outputs()]
     batch, ends = 3, np.array([6, 2, 4])
     room = 12 if shared else 0
-    mine, theirs = (
+    caches, expected_caches = (
         {
             n.replace("present", "past_key_values"): np.zeros((batch, KV_HEADS, room, SIZE), np.float32)
             for n in names[1:]
@@ -128,22 +130,22 @@ def test_decoder_step_by_step(shared: bool, window: int) -> None:
     mask = (np.arange(6) < ends[:, None]).astype(np.int64)
     for step in range(5):
         feeds = {"input_ids": ids, "attention_mask": mask}
-        expected = dict(zip(names, session.run(names, {**feeds, **theirs})))
-        before = dict(mine)
-        got = compiled.run({**feeds, **mine})
+        expected = dict(zip(names, session.run(names, {**feeds, **expected_caches})))
+        before = dict(caches)
+        got = compiled.run({**feeds, **caches})
         for b in range(batch):
             rows = ends[b] if step == 0 else 1
             assert_close(got["logits"][b, :rows], expected["logits"][b, :rows], f"step {step}, sequence {b}")
-        theirs = {n.replace("present", "past_key_values"): expected[n] for n in names[1:]}
-        mine = {n.replace("present", "past_key_values"): got[n] for n in names[1:]}
-        assert all((mine[n] is before[n]) == shared for n in mine)
+        expected_caches = {n.replace("present", "past_key_values"): expected[n] for n in names[1:]}
+        caches = {n.replace("present", "past_key_values"): got[n] for n in names[1:]}
+        assert all((caches[n] is before[n]) == shared for n in caches)
         ids = RNG.integers(0, VOCABULARY, (batch, 1))
         ends = ends + 1
         mask = (np.arange(6 + step + 1) < ends[:, None]).astype(np.int64)
 
 
 def test_a_cache_without_room_is_an_error() -> None:
-    compiled = lowering.compile(decoder(-1, shared=True))
+    compiled = lowering.compile(make_decoder(-1, shared=True))
     feeds = {"input_ids": np.zeros((1, 3), np.int64), "attention_mask": np.ones((1, 9), np.int64)}
     caches = {
         n: np.zeros((1, KV_HEADS, 8, SIZE), np.float32)
@@ -156,7 +158,7 @@ def test_a_cache_without_room_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT with random weights, as PyTorch's tracing exporter writes it: that is what the optimizers know."""
+    """Return a small BERT with random weights, as PyTorch's tracing exporter writes it: the optimizers match it."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -201,7 +203,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", ["Attention", "MultiHeadAttention", "of the session"])
 def test_optimized_bert(bert: Path, tmp_path: Path, form: str) -> None:
     path = str(tmp_path / "fused.onnx")
-    if form == "of the session":  # the optimizations that any session of onnxruntime does
+    if form == "of the session":  # the optimizations of any session of onnxruntime
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = path
@@ -224,11 +226,11 @@ def test_optimized_bert(bert: Path, tmp_path: Path, form: str) -> None:
         mask = (np.arange(length) < length - np.arange(batch)[:, None]).astype(np.int64)
         feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": kinds}
         (expected,) = session.run(["y"], feeds)
-        given = {name: x.astype(kind) for (name, x), kind in zip(feeds.items(), _types(path, feeds))}
-        assert_close(compiled.run(given)["y"], expected, f"{form}, batch {batch}, length {length}")
+        inputs = {name: x.astype(kind) for (name, x), kind in zip(feeds.items(), _types(path, feeds))}
+        assert_close(compiled.run(inputs)["y"], expected, f"{form}, batch {batch}, length {length}")
 
 
 def _types(path: str, names: Any) -> list[Any]:
-    """The optimizer makes int32 inputs of int64 ones."""
+    """Return the types after the optimizer, which makes int64 inputs int32."""
     kinds = {v.name: v.type.tensor_type.elem_type for v in onnx.load(path).graph.input}
     return [helper.tensor_dtype_to_np_dtype(kinds[name]) for name in names]

@@ -1,4 +1,4 @@
-"""LabelEncoder: every type of keys and values, against ONNX Runtime and what the standard says."""
+"""LabelEncoder: every type of keys and values, compared with ONNX Runtime and the standard."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ DOMAIN = "ai.onnx.ml"
 STRING = onnx.TensorProto.STRING
 
 
-def tensor_type(array: np.ndarray) -> int:
+def find_tensor_type(array: np.ndarray) -> int:
     return STRING if array.dtype == object else helper.np_dtype_to_tensor_dtype(array.dtype)
 
 
-def encoder(x: np.ndarray, y_type: int, version: int = 4, constant: bool = False, **attributes: Any) -> onnx.ModelProto:
+def make_encoder(
+    x: np.ndarray, y_type: int, version: int = 4, constant: bool = False, **attributes: Any
+) -> onnx.ModelProto:
     for name, value in attributes.items():
         attributes[name] = numpy_helper.from_array(value, name) if isinstance(value, np.ndarray) else value
     node = helper.make_node("LabelEncoder", ["x"], ["y"], domain=DOMAIN, **attributes)
     dims = [f"d{k}" for k in range(x.ndim)]
-    inputs = [] if constant else [helper.make_tensor_value_info("x", tensor_type(x), dims)]
+    inputs = [] if constant else [helper.make_tensor_value_info("x", find_tensor_type(x), dims)]
     constants = [numpy_helper.from_array(x, "x")] if constant else []
     graph = helper.make_graph(
         [node],
@@ -40,7 +42,7 @@ def encoder(x: np.ndarray, y_type: int, version: int = 4, constant: bool = False
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
 
-def texts(*values: str) -> np.ndarray:
+def make_texts(*values: str) -> np.ndarray:
     return np.array(values, object)
 
 
@@ -64,13 +66,13 @@ FORMS: dict[str, tuple[np.ndarray, int, dict[str, Any]]] = {
     ),
     "int64 to string without default": (np.array([2, 5]), STRING, {"keys_int64s": [5], "values_strings": ["a"]}),
     "string to int64": (
-        texts("b", "", "é", "other"), onnx.TensorProto.INT64,
+        make_texts("b", "", "é", "other"), onnx.TensorProto.INT64,
         {"keys_strings": ["é", "b", ""], "values_int64s": [1, 2, 3], "default_int64": 40},
     ),
     "string to string": (
-        texts("b", "x"), STRING, {"keys_strings": ["b"], "values_strings": ["x"], "default_string": "b"},
+        make_texts("b", "x"), STRING, {"keys_strings": ["b"], "values_strings": ["x"], "default_string": "b"},
     ),
-    "string to float": (texts("a", "c"), onnx.TensorProto.FLOAT, {"keys_strings": ["a"], "values_floats": [2.5]}),
+    "string to float": (make_texts("a", "c"), onnx.TensorProto.FLOAT, {"keys_strings": ["a"], "values_floats": [2.5]}),
     "float to string": (
         np.array([1.0, np.nan], np.float32), STRING, {"keys_floats": [math.nan, 1.0], "values_strings": ["nan", "one"]},
     ),
@@ -82,25 +84,25 @@ TENSORS: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, Any]] = {
     "int32": (
         np.arange(9, dtype=np.int32), np.arange(9, 2, -1, dtype=np.int32), np.arange(7, dtype=np.int32), np.int32(3),
     ),
-    "string": (texts("a", "b"), texts("b"), texts("z"), None),
+    "string": (make_texts("a", "b"), make_texts("b"), make_texts("z"), None),
     "one key": (np.array([1, 2]), np.array([2]), np.array([3]), None),
 }  # fmt: skip
 
 
-def check(x: np.ndarray, proto: onnx.ModelProto, want: np.ndarray) -> None:
+def check_encoder(x: np.ndarray, proto: onnx.ModelProto, want: np.ndarray) -> None:
     feeds = {"x": x} if proto.graph.input else {}
-    found = lowering.compile(proto).run(feeds)["y"]
-    assert np.asarray(found).dtype == want.dtype
-    np.testing.assert_array_equal(np.asarray(found), want)
+    actual = lowering.compile(proto).run(feeds)["y"]
+    assert np.asarray(actual).dtype == want.dtype
+    np.testing.assert_array_equal(np.asarray(actual), want)
 
 
 @pytest.mark.parametrize("constant", [False, True], ids=["of run", "constant"])
 @pytest.mark.parametrize("form", FORMS)
 def test_lists(form: str, constant: bool) -> None:
-    """Of version 2, which means NaN as version 4 does, though ONNX Runtime finds it by the latter only."""
+    """Version 2 treats NaN as version 4 does, although ONNX Runtime finds it in version 4 only."""
     x, y_type, attributes = FORMS[form]
-    run = onnxruntime.InferenceSession(encoder(x, y_type, **attributes).SerializeToString()).run
-    check(x, encoder(x, y_type, 2, constant, **attributes), np.asarray(run(None, {"x": x})[0]))
+    run = onnxruntime.InferenceSession(make_encoder(x, y_type, **attributes).SerializeToString()).run
+    check_encoder(x, make_encoder(x, y_type, 2, constant, **attributes), np.asarray(run(None, {"x": x})[0]))
 
 
 @pytest.mark.parametrize("form", TENSORS)
@@ -112,13 +114,13 @@ def test_tensors(form: str) -> None:
     table = list(zip(keys.tolist(), values.tolist()))
     fallback = (default if default is not None else -1) if values.dtype != object else "_Unused"
     want = [next((v for k, v in table if k == e or (k != k and e != e)), fallback) for e in x.tolist()]
-    check(x, encoder(x, tensor_type(values), **attributes), np.array(want, values.dtype))
+    check_encoder(x, make_encoder(x, find_tensor_type(values), **attributes), np.array(want, values.dtype))
 
 
-@pytest.mark.parametrize("x", [texts("b", "q", "a"), np.array([1, 2, -1])], ids=["string", "int64"])
+@pytest.mark.parametrize("x", [make_texts("b", "q", "a"), np.array([1, 2, -1])], ids=["string", "int64"])
 def test_classes(x: np.ndarray) -> None:
-    proto = encoder(x, onnx.TensorProto.INT64 if x.dtype == object else STRING, 1, classes_strings=["a", "b"])
-    check(x, proto, np.array([1, -1, 0]) if x.dtype == object else texts("b", "_Unused", "_Unused"))
+    proto = make_encoder(x, onnx.TensorProto.INT64 if x.dtype == object else STRING, 1, classes_strings=["a", "b"])
+    check_encoder(x, proto, np.array([1, -1, 0]) if x.dtype == object else make_texts("b", "_Unused", "_Unused"))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 64, 1001])
@@ -129,13 +131,13 @@ def test_many_keys(size: int) -> None:
     attributes = {"keys_tensor": keys, "values_tensor": np.arange(size, dtype=np.float32)}
     table = dict(zip(keys.tolist(), range(size)))
     want = np.array([table.get(e, 0) for e in x.ravel().tolist()], np.float32).reshape(x.shape)
-    check(x, encoder(x, onnx.TensorProto.FLOAT, **attributes), want)
+    check_encoder(x, make_encoder(x, onnx.TensorProto.FLOAT, **attributes), want)
 
 
 def test_scalar_and_repeated_key() -> None:
-    """Of equal keys the last counts."""
+    """The last of equal keys counts."""
     x = np.array(4)
-    check(x, encoder(x, onnx.TensorProto.INT64, keys_int64s=[4, 4], values_int64s=[1, 2]), np.array(2))
+    check_encoder(x, make_encoder(x, onnx.TensorProto.INT64, keys_int64s=[4, 4], values_int64s=[1, 2]), np.array(2))
 
 
 @pytest.mark.parametrize(
@@ -154,4 +156,4 @@ def test_scalar_and_repeated_key() -> None:
 )
 def test_refusals(attributes: dict[str, Any], words: str) -> None:
     with pytest.raises(NodeError, match=words):
-        lowering.compile(encoder(np.array([1]), onnx.TensorProto.INT64, **attributes))
+        lowering.compile(make_encoder(np.array([1]), onnx.TensorProto.INT64, **attributes))

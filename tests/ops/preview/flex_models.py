@@ -25,7 +25,7 @@ Change = Callable[..., np.ndarray]
 """New scores, or probabilities, of x [B, H, S, T], rows i [S, 1], keys j [1, T] and further arrays by name."""
 
 
-def model(
+def make_model(
     score: str = "",
     prob: str = "",
     *,
@@ -38,8 +38,8 @@ def model(
     around: str = "",
     shape: str = "b, h, s_, t_",
 ) -> onnx.ModelProto:
-    """The node y of q, k and v of these dims. score and prob compute r of s; inputs are types of further inputs, by
-    name, around what the graph computes in front of the node. softmax is the type of the graphs' tensors."""
+    """Return a model of the node y of q, k and v with these dims. score and prob compute r from s. inputs are types of
+    further inputs, by name; nodes before FlexAttention compute them. softmax is the type of the graphs' tensors."""
     softmax = softmax or ("double" if dtype == "double" else "float")
     graphs = [
         f"{name}_mod = {name} ({softmax}[{shape}] s) => ({softmax}[{shape}] r) {{ {PRELUDE} {body} }}"
@@ -47,15 +47,15 @@ def model(
         if body
     ]
     types = {"q": f"{dtype}[{q}]", "k": f"{dtype}[{kv}]", "v": f"{dtype}[{kv}]", **inputs}
-    given = ", ".join(f"{kind} {name}" for name, kind in types.items())
+    declared = ", ".join(f"{kind} {name}" for name, kind in types.items())
     attributes = ", ".join(filter(None, [attributes, *graphs]))
     attributes = f"<{attributes}>" if attributes else ""
     return onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 26, "ai.onnx.preview" : 1]>
-        g ({given}) => ({dtype}[y0, y1, y2, y3] y)
+        g ({declared}) => ({dtype}[y0, y1, y2, y3] y)
         {{ {around} y = ai.onnx.preview.FlexAttention{attributes} (q, k, v) }}""")
 
 
-def operands(
+def draw_operands(
     b: int, s: int, t: int, dtype: str = "float", seed: int = 0, heads: tuple[int, int] = (HEADS, KV_HEADS)
 ) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
@@ -71,17 +71,17 @@ def attend(
     score: Change | None = None,
     prob: Change | None = None,
     scale: float | None = None,
-    **given: np.ndarray,
+    **extra: np.ndarray,
 ) -> np.ndarray:
-    """As the standard says it, but for rows whose scores are all -inf, whose probabilities are 0."""
+    """Compute the result of the standard, except that a row whose scores are all -inf has probabilities 0."""
     q, k, v = (x.astype(float) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     x = q @ k.swapaxes(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
     i, j = np.arange(x.shape[2])[:, None], np.arange(x.shape[3])[None]
     with np.errstate(invalid="ignore"):
-        x = x if score is None else np.broadcast_to(score(x, i, j, **given), x.shape)
+        x = x if score is None else np.broadcast_to(score(x, i, j, **extra), x.shape)
         m = x.max(-1, keepdims=True, initial=-np.inf)
         p = np.exp(x - np.where(m == -np.inf, 0, m))
     l = p.sum(-1, keepdims=True)
     p = np.divide(p, l, out=np.zeros_like(p), where=l != 0)
-    return (p if prob is None else prob(p, i, j, **given)) @ v
+    return (p if prob is None else prob(p, i, j, **extra)) @ v

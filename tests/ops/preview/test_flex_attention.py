@@ -1,4 +1,4 @@
-"""FlexAttention of ai.onnx.preview: what a node means, and what is refused."""
+"""FlexAttention of ai.onnx.preview: the meaning of a node, and unsupported graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import lowering
 from lowering.errors import InputError, NodeError
 from lowering.importing.importer import Importer, import_model
 
-from .flex_models import HEADS, KV_HEADS, NUMPY, D, attend, model, operands
+from .flex_models import HEADS, KV_HEADS, NUMPY, D, attend, draw_operands, make_model
 
 SIZES = [(1, 1, 1), (2, 7, 7), (3, 1, 70), (2, 70, 33), (1, 130, 259)]
 
@@ -26,7 +26,9 @@ CAUSAL = "seen = GreaterOrEqual(i, j) r = Where(seen, s, low)"
 SOFT_CAP = "c0 = Constant<value_float=2.0>() c = CastLike(c0, s) x = Div(s, c) y = Tanh(x) r = Mul(y, c)"
 SUM = "e = Exp(s) n = ReduceSum(e, last) x = Div(e, n) r = Add(s, x)"
 HALVED = "c0 = Constant<value_float=0.5>() c = CastLike(c0, s) r = Mul(s, c)"
-DROPPED = "three = Constant<value_int=3>() x = Mod(d, three) kept = Equal(x, zero) c = CastLike(kept, s) r = Mul(s, c)"
+DROPPED = (
+    "three = Constant<value_int=3>() x = Mod(d, three) third = Equal(x, zero) c = CastLike(third, s) r = Mul(s, c)"
+)
 
 CHANGES: dict[str, tuple[str, Any]] = {
     "": ("", None),
@@ -40,7 +42,7 @@ PROBABILITIES: dict[str, tuple[str, Any]] = {
     "": ("", None),
     "halved": (HALVED, lambda p, i, j: p / 2),
     "dropped": (DROPPED, lambda p, i, j: p * ((i - j) % 3 == 0)),
-    "running sums": ("three = Constant<value_int=3>() r = CumSum(s, three)", lambda p, i, j: p.cumsum(-1)),
+    "cumulative": ("three = Constant<value_int=3>() r = CumSum(s, three)", lambda p, i, j: p.cumsum(-1)),
 }
 
 
@@ -49,10 +51,10 @@ PROBABILITIES: dict[str, tuple[str, Any]] = {
 )
 def test_equals_the_standard(score: str, prob: str) -> None:
     (score_mod, scores), (prob_mod, probabilities) = CHANGES[score], PROBABILITIES[prob]
-    proto = model(score_mod, prob_mod)
+    proto = make_model(score_mod, prob_mod)
     compiled, evaluator = lowering.compile(proto), ReferenceEvaluator(proto)
     for b, s, t in SIZES:
-        inputs = operands(b, s, t)
+        inputs = draw_operands(b, s, t)
         y = compiled.run(inputs)["y"]
         for expected in (attend(**inputs, score=scores, prob=probabilities), evaluator.run(None, inputs)[0]):
             np.testing.assert_allclose(y, expected, rtol=2e-6, atol=2e-5, err_msg=f"{b} {s} {t}")
@@ -64,9 +66,9 @@ def test_equals_the_standard(score: str, prob: str) -> None:
 def test_every_type(dtype: str, score: str) -> None:
     """The arithmetic is at least that of the softmax's type, and Y is rounded once."""
     body, change = CHANGES[score]
-    compiled = lowering.compile(model(body, dtype=dtype))
+    compiled = lowering.compile(make_model(body, dtype=dtype))
     for b, s, t in SIZES[1:4]:
-        inputs = operands(b, s, t, dtype)
+        inputs = draw_operands(b, s, t, dtype)
         y = compiled.run(inputs)["y"]
         assert y.dtype.name == NUMPY[dtype]
         expected = attend(**inputs, score=change)
@@ -85,12 +87,12 @@ def test_every_type(dtype: str, score: str) -> None:
     ),
 )
 def test_softmax_precision(dtype: str, softmax: str, prob: str) -> None:
-    """Graphs compute in the type of the softmax; what they lead to is at least as exact."""
+    """Graphs compute in the type of the softmax; the results are at least as exact."""
     number = {"float": 1, "float16": 10, "double": 11, "bfloat16": 16}[softmax]
     (body, change), (prob_mod, probabilities) = CHANGES["causal"], PROBABILITIES[prob]
     attributes = f"softmax_precision = {number}"
-    compiled = lowering.compile(model(body, prob_mod, dtype=dtype, softmax=softmax, attributes=attributes))
-    inputs = operands(2, 9, 9, dtype)
+    compiled = lowering.compile(make_model(body, prob_mod, dtype=dtype, softmax=softmax, attributes=attributes))
+    inputs = draw_operands(2, 9, 9, dtype)
     expected = attend(**inputs, score=change, prob=probabilities)
     atol = max(TOLERANCE[dtype], 4 * TOLERANCE[softmax] if prob else 1e-6 if softmax != "double" else 0)
     np.testing.assert_allclose(compiled.run(inputs)["y"].astype(float), expected, rtol=atol, atol=atol)
@@ -102,8 +104,8 @@ def test_softmax_precision(dtype: str, softmax: str, prob: str) -> None:
 )
 def test_heads_of_queries_share_those_of_keys(score: str, heads: int, kv_heads: int) -> None:
     body, change = CHANGES[score]
-    compiled = lowering.compile(model(body, q=f"B, {heads}, S, {D}", kv=f"B, {kv_heads}, N, {D}"))
-    inputs = operands(2, 5, 9, heads=(heads, kv_heads))
+    compiled = lowering.compile(make_model(body, q=f"B, {heads}, S, {D}", kv=f"B, {kv_heads}, N, {D}"))
+    inputs = draw_operands(2, 5, 9, heads=(heads, kv_heads))
     np.testing.assert_allclose(compiled.run(inputs)["y"], attend(**inputs, score=change), atol=2e-6)
 
 
@@ -111,8 +113,8 @@ def test_heads_of_queries_share_those_of_keys(score: str, heads: int, kv_heads: 
 def test_scale(scale: float) -> None:
     for score, prob in (("", ""), ("soft cap", ""), ("", "halved")):
         (body, change), (prob_mod, probabilities) = CHANGES[score], PROBABILITIES[prob]
-        inputs = operands(1, 6, 11)
-        y = lowering.compile(model(body, prob_mod, attributes=f"scale = {scale}")).run(inputs)["y"]
+        inputs = draw_operands(1, 6, 11)
+        y = lowering.compile(make_model(body, prob_mod, attributes=f"scale = {scale}")).run(inputs)["y"]
         expected = attend(**inputs, score=change, prob=probabilities, scale=scale)
         np.testing.assert_allclose(y, expected, atol=2e-6)
 
@@ -121,10 +123,10 @@ def test_scale(scale: float) -> None:
     ("score", "prob"), sampled(itertools.product(["", "causal", "by a sum over keys"], ["", "halved"]), 3)
 )
 def test_nothing_to_attend(score: str, prob: str) -> None:
-    """Without keys Y is 0, as it is in a row without visible ones; without rows or batches there is none."""
-    compiled = lowering.compile(model(CHANGES[score][0], PROBABILITIES[prob][0]))
+    """Without keys Y is 0, as in a row without visible keys; without rows or batches Y is empty."""
+    compiled = lowering.compile(make_model(CHANGES[score][0], PROBABILITIES[prob][0]))
     for b, s, t in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
-        y = compiled.run(operands(b, s, t))["y"]
+        y = compiled.run(draw_operands(b, s, t))["y"]
         assert y.shape == (b, HEADS, s, D) and not y.any()
 
 
@@ -135,15 +137,15 @@ def test_nothing_to_attend(score: str, prob: str) -> None:
 )
 def test_rows_without_visible_keys_are_zero(score: str, prob: str) -> None:
     score += " seen = Greater(i, j) r = Where(seen, x, low)"
-    y = lowering.compile(model(score, PROBABILITIES[prob][0])).run(operands(1, 5, 5))["y"]
+    y = lowering.compile(make_model(score, PROBABILITIES[prob][0])).run(draw_operands(1, 5, 5))["y"]
     assert not y[:, :, 0].any() and y[:, :, 1:].all()
 
 
-def test_keys_that_are_hidden_may_hold_anything() -> None:
-    inputs = operands(1, 6, 6)
+def test_hidden_keys_may_be_anything() -> None:
+    inputs = draw_operands(1, 6, 6)
     expected = attend(**inputs, score=CHANGES["causal"][1])[:, :, :5]
     inputs["k"][:, :, 5], inputs["v"][:, :, 5] = np.nan, np.inf
-    y = lowering.compile(model(CAUSAL)).run(inputs)["y"]
+    y = lowering.compile(make_model(CAUSAL)).run(inputs)["y"]
     np.testing.assert_allclose(y[:, :, :5], expected, atol=2e-6)
 
 
@@ -157,19 +159,19 @@ def test_names_in_graphs_mean_nothing_outside() -> None:
     proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 26, "ai.onnx.preview" : 1]>
         g (float[2, 4, 5, 16] q, float[2, 2, 5, 16] k, float[2, 2, 5, 16] v) => (float[2, 4, 5, 16] y)
         {{ x = Constant<value_float=3.0>() {" ".join(nodes)} y3 = Mul(y2, x) y = Add(y1, y3) }}""")
-    inputs = operands(2, 5, 5)
+    inputs = draw_operands(2, 5, 5)
     expected = attend(**inputs, score=lambda s, i, j: 2 * s) + 3 * attend(**inputs, score=lambda s, i, j: -s)
     np.testing.assert_allclose(lowering.compile(proto).run(inputs)["y"], expected, atol=1e-5)
 
 
-def test_a_graph_may_hold_another_attention() -> None:
-    """The inner one's scores are not those of the outer one, which its graph uses, too."""
+def test_a_graph_may_contain_another_attention() -> None:
+    """The inner node's scores differ from the scores of the outer node, which its graph uses, too."""
     inner = """t = Transpose<perm=[0, 1, 3, 2]>(s) n = ReduceMean(t, last)
         w = ai.onnx.preview.FlexAttention<score_mod = inner (float[b, h, s_, t_] z) => (float[b, h, s_, t_] o)
         { o = Add(z, s) }> (s, s, s) r = Add(w, s)"""
     shapes = f"1, {HEADS}, 6, {D}"
-    compiled = lowering.compile(model(inner, q=shapes, kv=shapes))
-    inputs = operands(1, 6, 6, heads=(HEADS, HEADS))
+    compiled = lowering.compile(make_model(inner, q=shapes, kv=shapes))
+    inputs = draw_operands(1, 6, 6, heads=(HEADS, HEADS))
 
     def change(s: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return attend(s, s, s, score=lambda z, i, j: z + s) + s
@@ -180,7 +182,7 @@ def test_a_graph_may_hold_another_attention() -> None:
 SAME = "r = Identity(s)"
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
-    # what the error says, its remedy, what differs from a legal node
+    # the text of the error, its remedy, the change of a legal node
     ("input Q has rank 3", "[batch, heads, length, head size]", {"q": f"B, S, {D}"}),
     ("input Q is int32", "Use one of float32", {"dtype": "int32", "softmax": "float"}),
     ("3 query heads do not divide into 2", "as a multiple of", {"q": f"B, 3, S, {D}"}),
@@ -202,7 +204,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("says", "remedy", "differs"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refuses(says: str, remedy: str, differs: dict[str, Any]) -> None:
-    proto = model(**{"score": SAME, **differs})
+    proto = make_model(**{"score": SAME, **differs})
     with pytest.raises(NodeError) as caught:
         import_model(ir.from_proto(proto))
     assert caught.value.where == "ai.onnx.preview.FlexAttention-1 giving 'y'"
@@ -212,7 +214,7 @@ def test_refuses(says: str, remedy: str, differs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("what", ["input", "output"])
 def test_refuses_graphs_of_any_other_number_of_tensors(what: str, count: int) -> None:
-    proto = model(SAME)
+    proto = make_model(SAME)
     values = getattr(proto.graph.node[0].attribute[0].g, what)
     other = onnx.ValueInfoProto()
     other.CopyFrom(values[0])
@@ -229,21 +231,21 @@ def test_refuses_graphs_of_any_other_number_of_tensors(what: str, count: int) ->
 
 
 def test_check_names_nodes_inside_graphs() -> None:
-    """All that blocks a model is found at once, inside graphs and behind them."""
+    """All errors of a model are found at once, inside graphs and after them."""
     errors: list[NodeError] = []
-    proto = model("c = Loop(one, , s) r = Add(s, s)", prob="r = Add(i, j)")
+    proto = make_model("c = Loop(one, , s) r = Add(s, s)", prob="r = Add(i, j)")
     Importer(ir.from_proto(proto), errors=errors).run()
     where = "ai.onnx.preview.FlexAttention-1 giving 'y'"
     assert [error.where for error in errors] == [f"ai.onnx.Loop-26 giving 'c' in score_mod of {where}", where]
 
 
 def test_sizes_that_differ_at_run_time_are_an_error() -> None:
-    compiled = lowering.compile(model(CAUSAL, kv=f"B2, {KV_HEADS}, N, {D}"))
-    inputs = operands(2, 3, 4)
+    compiled = lowering.compile(make_model(CAUSAL, kv=f"B2, {KV_HEADS}, N, {D}"))
+    inputs = draw_operands(2, 3, 4)
     compiled.run(inputs)
     with pytest.raises(InputError, match=r"FlexAttention-1 .*input 'k' must be \[B"):
         compiled.run({**inputs, **{n: inputs[n][:1] for n in "kv"}})
-    compiled = lowering.compile(model("r = ReduceMax(s, last)"))
-    compiled.run(operands(2, 3, 1))
+    compiled = lowering.compile(make_model("r = ReduceMax(s, last)"))
+    compiled.run(draw_operands(2, 3, 1))
     with pytest.raises(InputError, match=r"dimension 3 of what the graph score_mod gives is 1, and must be 4"):
         compiled.run(inputs)
