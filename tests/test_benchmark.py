@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 from onnx import numpy_helper
 
 import lowering
@@ -166,11 +167,11 @@ def test_comparison_with_onnxruntime(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_sizes_that_are_missing_or_unknown(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(lowering.InputError, match=r"dimensions 'batch', 'tokens': .* --dim batch=8 --dim tokens=8"):
+    with raises("dims.size_missing"):
         lowering.bench(artifact)
-    with pytest.raises(lowering.InputError, match=r"no input has a symbolic dimension 'length'. There are: batch, tok"):
+    with raises("dims.name_unknown"):
         lowering.bench(artifact, {"batch": 1, "tokens": 2, "length": 3})
-    with pytest.raises(lowering.InputError, match="there is no input 'other'"):
+    with raises("input.name_unknown"):
         lowering.bench(artifact, {"batch": 1, "tokens": 2}, {"other": np.zeros(3)})
     assert main(["bench", str(artifact), "--dim", "batch=x"]) == 1
     assert "[argument.dim_invalid]" in capsys.readouterr().err
@@ -185,7 +186,7 @@ def test_a_cache_of_slots_is_filled_as_asked() -> None:
     module = lowering.compile(model, static_cache=64)
     assert module.manifest.slots is not None
     length = module.manifest.slots.length
-    with pytest.raises(lowering.InputError, match=f"--dim {length}=8"):
+    with raises("dims.size_missing"):
         lowering.bench(module, {"B": 1, "S": 1})
     for past in (40, 20):
         profile = lowering.bench(module, {"B": 3, "S": 1, length: past}, seconds=0)
@@ -213,12 +214,12 @@ def test_an_artifact_for_another_machine(artifact: Path, tmp_path: Path) -> None
     manifest = dataclasses.replace(Manifest.from_dict(json.loads(path.read_text())), cpu_features=("avx1024",))
     manifest = dataclasses.replace(manifest, hashes={**manifest.hashes, FILE: manifest.digest()})
     path.write_text(manifest.to_json())
-    with pytest.raises(lowering.ArtifactError, match="a CPU with avx1024, which this one lacks"):
+    with raises("artifact.cpu_features_missing"):
         lowering.bench(tmp_path / "out", {"batch": 1, "tokens": 2})
 
 
 @pytest.mark.parametrize("text", ["n ** 2", "n + m", "__import__('os')", "abs(n)", "n if n else 1", "2.5"])
 def test_only_arithmetic_of_sizes_is_evaluated(text: str) -> None:
     assert evaluate("min(n * 3, 7) - (n + 1) // 2 % 5", {"n": 2}) == 5
-    with pytest.raises(ValueError, match="no arithmetic of n"):
+    with pytest.raises(ValueError, match="is not arithmetic of n"):
         evaluate(text, {"n": 2})

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from error_codes import raises
 
 import lowering
 from lowering.commands.cli import main
@@ -36,7 +37,7 @@ def test_a_fixed_size_is_a_number_and_decides_branches() -> None:
     assert compiled.manifest.ranges == {"batch": (1, 1), "tokens": (1, 6)}
     assert len(compiled.manifest.calls) == 1
     np.testing.assert_array_equal(compiled.run({"x": X[None]})["y"], X[None] * 2)
-    with pytest.raises(lowering.InputError, match="'x' must have size 1 along axis 0, not 2"):
+    with raises("input.size_mismatch"):
         compiled.run({"x": X.reshape(2, 3)})
     dims = [str(dim) for dim in model.graph.inputs[0].shape or ()]
     assert dims == ["batch", "tokens"], "the caller's model stays"
@@ -62,7 +63,7 @@ def test_a_fixed_size_keeps_its_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(lowering.InputError, match=text):
         lowering.verify(branches(), sizes={"batch": 1}, artifact=compiled)
     assert main([*inspect, "--html", str(tmp_path / "page.html"), "--dim", "batch=1"]) == 1
-    with pytest.raises(lowering.InputError, match=r"dimension 'bach'\. There are: batch, tokens"):
+    with raises("dims.name_unknown"):
         lowering.bench(compiled, {"tokens": 3, "bach": 2})
 
 
@@ -88,13 +89,13 @@ def test_a_model_that_needs_a_number_can_be_given_one() -> None:
 
 @pytest.mark.parametrize("dims", [{"bach": 1}, {"bach": (1, 2)}])
 def test_unknown_names_are_refused(dims: dict[str, int]) -> None:
-    with pytest.raises(lowering.InputError, match=r"dimension 'bach'\. There are: batch, tokens"):
+    with raises("dims.name_unknown"):
         lowering.compile(branches(), dims=dims)
 
 
 @pytest.mark.parametrize("size", [-1, 2**63, 1.5, "1"])
 def test_no_sizes_are_refused(size: object) -> None:
-    with pytest.raises(lowering.InputError, match="the size of dimension 'batch' must be a whole number from 0 to"):
+    with raises("argument.integer_invalid"):
         lowering.compile(branches(), dims={"batch": size})  # type: ignore[dict-item]
 
 
@@ -136,7 +137,7 @@ def test_dimensions_are_called_as_the_model_calls_them(tmp_path: Path, capsys: p
     model = lowering.compile(proto, dims={names[0]: (1, 5), names[2]: 3})
     assert model.manifest.inputs[0].dims == (names[0], names[1], 3)
     assert model.manifest.outputs[1].dims == (f"{names[0]} * 2", names[1], 3)
-    with pytest.raises(lowering.InputError, match=r"dimension 'p2o\.DynamicDimension\.0' is 7 .* takes 1 to 5"):
+    with raises("input.dimension_out_of_range"):
         model.run({"x": np.zeros((7, 2, 3), np.float32)})
     lowering.compile(proto).save(tmp_path / "out")
     sizes = [f"--dim={name}={size}" for name, size in zip(names, (2, 3, 4))]

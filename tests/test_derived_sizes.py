@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 
 import lowering
 from lowering.commands.cli import main
@@ -108,7 +109,7 @@ def test_verify_needs_none_of_them(case: str, compiled: dict[str, Path], capsys:
 
 def test_what_is_missing_is_only_what_does_not_follow(compiled: dict[str, Path]) -> None:
     module = lowering.load(compiled["a decoder"])
-    with pytest.raises(lowering.InputError, match=r"dimensions 'n': say how large, for instance --dim n=8\.$"):
+    with raises("dims.size_missing"):
         lowering.bench(module, {"b": 1, "p": 2})
     assert resolve_sizes(module.manifest, {"b": 1, "p": 2, "n": 3, "t": 1}, {})["t"] == 1  # what is said counts
     inputs = {"mask": np.zeros((1, 7), np.float32)}

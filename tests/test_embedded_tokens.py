@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from error_codes import raises
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
@@ -130,18 +131,18 @@ def test_ids_next_to_embeddings(other: str, ids: str) -> None:
 def test_what_is_no_embedding_is_refused() -> None:
     served = lowering.compile(model_of(), serve=lowering.Serve(context=CAPACITY))
     batcher = lowering.Batcher(served, blocks=8)
-    for prompt, said in (([1, 2], r"int64\[2\]"), (embedded(0, 3)[:, :5], r"float32\[3, 5\]"), ("ab", "str")):
-        with pytest.raises(InputError, match=rf"'embeddings' of request '[ab]' must be \[tokens, 6\], not {said}"):
+    for prompt in ([1, 2], embedded(0, 3)[:, :5], "ab"):
+        with raises("batcher.token_shape_mismatch"):
             batcher.add("a", prompt)
     batcher.add("a", embedded(0, 3))
-    with pytest.raises(InputError, match=r"'embeddings' of request '[ab]' must be \[tokens, 6\]"):
+    with raises("batcher.token_shape_mismatch"):
         batcher.extend("a", 3)
     for prompt in (np.ma.masked_array(embedded(0, 3), mask=True), [[1.0], [1.0, 2.0]]):
-        with pytest.raises(InputError, match=r"'embeddings' of request '[ab]' must be \[tokens, 6\]"):
+        with raises("batcher.token_shape_mismatch"):
             batcher.add("b", prompt)
-    with pytest.raises(InputError, match="tokens of request 'b' are too large for float32"):
+    with raises("batcher.token_value_too_large"):
         batcher.add("b", np.full((1, WIDTH), 1e300))
-    with pytest.raises(InputError, match="0 tokens"):
+    with raises("batcher.prompt_length_out_of_range"):
         batcher.add("b", np.zeros((0, WIDTH)))
 
 
@@ -205,5 +206,5 @@ def test_what_is_no_token_of_several_inputs_is_refused() -> None:
         with pytest.raises(InputError, match=said):
             batcher.add("a", prompt)
     batcher.add("a", {"embeddings": x, "hidden": x})
-    with pytest.raises(InputError, match="tokens of request 'a' must be a mapping"):
+    with raises("batcher.tokens_not_a_mapping"):
         batcher.extend("a", x[0])

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from error_codes import raises
 from onnx import helper, numpy_helper
 
 import lowering
@@ -110,7 +111,7 @@ def test_rank_that_nothing_tells() -> None:
     proto = model(f"m (float[A] x) => (float[A] y) {W} {{ y = MatMul (x, w) }}")
     proto.graph.input[0].type.tensor_type.ClearField("shape")
     proto.graph.output[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(lowering.ModelError, match=r"Input 'x' has no shape.*1, 2, 3, 4, 5, 6, 7, 8\)\. Declare"):
+    with raises("model.input_shape_missing"):
         lowering.compile(proto)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from error_codes import raises
 
 import lowering
 from lowering.checking import references, trial
@@ -129,7 +130,7 @@ def test_a_reference_that_cannot_is_asked_first(monkeypatch: pytest.MonkeyPatch)
     text = """<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>
         m (float[N, 8] x) => (float[N, 8] y) { y = com.microsoft.FastGelu (x) }"""
     monkeypatch.setattr(trial, "compile", lambda *_, **__: pytest.fail("compiled before"))
-    with pytest.raises(lowering.LoweringError, match=r"reference evaluator cannot run .*--against onnxruntime may"):
+    with raises("verify.reference_failed"):
         lowering.verify(onnx.parser.parse_model(text))
 
 
@@ -291,9 +292,9 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
             lowering.verify(DECODER, artifact=model, **options)
     other = onnx.load(DECODER)
     other.graph.input[3].type.tensor_type.shape.dim[3].dim_value = 8
-    with pytest.raises(lowering.ArtifactError, match=r"for pasts \[batch,1,length,4\], .* one of .*8\]"):
+    with raises("verify.artifact_mismatch"):
         lowering.verify(other, artifact=model)
-    with pytest.raises(lowering.ArtifactError, match="it takes 'input_ids', which the model does not"):
+    with raises("verify.artifact_mismatch"):
         lowering.verify(DECODER.parents[1] / "flan-t5-past-dynamo18-batch1" / "model.onnx", artifact=model)
 
     first = lowering.verify(DECODER, artifact=model, seed=2).inputs["input_ids"][0]
@@ -312,18 +313,18 @@ def test_a_served_decoder_with_sources() -> None:
     assert again.first_difference is None and again.inputs.keys() == result.inputs.keys()
     ids = {"decoder_input_ids": np.full((1, 3), 5)}  # one request, of whose 40 rows 11 count
     assert lowering.verify(ENCODED, artifact=model, sizes={"source": 40}, inputs=ids, seed=2).first_difference is None
-    with pytest.raises(lowering.InputError, match="'cross_0' has 1 rows for 5 requests: give one for each"):
+    with raises("verify.row_count_mismatch"):
         lowering.verify(ENCODED, artifact=model, inputs={"cross_0": sources["cross_0"][:1]})
     other = onnx.load(ENCODED)
     (ids_of,) = [value for value in other.graph.input if value.name == "decoder_input_ids"]
     sizes = [size.dim_param or size.dim_value for size in ids_of.type.tensor_type.shape.dim]
     other.graph.input.append(onnx.helper.make_tensor_value_info("weights", onnx.TensorProto.FLOAT, sizes))
     other.graph.node.append(onnx.helper.make_node("Identity", ["weights"], ["same"]))
-    with pytest.raises(lowering.InputError, match="verify does not know what 'weights' of this decoder is"):
+    with raises("verify.input_unrecognized"):
         lowering.verify(other, artifact=model)
     other = onnx.load(ENCODED)
     other.graph.input[7].type.tensor_type.shape.dim[3].dim_value = 8
-    with pytest.raises(lowering.ArtifactError, match=r"its setup takes cross_0: float32\[1, 2, source, 4\], and"):
+    with raises("verify.artifact_mismatch"):
         lowering.verify(other, artifact=model)
 
 
@@ -348,7 +349,7 @@ def test_decoders_that_read_embeddings(name: str, options: dict[str, Any], monke
     again = lowering.verify(path, against="onnxruntime", artifact=model, inputs=tokens)
     assert again.first_difference is None and again.inputs[embeddings[0]].shape[1] == 7
     wrong = {embeddings[0]: tokens[embeddings[0]][..., :-1]}
-    with pytest.raises(lowering.InputError, match=r"must be numbers \[batch, tokens, \d+\], not float32"):
+    with raises("verify.array_mismatch"):
         lowering.verify(path, artifact=model, inputs=wrong)
     if "serve" not in options:
         prefill = Decoder.prefill

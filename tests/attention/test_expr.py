@@ -57,7 +57,7 @@ def test_other_expressions_are_other_records() -> None:
 
 def test_what_is_no_expression_is_refused() -> None:
     b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
-    with pytest.raises(ValueError, match="Let is part of no expression"):
+    with pytest.raises(ValueError, match="Let is not part of an expression"):
         to_formula(tirx.Let(h, i, h < j), [b, h, i, j], [], [])
 
 
@@ -159,5 +159,5 @@ def test_a_mask_and_a_change_of_scores_have_names_of_their_own() -> None:
     types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
     problem = AttentionProblem(1, 1, 1, 1, 1, 8, 8, **types, scale=1.0, mask=mask, score=change)
     assert AttentionProblem.from_json(problem.to_json()) == problem
-    with pytest.raises(ValueError, match="of one name"):
+    with pytest.raises(ValueError, match="of the same name"):
         dataclasses.replace(problem, score=mask)

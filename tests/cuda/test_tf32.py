@@ -13,6 +13,7 @@ import onnx
 import pytest
 import tvm
 from cuda_emulation.mutations import survivors
+from error_codes import raises
 from machine_code import machine_code
 from prefill_cases import TURNS
 from sampled import sampled
@@ -237,5 +238,5 @@ def test_records_of_one_way_are_none_of_another() -> None:
 
 @pytest.mark.no_gpu
 def test_a_cpu_refuses() -> None:
-    with pytest.raises(lowering.InputError, match="tensor cores of GPUs"):
+    with raises("precision.target_unsupported"):
         lowering.compile(SAMPLES / "distilbert-traced17" / "model.onnx", precision="tf32")

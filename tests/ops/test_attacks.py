@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 
 import lowering
 
@@ -72,7 +73,7 @@ def test_a_large_recipe_takes_no_memory_before_the_run() -> None:
     begin = time.perf_counter()
     compiled = lowering.compile(model)
     assert time.perf_counter() - begin < 20
-    with pytest.raises(lowering.LoweringError, match="more memory than there is"):
+    with raises("run.out_of_memory"):
         compiled.run({"x": np.zeros(1, np.float32)})
 
 
@@ -84,7 +85,7 @@ def test_matmuls_of_sizes_of_empty_inputs_do_not_wrap() -> None:
     )
     compiled = lowering.compile(model)
     for n, m in [(2**32, 2**32), (2**31, 2**32 + 1)]:
-        with pytest.raises(lowering.LoweringError, match="memory"):
+        with raises("run.out_of_memory"):
             compiled.run({"a": np.zeros((n, 0), np.float32), "b": np.zeros((0, m), np.float32)})
 
 
@@ -118,7 +119,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     compiled = lowering.compile(model)
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     for _ in range(20):
-        with pytest.raises(lowering.InputError, match=r"Gather-21 giving 'y': input 'i' holds 7 at \[1\]"):
+        with raises("run.index_out_of_range"):
             compiled.run({"x": x, "i": np.array([0, 7])})
         np.testing.assert_array_equal(compiled.run({"x": x, "i": np.array([1])})["y"], x[[1]])
 

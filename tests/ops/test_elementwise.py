@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 from tvm import tirx
 
 import lowering
@@ -166,9 +167,9 @@ def test_broadcasting_symbolic_sizes() -> None:
 
 
 def test_sizes_that_do_not_broadcast() -> None:
-    with pytest.raises(lowering.NodeError, match=r"Add-25 'the_node'.*\(4,\).*\(5,\).*broadcast"):
+    with raises("node.shapes_not_broadcastable"):
         import_node("Add", [("float32", (4,)), ("float32", (5,))])
-    with pytest.raises(lowering.NodeError, match="broadcast"):
+    with raises("node.shapes_not_broadcastable"):
         import_node("Pow", [("float32", (4,)), ("float32", (5,))])
 
 
@@ -179,9 +180,7 @@ def test_symbolic_sizes_that_differ_at_run_time_are_an_error() -> None:
     module = lowering.compile(proto)
     ones = np.ones(3, "float32")
     np.testing.assert_array_equal(module.run({"x": ones, "y": ones})["z"], ones + ones)
-    with pytest.raises(
-        lowering.LoweringError, match=r"'y' must be \[N\], as M and N .*; its size along axis 0 is 4, not 3"
-    ):
+    with raises("run.size_mismatch"):
         module.run({"x": ones, "y": np.ones(4, "float32")})
 
 
@@ -215,5 +214,5 @@ def test_arithmetic_on_shapes_is_symbolic() -> None:
 
 
 def test_elements_that_are_bit_patterns_are_refused() -> None:
-    with pytest.raises(lowering.NodeError, match=r"IsNaN-25 'the_node'.*float8_e4m3fn.*Cast"):
+    with raises("node.dtype_unsupported"):
         import_node("IsNaN", [("float8_e4m3fn", (4,))])

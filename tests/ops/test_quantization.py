@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from error_codes import raises
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
@@ -154,7 +155,7 @@ def test_matmuls_read_integers(dtype: str, axis: int, size: int, transposed: boo
     ("shapes", "attributes", "message"),
     [
         (((4, 6), (2, 3), (2,)), {"block_size": 2}, "x_zero_point has rank 1"),
-        (((4, 6), (3,)), {"block_size": 2}, "blocks of x need 2"),
+        (((4, 6), (3,)), {"block_size": 2}, "blocks of x need rank 2"),
         (((4, 6), (4, 6)), {}, "Set block_size"),
         (((4, 6), (5,)), {"axis": 0}, "dimension 0 of input 'x1' is 5, and must be 4"),
     ],
@@ -167,7 +168,7 @@ def test_refusals(shapes: tuple, attributes: dict, message: str) -> None:
 
 def test_types_that_differ_are_refused() -> None:
     shapes = [("float32", (4,)), ("float32", ()), ("int8", ())]
-    with pytest.raises(lowering.NodeError, match="output_dtype is uint8, and y_zero_point has type int8"):
+    with raises("quantize_linear.dtype_mismatch"):
         import_node("QuantizeLinear", shapes, output_dtype=TensorProto.UINT8)
-    with pytest.raises(lowering.NodeError, match="cannot quantize to int32"):
+    with raises("quantize_linear.dtype_unsupported"):
         import_node("QuantizeLinear", shapes[:2], output_dtype=TensorProto.INT32)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 
 import lowering
 
@@ -121,7 +122,7 @@ def test_contents() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(lowering.NodeError, match="axis 2 does not exist in a tensor of rank 2"):
+    with raises("node.axis_out_of_range"):
         import_node("ReduceSum", [("float32", (2, 3))], opset=12, axes=[2])
-    with pytest.raises(lowering.NodeError, match="number of axes is symbolic"):
+    with raises("node.static_length_required"):
         import_node("ReduceSum", [("float32", (2, 3)), ("int64", ("k",))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from error_codes import raises
 
 import lowering
 
@@ -76,7 +77,7 @@ def test_positions_outside_the_cache_are_an_error() -> None:
     x, cos = RNG.standard_normal((1, 1, 3, 4)).astype("float32"), RNG.standard_normal((2, 2)).astype("float32")
     case = Expectations()
     case.expect("RotaryEmbedding", [x, cos, cos, np.array([[0, 1, 10**12]])], x)
-    with pytest.raises(lowering.InputError, match=r"RotaryEmbedding-25.*holds 1000000000000 at \[0, 2\]"):
+    with raises("run.index_out_of_range"):
         case.check()
 
 
@@ -86,9 +87,9 @@ def test_positions_outside_the_cache_are_an_error() -> None:
         ([(1, 2, 3, 5), (1, 3, 2), (1, 3, 2)], {}, "5 of 5 dimensions"),
         ([(1, 2, 3, 4), (1, 3, 4), (1, 3, 4)], {"rotary_embedding_dim": 8}, "8 of 4 dimensions"),
         ([(1, 2, 3, 4), (3, 2), (3, 2)], {}, "ranks 2 and 2"),
-        ([(1, 2, 3, 4), (1, 3, 3), (1, 3, 3)], {}, "number of angles is 2 and 3"),
-        ([(1, 2, 3, 4), (1, 4, 2), (1, 4, 2)], {}, "sequence length is 3 and 4"),
-        ([(3, 2, 3, 4), (2, 3, 2), (2, 3, 2)], {}, "batch size is 2 and 3"),
+        ([(1, 2, 3, 4), (1, 3, 3), (1, 3, 3)], {}, "number of angles differs between the inputs: 2 and 3"),
+        ([(1, 2, 3, 4), (1, 4, 2), (1, 4, 2)], {}, "sequence length differs between the inputs: 3 and 4"),
+        ([(3, 2, 3, 4), (2, 3, 2), (2, 3, 2)], {}, "batch size differs between the inputs: 2 and 3"),
         ([(1, 3, 8), (1, 3, 2), (1, 3, 2)], {}, "num_heads is 0"),
         ([(1, 3, 8), (1, 3, 2), (1, 3, 2)], {"num_heads": 3}, "num_heads is 3"),
         ([(1, 2, 3, "d"), (1, 3, 2), (1, 3, 2)], {}, "symbolic"),

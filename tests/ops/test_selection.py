@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from error_codes import raises
 from onnx import helper, numpy_helper
 
-import lowering
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
 
@@ -69,9 +69,9 @@ def test_top_k_of_more_than_there_are() -> None:
     x = np.zeros(3, np.float32)
     e = Expectations()
     e.expect("TopK", [x, ints(4)], x, ints(0, 1, 2), dims=[["n"], None])
-    with pytest.raises(lowering.InputError, match=r"TopK-25.*k is 4, and dimension 0 has 3 elements"):
+    with raises("top_k.k_out_of_range"):
         e.check()
-    with pytest.raises(lowering.NodeError, match="k is 4, and dimension 0 has 3 elements"):
+    with raises("top_k.k_out_of_range"):
         import_node("TopK", [("float32", [3])], results=2, opset=9, k=4)
 
 
@@ -130,7 +130,7 @@ def test_cum_sum(dtype: str) -> None:
 
 
 def test_types_without_order_or_sum_are_refused() -> None:
-    with pytest.raises(lowering.NodeError, match=r"input data is complex64, and must be a float or an integer"):
+    with raises("node.dtype_unsupported"):
         import_node("ArgMax", [("complex64", [3])])
-    with pytest.raises(lowering.NodeError, match="elements of type int4 cannot be added"):
+    with raises("node.dtype_not_arithmetic"):
         import_node("CumSum", [("int4", [3]), ("int64", [])])

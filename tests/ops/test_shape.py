@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-import lowering
+from error_codes import raises
 
 from .expectations import Expectations, import_node
 
@@ -50,11 +49,9 @@ def test_reshape_at_run_time() -> None:
 def test_reshape_to_another_number_of_elements_is_an_error() -> None:
     e = Expectations()
     e.expect("Reshape", [floats(2, 3), ints(4, 2)], floats(4, 2))
-    with pytest.raises(
-        lowering.InputError, match=r"Reshape-25.* has 6 elements and cannot be given the shape \[4, 2\]"
-    ):
+    with raises("node.element_count_mismatch"):
         e.check()
-    with pytest.raises(lowering.NodeError, match=r"\[2, 3\] has 6 elements"):
+    with raises("node.element_count_mismatch"):
         e = Expectations()
         e.expect("Reshape", [floats(2, 3), ints(4, 2)], floats(4, 2), constant=[1])
         e.check()
@@ -106,9 +103,9 @@ def test_eye_like() -> None:
 
 
 def test_values_without_a_rank_are_rejected() -> None:
-    with pytest.raises(lowering.NodeError, match=r"which dimensions \[0\] of any size do not tell"):
+    with raises("squeeze.axes_ambiguous"):
         import_node("Squeeze", [("float32", ["n", 1])])
-    with pytest.raises(lowering.NodeError, match="symbolic length"):
+    with raises("node.static_length_required"):
         import_node("Reshape", [("float32", [4]), ("int64", ["n"])])
-    with pytest.raises(lowering.NodeError, match="dimension 1 is 3 and cannot be squeezed"):
+    with raises("squeeze.size_not_one"):
         import_node("Squeeze", [("float32", [1, 3])], opset=11, axes=[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 
 import lowering
 
@@ -43,13 +44,13 @@ def test_the_declared_rank_selects_the_axes(opset: int, dims: str, declared: str
     ],
 )
 def test_runs_of_another_rank(declared: str, shape: tuple[int, ...], said: str) -> None:
-    with pytest.raises(lowering.InputError, match=f"Squeeze-12.*without axes it removes all.*{said}"):
+    with raises("squeeze.axes_changed"):
         lowering.compile(make_model(declared)).run({"x": np.ones(shape, np.float32)})
 
 
 def test_ranks_that_are_ambiguous() -> None:
     text = make_model("a, 3")
-    with pytest.raises(lowering.NodeError, match=r"declared with 2 dimensions, which dimensions \[0, 2\] of any size"):
+    with raises("squeeze.axes_ambiguous"):
         lowering.compile(text)
     x = np.ones((1, 1, 5, 3), np.float32)
     assert lowering.compile(text, dims={"n": 1}).run({"x": x})["y"].shape == (5, 3)

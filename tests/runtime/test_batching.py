@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 
 import lowering
 from lowering.errors import InputError
@@ -51,7 +52,7 @@ def test_a_call_in_the_background(two: lowering.Model) -> None:
     calls = [request(rng, rows) for rows in (1, 5, 2)]
     for inputs, future in zip(calls, [two.submit(inputs, threads=1) for inputs in calls]):
         right(inputs, future.result(10))
-    with pytest.raises(InputError, match="input 'z' is missing"):
+    with raises("input.missing"):
         two.submit({"x": calls[0]["x"]}).result(10)
 
 
@@ -99,9 +100,9 @@ def test_who_is_to_blame_fails_alone() -> None:
         np.testing.assert_array_equal(futures[2].result(10)["y"], [[5, 6]])
         with pytest.raises(InputError):
             futures[1].result(10)
-        with pytest.raises(InputError, match=r"there is no input 'j'|is missing"):
+        with raises("input.name_unknown"):
             batching.run({"j": np.zeros(1)})
-        with pytest.raises(InputError, match="takes NumPy's arrays"):
+        with raises("batching.array_type_unsupported"):
             batching.submit({"i": [0]})
 
 
@@ -126,7 +127,7 @@ def test_canceled_and_closed(two: lowering.Model) -> None:
     assert second.cancel() or second.result(10)
     batching.close()
     assert first.done() and second.done()
-    with pytest.raises(InputError, match="closed"):
+    with raises("run.closed"):
         batching.submit(request(rng, 1))
     batching.close()
 
@@ -145,9 +146,9 @@ def test_nobody_need_close_it(two: lowering.Model) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("(float[2, 4] x) => (float[2, 4] y) { y = Exp (x) }", "no symbolic dimension comes first"),
-        ("(float[n, m] x) => (float[m, n] y) { y = Transpose (x) }", "no symbolic dimension comes first"),
-        ("(float[n, n] x) => (float[n, n] y) { y = Exp (x) }", "no symbolic dimension comes first"),
+        ("(float[2, 4] x) => (float[2, 4] y) { y = Exp (x) }", "no symbolic dimension is the first one"),
+        ("(float[n, m] x) => (float[m, n] y) { y = Transpose (x) }", "no symbolic dimension is the first one"),
+        ("(float[n, n] x) => (float[n, n] y) { y = Exp (x) }", "no symbolic dimension is the first one"),
     ],
 )
 def test_models_without_a_batch(text: str, why: str) -> None:

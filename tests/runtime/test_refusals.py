@@ -10,6 +10,7 @@ from typing import Any
 import modules
 import numpy as np
 import pytest
+from error_codes import raises
 from tvm import relax
 
 import lowering
@@ -48,12 +49,12 @@ def test_inputs(model: Load, inputs: dict[str, Any], message: str) -> None:
 
 
 def test_graphs_are_for_gpus(model: Load) -> None:
-    with pytest.raises(InputError, match=r"graphs are for models on GPUs.*bind without graph=True"):
+    with raises("cuda_graph.gpu_required"):
         model("addition").bind({"x": ONES, "y": ONES}, graph=True)
 
 
 def test_static_sizes(model: Load) -> None:
-    with pytest.raises(InputError, match=r"'x' must have size 64 along axis 1, not 63: it takes \[n, 64\] and"):
+    with raises("input.size_mismatch"):
         model("dense").run({"x": np.ones((2, 63), "f")})
 
 
@@ -61,7 +62,7 @@ def test_ranges(tmp_path: Path) -> None:
     module = lowering.load(modules.addition(tmp_path / "m", shape=("n",), ranges={"n": (1, 8)}))
     assert module.run({"x": np.ones(8, "f"), "y": np.ones(8, "f")})["z"].sum() == 16
     for size, refuse in itertools.product((0, 9), (module.run, module.bind)):
-        with pytest.raises(InputError, match=rf"dimension 'n' is {size} in input 'x' \(axis 0\); the model takes 1 to"):
+        with raises("input.dimension_out_of_range"):
             refuse({"x": np.ones(size, "f"), "y": np.ones(size, "f")})
 
 
@@ -82,7 +83,7 @@ def test_numpy_integers_are_numbers(model: Load, artifact: Callable[..., Path]) 
         assert (model("addition").bind({"x": ONES, "y": ONES}, threads=two)()["z"] == 2).all()  # type: ignore[arg-type]
         lowering.load(artifact("addition"), threads=two, device=np.int32(0))  # type: ignore[arg-type]
     for device in (-1, 1.0, 2**31):
-        with pytest.raises(InputError, match="device must be a whole number from 0 to 2147483647, not"):
+        with raises("argument.integer_invalid"):
             lowering.load(artifact("addition"), device=device)  # type: ignore[arg-type]
 
 
@@ -91,9 +92,9 @@ def test_masked_arrays(model: Load) -> None:
     module = model("addition")
     for masked in (np.ma.masked_equal(ONES, 1), np.ma.array(ONES)):
         for refuse in (module.run, module.bind):
-            with pytest.raises(InputError, match=r"input 'x' is a masked array, and its mask would be lost\. Pass"):
+            with raises("input.masked_array"):
                 refuse({"x": masked, "y": ONES})
-    with pytest.raises(InputError, match="output 'z' is a masked array"):
+    with raises("input.masked_array"):
         module.bind({"x": ONES, "y": ONES}, {"z": np.ma.array(ONES.copy())})
 
 
@@ -114,8 +115,8 @@ def test_subclasses_of_arrays(model: Load, tmp_path: Path) -> None:
 def test_strings_are_nothing_else(tmp_path: Path) -> None:
     spec = modules.spec("x", "string", "n", storage="int32")
     module = lowering.load(modules.build(tmp_path / "m", [spec], [spec], lambda b, i, w: i))
-    for other, kind in ((b"bytes", "bytes"), (None, "NoneType"), (5, "int")):
-        with pytest.raises(InputError, match=f"input 'x' must hold nothing but str, not {kind}"):
+    for other in (b"bytes", None, 5):
+        with raises("input.element_type_unsupported"):
             module.run({"x": np.array(["a", other], object)})
     assert module.run({"x": np.array([np.str_("a")], object)})["x"].tolist() == ["a"]
 
@@ -123,19 +124,19 @@ def test_strings_are_nothing_else(tmp_path: Path) -> None:
 def test_bound_arrays(model: Load) -> None:
     module = model("addition")
     inputs = {"x": ONES, "y": ONES}
-    with pytest.raises(InputError, match=r"input 'x' is not C-contiguous, but a bound call reads it in place\."):
+    with raises("input.copy_required"):
         module.bind({"x": np.ones((3, 2), "f").T, "y": ONES})
-    with pytest.raises(InputError, match=r"there is no output 'x'\. The outputs are z\."):
+    with raises("output.name_unknown"):
         module.bind(inputs, {"x": ONES.copy()})
-    with pytest.raises(InputError, match=r"output 'z' must be float32, not float64"):
+    with raises("input.dtype_mismatch"):
         module.bind(inputs, {"z": np.ones((2, 3))})
-    with pytest.raises(InputError, match=r"dimension 'm' is 4 in output 'z' \(axis 1\) but 3 in input 'x'"):
+    with raises("input.dimension_mismatch"):
         module.bind(inputs, {"z": np.ones((2, 4), "f")})
-    with pytest.raises(InputError, match=r"output 'z' is not C-contiguous, but a bound call writes results to it\."):
+    with raises("input.copy_required"):
         module.bind(inputs, {"z": np.ones((3, 2), "f").T})
     frozen = ONES.copy()
     frozen.flags.writeable = False
-    with pytest.raises(InputError, match=r"output 'z' is read-only, but a bound call writes results to it\."):
+    with raises("input.read_only"):
         module.bind(inputs, {"z": frozen})
 
 
@@ -143,7 +144,7 @@ def test_sizes_that_do_not_fit_together_inside(model: Load) -> None:
     """A check that only the compiled code can do is an InputError too, and the model runs on."""
     module = model("inside")
     for _ in range(2):
-        with pytest.raises(InputError, match="the model cannot run on these inputs: "):
+        with raises("run.check_failed"):
             module.run({"x": np.ones(3, "f"), "y": np.ones(4, "f")})
         assert (module.run({"x": np.ones(3, "f"), "y": np.ones(3, "f")})["z"] == 2).all()
 
@@ -162,9 +163,7 @@ def test_bound_lengths_are_those_that_are_read(tmp_path: Path) -> None:
     inputs["n"], inputs["x"] = np.array(0, "int64"), np.zeros(1, "int64")
     x.shape = (1, 2)
     for change in (inputs.clear, lambda: length.setfield(0, "int32")):
-        with pytest.raises(
-            InputError, match=r"the caches have 4 slots: 3 tokens are in them \('n'\) and 2 more do not fit"
-        ):
+        with raises("static_cache.capacity_exceeded"):
             call()
         change()
     length[()] = 1
@@ -183,7 +182,7 @@ def test_results_that_do_not_fit_the_bound_array(tmp_path: Path) -> None:
     call = module.bind({"x": x}, {"y": y})
     assert call()["y"].tolist() == [1, 2]
     x[0] = 7
-    with pytest.raises(InputError, match=r"output 'y' has shape \[3\], but the array bound to it has \[2\]\."):
+    with raises("output.shape_mismatch"):
         call()
 
 
@@ -203,10 +202,10 @@ def test_arrays_whose_own_code_fails(error: type[Exception], model: Load) -> Non
 
     module = model("addition")
     for refuse in (module.run, module.bind):
-        with pytest.raises(InputError, match=r"input 'x' cannot be read through DLPack: .*broken"):
+        with raises("input.dlpack_failed"):
             refuse({"x": Broken(), "y": ONES})
 
 
 def test_outputs_that_are_no_mapping(model: Load) -> None:
-    with pytest.raises(InputError, match="outputs must map names to arrays, not list"):
+    with raises("output.mapping_required"):
         model("addition").bind({"x": ONES, "y": ONES}, [1])  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import ml_dtypes
 import modules
 import numpy as np
 import pytest
+from error_codes import raises
 from tvm import relax
 
 import lowering
@@ -69,9 +70,9 @@ def test_strings(tmp_path: modules.Path) -> None:
         outputs = module.run({"x": x})
         assert outputs["y"].dtype == object and outputs["y"].tolist() == x.tolist()
         assert outputs["c"].shape == () and outputs["c"].item() == "one"
-    with pytest.raises(InputError, match=r"input 'x' must be an array of str, of dtype object, not float64"):
+    with raises("input.dtype_mismatch"):
         module.run({"x": np.zeros(2)})
-    with pytest.raises(InputError, match=r"input 'x' holds strings, .* but a bound call reads it in place"):
+    with raises("input.copy_required"):
         module.bind({"x": np.array(["a"], object)})
 
 
@@ -188,9 +189,9 @@ class TestAnotherLibrary:
 
     def test_refusals(self, model: Load) -> None:
         module, x = model("addition"), np.ones((2, 3), "f")
-        with pytest.raises(InputError, match=r"input 'y' must be float32, not float64"):
+        with raises("input.dtype_mismatch"):
             module.run({"x": x, "y": xp.ones((2, 3), dtype=xp.float64)})
-        with pytest.raises(InputError, match=r"dimension 'm' is 4 in input 'y' \(axis 1\) but 3 in input 'x'"):
+        with raises("input.dimension_mismatch"):
             module.run({"x": x, "y": xp.ones((2, 4), dtype=xp.float32)})
 
 
@@ -296,13 +297,13 @@ class OnDevice(Foreign):
 def test_arrays_elsewhere_are_refused(model: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, Foreign.__module__, np)
     x = np.ones((2, 3), "f")
-    with pytest.raises(InputError, match=r"input 'y' is not in the CPU's memory"):
+    with raises("input.device_mismatch"):
         model("addition").run({"x": x, "y": OnDevice(x)})
 
 
 def test_arrays_without_a_way_back_are_refused(model: Load) -> None:
     x = np.ones((2, 3), "f")
-    with pytest.raises(InputError, match=r"of Foreign arrays has no from_dlpack"):
+    with raises("output.library_unsupported"):
         model("addition").run({"x": x, "y": Foreign(x)})
 
 
@@ -314,7 +315,7 @@ def test_read_only_arrays_of_other_libraries(model: Load, monkeypatch: pytest.Mo
     past = np.zeros((2, 3, 4), "f")
     past.flags.writeable = False
     inputs = {"new": np.ones((2, 4), "f"), "index": np.zeros(2, "int64")}
-    with pytest.raises(InputError, match=r"input 'past' is read-only, but it is donated"):
+    with raises("input.read_only"):
         model("cache").run({"past": Foreign(past), **inputs})
 
 

@@ -157,7 +157,7 @@ def test_choices_that_do_not_exist_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             schedules.apply_schedules(module, CPU, lambda func, candidates, choice=choice: choice)
-    with pytest.raises(ValueError, match="is no choice of variant 'panels'"):
+    with pytest.raises(ValueError, match="is not a choice of variant 'panels'"):
         variant.read('{"variant": "panels", "tiles": {"panels": {"width": 3}}}')
 
 

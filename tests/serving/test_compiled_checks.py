@@ -13,6 +13,7 @@ import gpt_attention_cases
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 from gpt_malformed_calls import DEFECTS, corrupt_call
 from onnx import TensorProto, helper
 from request_checks import check_gpt, make_gpt_node
@@ -244,7 +245,7 @@ def test_a_model_runs_after_an_error(operator: str, mode: int) -> None:
     case = choose_case(operator, mode)
     corrupted = corrupt_inputs(operator, mode, OPERATOR_DEFECTS[operator]["seqstarts decrease"])
     assert corrupted is not None
-    with pytest.raises(InputError, match="seqstarts"):
+    with raises("requests.starts_decreasing"):
         compile_case(operator, mode, True).run(corrupted[0])
     inputs = case.arrays(np.random.default_rng(7))
     expected = cases.compute_expected(case, {key: array.copy() for key, array in inputs.items()})
@@ -310,9 +311,7 @@ def test_layers_share_a_check_that_names_the_first() -> None:
     run(inputs)
     before = inputs["cache"].copy()
     inputs["cachestarts"][1, 0] = 1
-    with pytest.raises(
-        InputError, match="'layer 0': cachestarts has request 0 write to slot 2, which request 1 writes"
-    ):
+    with raises("requests.slot_shared"):
         run(inputs)
     assert is_equal_bitwise(inputs["cache"], before)
 
@@ -321,9 +320,7 @@ def test_no_layer_writes_before_the_tables_of_all_were_checked() -> None:
     run = lowering.compile(make_layers("other_pages")).run
     inputs = make_layer_inputs() | {"other_pages": np.array([[0], [5]])}
     before = inputs["cache"].copy()
-    with pytest.raises(
-        InputError, match="'layer 1': cachestarts of request 1, page 0, is 7, and its 2 keys there need"
-    ):
+    with raises("requests.slot_out_of_range"):
         run(inputs | {"other_pages": np.array([[0], [7]])})
     assert is_equal_bitwise(inputs["cache"], before)
     run(inputs)
@@ -348,7 +345,7 @@ def test_which_models_check(target: str, checks: bool, check_count: int) -> None
 
 
 def test_checks_is_a_flag() -> None:
-    with pytest.raises(InputError, match="checks='no' is neither True nor False"):
+    with raises("option.checks_invalid"):
         lowering.compile(make_layers(), checks="no")  # type: ignore[arg-type]
 
 

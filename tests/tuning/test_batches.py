@@ -13,6 +13,7 @@ from pathlib import Path
 
 import models
 import pytest
+from error_codes import raises
 from models import matmul
 
 import lowering
@@ -55,7 +56,7 @@ def copied(batch: Path, folder: Path) -> Path:
 def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Results become records that compile uses, once; the next candidates are others."""
     batch, database = copied(exported, tmp_path), tmp_path / "database"
-    with pytest.raises(InputError, match="was measured yet"):
+    with raises("measure.results_missing"):
         lowering.file_results(batch, database, "cpu")
     done = measured(batch)
     assert done.returncode == 0, done.stderr
@@ -113,9 +114,9 @@ def test_killed_in_the_middle(exported: Path, tmp_path: Path) -> None:
 
 def test_refusals(exported: Path, tmp_path: Path) -> None:
     batch = copied(exported, tmp_path)
-    with pytest.raises(InputError, match="is not empty"):
+    with raises("argument.folder_not_empty"):
         lowering.tune(matmul(rows=64), tmp_path / "d", export=batch)
-    with pytest.raises(InputError, match=r"holds no candidates: batch\.json is missing"):
+    with raises("measure.candidates_missing"):
         measure_batch(tmp_path)
     data = json.loads((batch / BATCH).read_text())
     for change, error, text in (
@@ -129,5 +130,5 @@ def test_refusals(exported: Path, tmp_path: Path) -> None:
     (batch / BATCH).write_text(json.dumps(data))
     machine = batch / "machine.json"
     machine.write_text(json.dumps({"caches": [1, 2], "gpu": ""}))
-    with pytest.raises(InputError, match="other caches"):
+    with raises("measure.machine_mismatch"):
         measure_batch(batch)

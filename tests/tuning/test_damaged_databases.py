@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_codes import raises
 
 from lowering.tuning import database
 
@@ -81,8 +82,6 @@ def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None
 def test_lines_that_are_none(line: bytes, tmp_path: Path) -> None:
     records, workloads = lines(RECORDS), lines(WORKLOADS)
     assert outcome(tmp_path, [records[0], line], workloads) == "refused"
-    with pytest.raises(
-        database.DatabaseError, match=r"database_tuning_record\.json' is damaged: line 2 is not a record"
-    ):
+    with raises("database.file_damaged", kind=database.DatabaseError):
         database.open_writable(tmp_path)
     assert outcome(tmp_path, records, [line, *workloads]) == "refused"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from error_codes import raises
 
 from lowering.errors import InputError
 from lowering.fleet import devices
@@ -62,6 +63,6 @@ def test_other_measurements_are_stored(
     batch.search, batch._results, batch._new_indices = search, [], []
     candidate = SimpleNamespace(sch=SimpleNamespace(trace=None))
     batch._pending = [(candidate, str(k), measuring(seconds, tmp_path / str(k))) for k, seconds in enumerate(ends)]
-    with pytest.raises(InputError, match="No device is left"):
+    with raises("fleet.no_device_left"):
         batch.finish(None, lambda search: None)
     assert stored == [seconds for seconds in ends if seconds] and not batch._pending

@@ -95,7 +95,7 @@ def test_indices_out_of_range_give_zeros() -> None:
     [
         ({"bits": 3}, "attribute bits is 3. Use 2, 4 or 8."),
         ({"block_size": 0}, "attribute block_size is 0."),
-        ({"block_size": 32}, "input scales is of shape [37, 2], and [37, 1] blocks of 32 are in data."),
+        ({"block_size": 32}, "input scales has shape [37, 2], and data consists of [37, 1] blocks of 32."),
         ({"gather_axis": 7}, "axis"),
     ],
 )

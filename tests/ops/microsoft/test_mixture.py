@@ -176,7 +176,7 @@ def test_any_number_of_tokens(rows: int) -> None:
 )
 def test_errors_name_the_node(corrupt: dict[str, tuple[int, ...]], said: dict[str, Any], text: str) -> None:
     weights = {**draw_weights(False), **{name: draw_normal(*shape) for name, shape in corrupt.items()}}
-    with pytest.raises(lowering.LoweringError, match="experts") as raised:
+    with pytest.raises(lowering.NodeError) as raised:
         lowering.compile(
             make_model("MoE", [draw_normal(3, WIDTH), draw_normal(3, EXPERTS), *list_inputs(weights)], **said)
         )

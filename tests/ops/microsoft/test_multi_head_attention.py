@@ -200,7 +200,7 @@ def append_input(inputs: list[Any], k: int, dtype: str, *dims: int | str) -> lis
             "MultiHeadAttention",
             append_input(QKV, 9, I, "b", 1, "m"),
             {},
-            "cache_indirection is given, and no past_sequence",
+            "and past_sequence_length is missing",
         ),
         ("MultiHeadAttention", append_input(QKV, 6, F, "b", 2, "p", 8), {}, "past_key and past_value"),
         ("MultiHeadAttention", QKV, {"num_heads": 3}, "3 heads do not divide"),

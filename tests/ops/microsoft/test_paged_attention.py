@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from error_codes import raises
 from onnx import helper
 
 import lowering
@@ -317,12 +318,12 @@ HEADS = {"num_heads": 4, "kv_num_heads": 2}
         ({"query": (F, ("n", 1, 64))}, {}, "query has rank 3"),
         ({"query": ("float64", ("n", 64))}, {}, "key is float32 and query is float64"),
         ({"key": None}, {}, "one of key and value"),
-        ({"key": (F, ("n", 48))}, {}, "last dimension of input 'x1' is 32 and 48"),
+        ({"key": (F, ("n", 48))}, {}, "last dimension of input 'x1' differs between the inputs: 32 and 48"),
         ({}, {"kv_num_heads": 3}, "4 query heads do not divide into 3"),
         ({}, {"num_heads": 6}, "6 heads do not divide"),
         ({"key_cache": (F, ("p", "s", 2, 16)), "value_cache": (F, ("p", "s", 2, 16))}, {}, "block size"),
         ({"key_cache": (F, ("p", 16, 32))}, {}, "rank 3"),
-        ({"value_cache": (F, ("p", 8, 2, 16))}, {}, "block size is 8 and 16"),
+        ({"value_cache": (F, ("p", 8, 2, 16))}, {}, "block size differs between the inputs: 8 and 16"),
         ({"value_cache": None}, {}, "value_cache is missing"),
         ({"key_cache": (F, ("p", 16, 2, 8))}, {}, "dimension 3 of input 'x3' is 8, and must be 16"),
         ({"key_cache": ("int8", ("p", 16, 2, 16))}, {}, "int8"),
@@ -330,7 +331,7 @@ HEADS = {"num_heads": 4, "kv_num_heads": 2}
         ({"past_seqlens": (I, ("b", 1))}, {}, "past_seqlens is int32 of rank 2"),
         ({"slot_mapping": (I, ("n", 1))}, {}, "slot_mapping is int32 of rank 2"),
         ({"q_norm_weight": (F, (16,))}, {}, "one of q_norm_weight and k_norm_weight"),
-        ({"head_sink": (F, (3,))}, {}, "head_sink is 3 and 4"),
+        ({"head_sink": (F, (3,))}, {}, "head_sink differs between the inputs: 3 and 4"),
         ({}, {"do_rotary": 1}, "cos_cache or sin_cache is missing"),
         ({"cos_cache": (F, ("t", 9)), "sin_cache": (F, ("t", 9))}, {"do_rotary": 1}, "9 angles"),
         ({}, {"local_window_size": 0}, "local_window_size is 0"),
@@ -354,5 +355,5 @@ def test_a_latent_cache_needs_a_scale() -> None:
     input_types |= {"key": (F, ("n", 16)), "key_cache": (F, ("p", 16, 1, 16))}
     listed = [input_types.get(name) for name in INPUTS]
     more = {"num_heads": 4, "kv_num_heads": 1, "kv_cache_layout": "LATENT", "v_head_size": 8}
-    with pytest.raises(NodeError, match="scale is missing"):
+    with raises("paged_attention.scale_missing"):
         import_node("PagedAttention", listed, **more)

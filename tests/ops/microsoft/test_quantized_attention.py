@@ -104,7 +104,7 @@ NODE: list[Any] = [(U, ("b", "s", E)), (U, (E, W)), (F, (W,)), (F, ()), (F, ())]
         (1, (U, (E + 1, W)), {}, "inner dimension"),
         (1, (U, (E, W + 1)), {}, "for weights of 43 columns"),
         (2, (F, (W - 1,)), {}, "bias has 41 elements, for 42"),
-        (3, (F, (W,)), {}, "'x3' is a vector of 42. Give it one element"),
+        (3, (F, (W,)), {}, "'x3' is a vector of 42 elements. Give it one element"),
         (4, (F, (W - 1,)), {}, "dimension 0 of input 'x4' is 41"),
         (4, ("float16", ()), {}, "weight_scale is float16 and bias is float32"),
         (0, NODE[0], {"do_rotary": 1}, "do_rotary is 1"),

@@ -273,7 +273,7 @@ def import_node_with(changes: dict[int, Any], **more: Any) -> Any:
         ({}, {"kv_cache_bit_width": 4}, "kv_cache_bit_width is 4, for caches of 8 bits"),
         ({4: ("uint8", ("b", 2, "m", 16))}, {}, "the caches are int8 and uint8"),
         ({3: ("float32", ("b", 2, "m", 16)), 4: ("float32", ("b", 2, "m", 16))}, {}, "query is float32, and k_quant"),
-        ({3: None, 4: None}, {}, "no past_key"),
+        ({3: None, 4: None}, {}, "past_key is missing"),
         (dict.fromkeys((3, 4), ("int32", ("b", 2, "m", 16))), {}, "the caches are int32"),
     ],
 )
