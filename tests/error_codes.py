@@ -42,6 +42,27 @@ def raises(*codes: str, kind: type[Exception] = LoweringError) -> Iterator[pytes
     assert caught.value.code in codes, f"{caught.value.code}: {caught.value}"
 
 
+FORWARDING = frozenset(
+    [
+        "lowering/flex/mod.py",
+        "lowering/flex/problem.py",
+        "lowering/functions/gpt_checks/values.py",
+        "lowering/importing/node.py",
+        "lowering/ops/assertions.py",
+        "lowering/ops/flex/reads.py",
+        "lowering/runtime/decoder.py",
+        "lowering/runtime/graphs.py",
+        "lowering/runtime/model.py",
+        "lowering/serving/source_pool.py",
+        "lowering/tuning/local.py",
+    ]
+)
+"""Files with a call that passes on the code of another error, or of a caller."""
+
+_NATIVE = re.compile(r"""\b(?:fail|reject)\(\s*([^;]*?);""", re.DOTALL)
+_ASSERTION = re.compile(r"\[([a-z0-9_]+\.[a-z0-9_]+)\] ([^\"]*)")
+
+
 @dataclass(frozen=True)
 class RaiseSite:
     """A call that creates an error: its path and line, the code (None if it is not a literal), and its text."""
@@ -64,6 +85,21 @@ def find_raise_sites() -> Iterator[RaiseSite]:
                 yield RaiseSite(str(path.relative_to(ROOT)), node.lineno, code, text)
 
 
+def find_native_codes() -> Iterator[tuple[str, str]]:
+    """Yield the codes of checks in C, and of assertions in kernels, with their texts."""
+    for path in sorted((ROOT / "lowering").rglob("*.[ch]")):
+        for call in _NATIVE.findall(path.read_text()):
+            literals = re.findall(r'"((?:[^"\\]|\\.)*)"', call)
+            texts = " ".join(text for text in literals if not CODE.fullmatch(text))
+            yield from ((code, texts) for code in literals if CODE.fullmatch(code))
+    for path in sorted((ROOT / "lowering").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Constant, ast.JoinedStr)):
+                match = _ASSERTION.match(_read_text(node))
+                if match:
+                    yield match[1], match[2]
+
+
 def _find_code_argument(call: ast.Call) -> int | None:
     """Return the index of the code among the arguments of a call that creates an error; None for other calls."""
     if isinstance(call.func, ast.Name):
@@ -83,14 +119,3 @@ def _read_text(argument: ast.expr) -> str:
         )  # type: ignore[attr-defined]
         return "".join(values)
     return f"{{{ast.unparse(argument)}}}"
-
-
-def main() -> None:
-    """Print the calls whose code is missing or is not a literal."""
-    for site in find_raise_sites():
-        if site.code is None:
-            print(f"{site.path}:{site.line}: {site.text}")
-
-
-if __name__ == "__main__":
-    main()

@@ -65,7 +65,7 @@ def test_the_page_of_node_cases_is_generated_anew(operator: str) -> None:
     assert f"\nonnx {onnx.__version__} has " in text
 
 
-@pytest.mark.parametrize("name", ["commands", "errors", "import_rules"])
+@pytest.mark.parametrize("name", ["commands", "errors", "error_codes", "import_rules"])
 def test_pages_of_the_reference_are_generated_anew(name: str) -> None:
     page = runpy.run_path(str(DOCS / f"{name}.py"))["page"]()
     assert (DOCS / "reference" / f"{name}.md").read_text() == page, f"run `python docs/{name}.py`"
