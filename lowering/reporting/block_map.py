@@ -46,7 +46,7 @@ class TileGeometry:
 def read_geometry(problem: AttentionProblem, chosen: Mapping[str, Any] | None, rows: int) -> TileGeometry | None:
     """Return the tile geometry of the kernel that runs for this number of query rows, or None without tiles.
 
-    chosen is the result of `schedules.variant.described`.
+    chosen is the result of `schedules.variant.describe_choice`.
     """
     if rows <= read_max_decode_rows(problem, chosen):
         decode = _read_leaf_choice(chosen)["tiles"]["decode"]

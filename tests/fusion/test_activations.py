@@ -1,4 +1,4 @@
-"""Gelu and Swish, whatever the order of their matmuls."""
+"""Gelu and Swish, with their multiplications in any order."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def key_value_cache(
     cache_layout: int = 0,
     page_size: int = 128,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """KeyValueCache: return key and value [NK, heads * num_repeat, D] in current_key's type, and new cache and scale.
+    """Return KeyValueCache's key and value [NK, heads * num_repeat, D] in current_key's type, new cache and scale.
 
     current_key and current_value: [N, heads, D]. seqstarts, kvstarts: [B + 1]. cachestarts: [B], or [B, MaxP] with
     pages (cache_mode 1); it and start_pos, [B], count tokens. cache: [MaxT, num_layer, 2, heads, D] in layout 0,
@@ -119,7 +119,7 @@ def multi_head_attention(
     is_alibi: int = 0,
     num_kv_heads: int = 0,
 ) -> np.ndarray:
-    """MultiHeadAttention of a ragged batch: return [N, num_heads, D], float64.
+    """Return MultiHeadAttention of a ragged batch: [N, num_heads, D], float64.
 
     query: [N, num_heads, D]. key and value: [NK, num_kv_heads, D], all heads if num_kv_heads is 0. seqstarts, kvstarts:
     [B + 1]. The first decoding_batches requests lack a causal mask. attn_mask: [N, M] or [num_heads, N, M] to add, of
@@ -197,7 +197,7 @@ def multi_head_cache_attention(
     cache_layout: int = 0,
     page_size: int = 128,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """MultiHeadCacheAttention: return the output, [N, num_heads, D] in float64, and new cache and scale.
+    """Return MultiHeadCacheAttention's output, [N, num_heads, D] in float64, and new cache and scale.
 
     Its rows attend to the keys and values that key_value_cache reads back, so to current ones as rounded by the cache.
     Shapes are those of key_value_cache, whose heads are num_kv_heads, and of multi_head_attention.

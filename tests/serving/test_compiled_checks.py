@@ -96,7 +96,7 @@ def other_past(case: cases.Case, inputs: Inputs) -> Blame:
 
 
 def endless_past(case: cases.Case, inputs: Inputs) -> Blame:
-    """The past, added to the rows, overflows."""
+    """Set a past whose end, after the rows, overflows."""
     inputs["start_pos"][0] = 2**63 - 1
     return "start_pos", (0,)
 

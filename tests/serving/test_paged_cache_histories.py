@@ -1,4 +1,4 @@
-"""Histories of a PagedKVCache are those of a dictionary of token values, whatever the steps."""
+"""A PagedKVCache behaves like a dictionary of token values, for any history of steps."""
 
 from __future__ import annotations
 
