@@ -80,7 +80,7 @@ def _make_failing(error: BaseException) -> Callable[..., Any]:
 
 
 def _reject_relu(node: Node, data: Value) -> Value:
-    raise node.error("input x is odd.")
+    raise node.error("node.attribute_unsupported", "input x is odd.")
 
 
 def _patch_relu(lowered: Callable[..., Any]) -> AbstractContextManager[Any]:
