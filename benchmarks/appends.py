@@ -12,9 +12,9 @@ import tvm_ffi
 from rich.console import Console
 from rich.table import Table
 
-from lowering.attention.cache_layout import CacheLayout, KvQuantization, Pages
 from lowering.attention.kv_write import KvWrite, write_in_place
-from lowering.passes.guard_divisions import guard_divisions
+from lowering.attention.record.cache_layout import CacheLayout, KvQuantization, Pages
+from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
 from lowering.target import resolve
 
 from .timing import interleaved, timed

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import schedules
-from lowering.attention.cache_layout import CacheLayout, KvQuantization, Offset, Pages
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.codegen.plain import build_plain_attention
+from lowering.attention.record.cache_layout import CacheLayout, KvQuantization, Offset, Pages
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.attention.reference import compute_reference
 from lowering.errors import LoweringError
 from lowering.target import resolve

@@ -16,7 +16,7 @@ import node_cases  # noqa: E402
 import node_sweep  # noqa: E402
 
 from lowering import ops  # noqa: E402
-from lowering.graph import legality  # noqa: E402
+from lowering.graph.loading import legality  # noqa: E402
 
 PAGE = ROOT / "docs" / "operators.md"
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .flex import compile_flex as compile_flex
     from .flex import flex_attention as flex_attention
     from .functions.gpt_attention import gpt_attention as gpt_attention
-    from .graph.serve import Serve as Serve
+    from .graph.paged.serve import Serve as Serve
     from .profiling.benchmark import Profile as Profile
     from .profiling.benchmark import bench as bench
     from .profiling.throughput import Throughput as Throughput
@@ -67,7 +67,7 @@ _HOME = {
     "FlexModule": "flex",
     "Batcher": "serving",
     "PagedKVCache": "serving",
-    "Serve": "graph.serve",
+    "Serve": "graph.paged.serve",
     "PoolFullError": "serving",
     "RequestError": "serving",
     "check": "checking.check",

@@ -10,7 +10,7 @@ from . import units
 from .manifest import SIGNATURE, KernelSpec, Manifest
 
 if TYPE_CHECKING:
-    from .runtime.files import ArtifactFiles
+    from .runtime.artifact.files import ArtifactFiles
 
 
 def list_facts(files: ArtifactFiles, manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from onnx.backend.base import Backend, BackendRep, Device, DeviceType
 
 from . import check, compile
 from .errors import InputError, LoweringError
-from .graph.model import load_model
+from .graph.loading.model import load_model
 from .manifest import arguments
 from .runtime import Model
 from .target import resolve

@@ -17,8 +17,8 @@ import tvm
 from hypothesis import strategies as st
 from placed_arrays import borrow, guarded
 
-from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem, Mask, Window, WindowOffset
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem, Mask, Window, WindowOffset
 from lowering.attention.reference import (
     DenseInputs,
     compute_reference,
@@ -26,7 +26,7 @@ from lowering.attention.reference import (
     read_dense_inputs,
     split_batches,
 )
-from lowering.passes.guard_divisions import guard_divisions
+from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Results: TypeAlias = dict[str, np.ndarray]

@@ -8,8 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from lowering.attention.cache_layout import Beams, CacheLayout, GivenRing, KvQuantization, Offset, Pages, Ring, Whole
-from lowering.attention.problem import AttentionProblem
+from lowering.attention.record.cache_layout import (
+    Beams,
+    CacheLayout,
+    GivenRing,
+    KvQuantization,
+    Offset,
+    Pages,
+    Ring,
+    Whole,
+)
+from lowering.attention.record.problem import AttentionProblem
 
 _LAYERS = 3
 

@@ -20,7 +20,7 @@ import seeds
 from cuda_emulation import card
 
 from benchmarks.in_process import provide
-from lowering.compiling import artifact_cache
+from lowering.compiling.cache import artifact_cache
 
 provide()
 

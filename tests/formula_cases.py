@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from lowering.attention.expr.node import Expr, canonicalize, make_number, rename_parameters
-from lowering.attention.formula import SCORE_MOD_PREFIX, Formula
+from lowering.attention.record.formula import SCORE_MOD_PREFIX, Formula
 
 _TABLE = 8  # elements; positions are remainders
 _LOWEST = float(np.finfo(np.float32).min)

@@ -11,9 +11,9 @@ import cache_layout_cases
 import ml_dtypes
 import numpy as np
 
-from lowering.attention.cache_layout import GivenRing, Offset, Pages
 from lowering.attention.kv_write import Columns, KvWrite, Rotary
-from lowering.attention.problem import AttentionProblem
+from lowering.attention.record.cache_layout import GivenRing, Offset, Pages
+from lowering.attention.record.problem import AttentionProblem
 
 Arrays = dict[str, np.ndarray]
 

@@ -24,8 +24,8 @@ import onnx.backend.test.case.node as case_package
 
 import lowering
 from lowering.backend import declare_ranks, read_counts_and_ranks
-from lowering.graph.list_inputs import split_list_inputs
-from lowering.graph.model import load_model
+from lowering.graph.loading.list_inputs import split_list_inputs
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 from lowering.ops import list_registered
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from attention_cases import TARGET, Case, draw_cases
 
-from lowering.attention.cache_layout import GivenRing, Offset, Pages, Whole
-from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem, Mask
-from schedules.cpu.attention_tiles import DecodeTiles
-from schedules.cpu.vector import read_cpu_features
-from schedules.cuda.prefill_mma import can_prefill
+from lowering.attention.record.cache_layout import GivenRing, Offset, Pages, Whole
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem, Mask
+from schedules.cpu.attention.attention_tiles import DecodeTiles
+from schedules.cpu.primitives.vector import read_cpu_features
+from schedules.cuda.attention.prefill_mma import can_prefill
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "records.md"
 
@@ -130,9 +130,10 @@ def page() -> str:
     lines = [
         "# The record, field by field",
         "",
-        "Every kernel answers the whole of `lowering/attention/problem.py`, or reject by rule and leaves the problem",
-        "to the plain kernel of its target. A number says how many random cases covered a field on a kernel, against",
-        "float64, with NaN and infinities in what is not visible. `python tests/record_cases.py` writes this page from",
+        "Every kernel answers the whole of `lowering/attention/record/problem.py`, or rejects by rule, and leaves the",
+        "problem to the plain kernel of its target. A number says how many random cases covered a field on a kernel,",
+        "against float64, with NaN and infinities in what is not visible. `python tests/record_cases.py` writes this",
+        "page from",
         about,
         "",
         "| field | " + " | ".join(KERNELS) + " |",

@@ -15,7 +15,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import lowering
-from lowering.compiling import artifact_cache, compilation, fingerprints
+from lowering.compiling import compilation
+from lowering.compiling.cache import artifact_cache, fingerprints
 from lowering.compiling.compiler import compile_to
 
 TEXT = """<ir_version: 10, opset_import: ["" : 23]>

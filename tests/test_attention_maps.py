@@ -13,13 +13,13 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 import schedules
-from lowering.attention.bound import BoundAttention
+from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.codegen.key_tiles import KeyTiles
+from lowering.attention.codegen.plain import build_plain_attention
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.expr.node import Expr
-from lowering.attention.formula import Formula
-from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.reporting.block_map import TileGeometry, find_visited_tiles
 from lowering.reporting.formula_text import format_formula
 from lowering.reporting.visibility import ALWAYS, BY_DATA, CHANGED, NEVER, compute_visibility

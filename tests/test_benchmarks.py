@@ -24,7 +24,7 @@ from benchmarks.measure import prepare
 from benchmarks.records import Outcome, Record, Results, here, read
 from benchmarks.report import peer_cell, rows
 from benchmarks.timing import Timing
-from lowering.attention.cache_layout import CacheLayout, KvQuantization, Pages
+from lowering.attention.record.cache_layout import CacheLayout, KvQuantization, Pages
 
 PACKED = replace(stores.problem(2, CacheLayout()), row_axes="te")
 ROOT = Path(__file__).parents[1]

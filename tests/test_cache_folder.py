@@ -16,7 +16,8 @@ import pytest
 
 import lowering
 from lowering import cache_folder
-from lowering.compiling import artifact_cache, compilation, object_cache
+from lowering.compiling import compilation
+from lowering.compiling.cache import artifact_cache, object_cache
 
 TEXT = '<ir_version: 10, opset_import: ["": 21]> g (float[n] x) => (float[n] y) { y = Exp (x) }'
 Patch = pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from error_codes import raises
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64

@@ -7,7 +7,7 @@ import pytest
 from lowering import deprecated
 from lowering.commands.cli import main
 from lowering.flex import masks
-from lowering.runtime import pickling
+from lowering.runtime.artifact import pickling
 
 
 @pytest.mark.parametrize(("old", "new"), deprecated.COMMANDS.items())

@@ -10,9 +10,9 @@ from tvm import tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
-from lowering.passes.elements import ElementExpressions
+from lowering.passes.graph.elements import ElementExpressions
 from lowering.tensorir.expressions import is_float, walk
 from lowering.tensorir.facts import Facts
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lowering
 from lowering.errors import InputError
-from lowering.graph.roles import InputRoles, find_roles
+from lowering.graph.caches.roles import InputRoles, find_roles
 
 HEADS, SIZE, WIDTH, VOCABULARY, CAPACITY = 2, 4, 6, 10, 24
 

@@ -17,8 +17,8 @@ from tvm import relax
 
 import lowering
 import schedules
-from lowering.attention.formula import Formula
-from lowering.attention.problem import ATTRIBUTE, AttentionProblem
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem
 
 SAMPLES = Path(__file__).parent / "exports" / "samples"
 HEADS, KV_HEADS, D = 4, 2, 16

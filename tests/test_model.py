@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering import ops
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 HEADER = '<ir_version: 10, opset_import: ["" : 24]>'

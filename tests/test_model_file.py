@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lowering
-from lowering.graph.model_file import check_model_file
+from lowering.graph.loading.model_file import check_model_file
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 HIDDEN = 6

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import lowering
-from lowering.tuning.session import TuningOutcome
+from lowering.tuning.search.session import TuningOutcome
 
 ODD = "x<b>&\"'"
 

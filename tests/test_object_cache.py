@@ -18,8 +18,9 @@ from tvm import tirx
 import lowering
 import schedules
 from lowering.commands.cli import main
-from lowering.compiling import object_cache, objects
-from lowering.compiling.fingerprints import fingerprint_program
+from lowering.compiling import objects
+from lowering.compiling.cache import object_cache
+from lowering.compiling.cache.fingerprints import fingerprint_program
 
 TEXT = """
     m (float[N, 24] x) => (float[N, 40] {y}) <float[24, 40] w, float[40] b> {{

@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.sym import Analyzer
 
 import lowering
-from lowering.passes.plan_memory import (
+from lowering.passes.memory.plan_memory import (
     PlannedTensor,
     Polynomial,
     SizePolynomials,

@@ -17,8 +17,8 @@ import lowering
 from lowering.choices import Precision
 from lowering.commands.cli import main
 from lowering.fusion import fuse
-from lowering.graph.model import load_model
-from lowering.graph.precision import use_precision
+from lowering.graph.loading.model import load_model
+from lowering.graph.options.precision import use_precision
 from lowering.target import host_features
 
 SAMPLES = Path(__file__).parent / "exports" / "samples"

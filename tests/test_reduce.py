@@ -22,7 +22,7 @@ from lowering.checking.references import Feeds, inline_weights, load_reference
 from lowering.checking.submodels import EvaluatedModel, Submodel
 from lowering.commands.cli import main
 from lowering.errors import CompilerError
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 
 WIDTH, LAYERS = 8, 6
 

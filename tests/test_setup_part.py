@@ -13,7 +13,7 @@ import pytest
 from error_codes import raises
 
 import lowering
-from lowering.graph.setup_split import split_setup
+from lowering.graph.caches.setup_split import split_setup
 
 DECODERS = Path(__file__).parent / "exports" / "decoders"
 HEAD = '<ir_version: 10, opset_import: ["" : 24]>'

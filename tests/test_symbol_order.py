@@ -8,7 +8,7 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from lowering.passes.hoist_shape_bindings import hoist_shape_bindings
+from lowering.passes.tvm_workarounds.hoist_shape_bindings import hoist_shape_bindings
 
 
 def _module(order: tuple[int, ...]) -> tvm.IRModule:

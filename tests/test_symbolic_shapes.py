@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from tvm import tirx
 
 import lowering
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 RNG = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from lowering.checking.synthetic_inputs import generate_inputs
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import FILE, Manifest, TensorSpec
-from lowering.runtime.decoder import Decoder
+from lowering.runtime.decoding.decoder import Decoder
 from lowering.serving.paged_cache import PagedKVCache
 
 ROWS, POSITIONS, WIDTH = 50, 12, 96

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lowering.graph.static_cache import PAST_LENGTH
+from lowering.graph.caches.static_cache import PAST_LENGTH
 
 from .case import Arrays, Bar
 from .exported import PublishedWidths, exports_module

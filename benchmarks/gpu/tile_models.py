@@ -20,12 +20,12 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
-from lowering.attention.problem import AttentionProblem
-from schedules.cuda.decode_tiles import DecodeTiles, DecodeTiming
-from schedules.cuda.device import DEVICES
-from schedules.cuda.matmul_reader import MatmulShape
-from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
-from schedules.cuda.small_m_tiles import SmallMTiles, SmallMTiming
+from lowering.attention.record.problem import AttentionProblem
+from schedules.cuda.attention.decode_tiles import DecodeTiles, DecodeTiming
+from schedules.cuda.matmul.matmul_reader import MatmulShape
+from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.matmul.small_m_tiles import SmallMTiles, SmallMTiming
+from schedules.cuda.primitives.device import DEVICES
 
 TIMINGS = Path(__file__).parents[1] / "results" / "gpu" / "h200_tiles.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_tile_models.md"

@@ -10,11 +10,11 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import full_region
-from .addressing import Addressing
+from .codegen.addressing import Addressing
+from .codegen.parameters import SymbolicSizes, declare_buffer, describe_cache_tables, describe_cache_tensors
+from .codegen.slots import clamp
 from .expr.emit import cast
-from .parameters import SymbolicSizes, declare_buffer, describe_cache_tables, describe_cache_tensors
-from .problem import AttentionProblem
-from .slots import clamp
+from .record.problem import AttentionProblem
 
 _ROW_PARAMETERS = ("q", "mask", "row_starts", "most_rows", "most_keys", "free_batches")
 

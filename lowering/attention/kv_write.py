@@ -32,10 +32,10 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import full_region
-from .cache_layout import CacheLayout, KvQuantization
+from .codegen.parameters import SymbolicSizes, TensorSpec, declare_buffer, describe_cache_tables, describe_cache_tensors
+from .codegen.slots import Slots
 from .expr.emit import cast, widen_to
-from .parameters import SymbolicSizes, TensorSpec, declare_buffer, describe_cache_tables, describe_cache_tensors
-from .slots import Slots
+from .record.cache_layout import CacheLayout, KvQuantization
 
 ATTRIBUTE = "lowering.kv_write"
 

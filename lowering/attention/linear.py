@@ -23,8 +23,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import full_region
+from .codegen.parameters import SymbolicSizes, TensorSpec, declare_buffer
 from .expr.emit import cast, widen_to
-from .parameters import SymbolicSizes, TensorSpec, declare_buffer
 
 ATTRIBUTE = "lowering.linear_attention"
 ACC = "float32"

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .cache_layout import CacheLayout, GivenRing, Offset, Pages, Ring
 from .expr.evaluate import evaluate
-from .formula import Formula
-from .problem import AttentionProblem, Mask
+from .record.cache_layout import CacheLayout, GivenRing, Offset, Pages, Ring
+from .record.formula import Formula
+from .record.problem import AttentionProblem, Mask
 
 NamedArrays = Mapping[str, Any]
 """Arrays and numbers by the names of the problem's parameters."""

@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..fusion.matching import read_static_sizes
-from ..graph.joint_kv_caches import find_joint_caches
+from ..graph.caches.joint_kv_caches import find_joint_caches
 from ..manifest import SlotCaches, TensorSpec
-from ..runtime.checks import check_fixed_dimensions
-from ..runtime.decoder_sources import list_fixed_inputs
+from ..runtime.artifact.checks import check_fixed_dimensions
+from ..runtime.decoding.decoder_sources import list_fixed_inputs
 from ..runtime.model import Model
 from .chosen_tokens import Tokens, generate_tokens, read_token_shape, select_tokens, slice_tokens, to_decoder_argument
 from .references import Evaluate

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import LoweringError
-from ..graph.legality import iterate_graphs
+from ..graph.loading.legality import iterate_graphs
 from .references import Against, Evaluate, Feeds, load_reference
 
 _WIDENED = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..manifest import SOURCE_LENGTHS, Manifest, TensorSpec
-from ..runtime.elements import ElementType
+from ..runtime.arrays.elements import ElementType
 from .synthetic_inputs import generate_inputs, read_input_specs
 
 _DEFAULT_ROWS = 11  # rows of a source, unless a size says otherwise

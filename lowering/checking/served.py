@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
-from ..graph.joint_kv_caches import find_joint_caches
-from ..graph.roles import InputRoles, find_roles
-from ..graph.served_states import is_state_operator, past_state
+from ..graph.caches.joint_kv_caches import find_joint_caches
+from ..graph.caches.roles import InputRoles, find_roles
+from ..graph.paged.served_states import is_state_operator, past_state
 from ..manifest import Manifest, ServedCache, TensorSpec
 from ..runtime.model import Model
 from ..serving.batcher import Batcher

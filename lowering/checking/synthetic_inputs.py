@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.model import dtype_name
+from ..graph.loading.model import dtype_name
 from ..manifest import TensorSpec
 from ..profiling.inputs import add_derived_sizes, is_integer, random_input
-from ..runtime.checks import check_fixed_dimensions
-from ..runtime.elements import STORAGE_TYPES
+from ..runtime.arrays.elements import STORAGE_TYPES
+from ..runtime.artifact.checks import check_fixed_dimensions
 from .references import Feeds
 
 _DEFAULT_SIZE = 4  # the size of unspecified symbolic dimensions

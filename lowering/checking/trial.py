@@ -17,11 +17,11 @@ from ..compiling import progress
 from ..compiling.compiler import compile
 from ..compiling.options import CompileOptions
 from ..errors import CompilerError, LoweringError
-from ..graph.model import dtype_name, load_model
+from ..graph.loading.model import dtype_name, load_model
 from ..manifest import Argument, Manifest, arguments
 from ..runtime import Model
-from ..runtime.elements import ElementType
-from ..runtime.lists import flatten_lists
+from ..runtime.arrays.elements import ElementType
+from ..runtime.arrays.lists import flatten_lists
 from . import reproducer
 from .compare import Comparison, Tolerance, add_float64_errors, compare_output
 from .decoding import DecodingSession, build_decoding_session

@@ -14,14 +14,14 @@ from .. import deprecated
 from ..compiling.compiler import compile
 from ..compiling.options import CompileArguments, CompileOptions
 from ..errors import CompilerError, InputError, LoweringError
-from ..graph.declared_sizes import set_sizes
-from ..graph.legality import iterate_graphs
-from ..graph.list_inputs import split_list_inputs
-from ..graph.model import ModelLike, load_model
-from ..graph.random_seed import can_draw_random
+from ..graph.loading.declared_sizes import set_sizes
+from ..graph.loading.legality import iterate_graphs
+from ..graph.loading.list_inputs import split_list_inputs
+from ..graph.loading.model import ModelLike, load_model
+from ..graph.options.random_seed import can_draw_random
 from ..notebook import format_table
 from ..runtime import Model, load
-from ..runtime.lists import flatten_lists
+from ..runtime.arrays.lists import flatten_lists
 from . import reproducer
 from .check import check
 from .compare import Comparison

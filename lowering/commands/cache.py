@@ -26,7 +26,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
 
 
 def _cache(arguments: argparse.Namespace) -> int:
-    from ..compiling import artifact_cache, object_cache
+    from ..compiling.cache import artifact_cache, object_cache
 
     caches: dict[str, Any] = {"kernels": object_cache, "artifacts": artifact_cache}
     sizes_by_name = {name: (*cache.size(), cache.MAX_BYTES) for name, cache in caches.items()}

@@ -78,7 +78,7 @@ def _replace_old_name(argv: list[str]) -> list[str]:
 
 def _check_model(path: Path) -> None:
     """Reject a misspelt name before a command imports the compiler."""
-    from ..graph.model_file import check_model_file
+    from ..graph.loading.model_file import check_model_file
 
     check_model_file(path)
 

@@ -15,7 +15,7 @@ from .output_files import replace_file
 
 if TYPE_CHECKING:
     from ..manifest import Manifest
-    from ..runtime.files import ArtifactFiles
+    from ..runtime.artifact.files import ArtifactFiles
 
 _NODES = 60  # characters of the node names of a kernel
 
@@ -40,8 +40,8 @@ def add_command(add_parser: Callable[..., Any]) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from ..runtime.checks import read_manifest
-    from ..runtime.files import ArtifactFiles
+    from ..runtime.artifact.checks import read_manifest
+    from ..runtime.artifact.files import ArtifactFiles
 
     files = ArtifactFiles(arguments.artifact)
     manifest = read_manifest(files)

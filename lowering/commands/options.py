@@ -13,7 +13,7 @@ from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..graph.serve import Serve
+    from ..graph.paged.serve import Serve
 
 TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, of which +feature says what more they "
@@ -226,7 +226,7 @@ def build_serve(arguments: argparse.Namespace) -> Serve | None:
                 "--cache is only for --serve CONTEXT: it chooses how keys and values are stored. Give --serve as well.",
             )
         return None
-    from ..graph.serve import Serve
+    from ..graph.paged.serve import Serve
 
     return Serve(arguments.serve, cache=arguments.cache or "model")
 

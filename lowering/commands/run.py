@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from ..runtime import load
-    from ..runtime.lists import flatten_lists
+    from ..runtime.arrays.lists import flatten_lists
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
     outputs = model.run(load_arrays(arguments.input))

@@ -23,8 +23,8 @@ from ..manifest import (
     compute_block_digests,
     digest,
 )
-from ..runtime.folders import replace_folder
-from ..runtime.signature import SigningKey, sign
+from ..runtime.artifact.folders import replace_folder
+from ..runtime.artifact.signature import SigningKey, sign
 from .cpp_header import model_header
 
 # Size of cache lines, and of the widest vectors.
@@ -74,7 +74,7 @@ def write_artifact(folder: Path, artifacts: Sequence[ArtifactPart], sign_key: Si
             for name, library in zip(artifact.manifest.code().values(), artifact.libraries, strict=True)
         }
         header = model_header(manifest, code).encode("ascii")
-        host = (Path(__file__).parents[1] / "runtime" / HOST).read_bytes()
+        host = (Path(__file__).parents[1] / "runtime" / "native" / HOST).read_bytes()
         for name, content in {**code, HEADER: header, HOST: host}.items():
             (new / name).write_bytes(content)
             hashes[name] = digest(content)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tvm_ffi import libinfo
 
-from . import object_cache
-from .fingerprints import fingerprint_program
+from .cache import object_cache
+from .cache.fingerprints import fingerprint_program
 
-_FOLDER = Path(__file__).parents[1] / "runtime"
+_FOLDER = Path(__file__).parents[1] / "runtime" / "native"
 _FLAGS = ("-O2", "-fPIC", "-pthread", "-std=gnu11")
 _SOURCES = ("parallel", "checks")
 _BY_FUNCTION = {

@@ -16,9 +16,9 @@ from tvm import tirx
 
 from ..choices import TF32
 from ..errors import InputError, LoweringError
-from ..graph.declared_sizes import ranges
-from ..graph.model import ModelLike
-from ..graph.static_cache import PAST_LENGTH
+from ..graph.caches.static_cache import PAST_LENGTH
+from ..graph.loading.declared_sizes import ranges
+from ..graph.loading.model import ModelLike
 from ..importing.imported_model import ImportedModel, Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
@@ -26,7 +26,7 @@ from ..manifest import SETUP, Manifest, TensorSpec
 from ..passes.compile_state import CompileState, PassOptions
 from ..profiling.expected import list_slow_kernels
 from ..target import Target, resolve
-from ..tuning.lookup import TunedRecords
+from ..tuning.records.lookup import TunedRecords
 from ..version import VERSION
 from . import progress
 from .artifact import ArtifactPart

@@ -10,17 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..graph.model_file import check_model_file
+from ..graph.loading.model_file import check_model_file
 from ..manifest import Manifest
-from ..runtime.folders import check_replaceable
-from ..runtime.signature import SigningKey, read_private_key
-from . import artifact_cache, progress
+from ..runtime.artifact.folders import check_replaceable
+from ..runtime.artifact.signature import SigningKey, read_private_key
+from . import progress
+from .cache import artifact_cache
 from .options import CompileArguments, CompileOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..graph.model import ModelLike
+    from ..graph.loading.model import ModelLike
     from ..runtime import Model
     from .pipeline import Dump
 

@@ -4,8 +4,8 @@ A launch takes a microsecond or two in which the GPU is idle, and a decode step 
 its beginning that the next one may be launched once all of its thread blocks are resident. It then waits for the
 previous kernel to end, memory included, before it reads or writes anything. So each kernel is resident on its SMs by
 the time the previous one ends. In the meantime it may do work that does not depend on other kernels: kernels that read
-weights start loading them (schedules/cuda/small_m_matmul.py). Those kernels have their own wait; for all others the
-wait is inserted here.
+weights start loading them (schedules/cuda/matmul/small_m_matmul.py). Those kernels have their own wait; for all others
+the wait is inserted here.
 
 A kernel launched this way only changes how it waits for kernels; after copies and events it is launched normally.
 
@@ -22,8 +22,8 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from schedules.cuda import ptx
-from schedules.cuda.device import device
+from schedules.cuda.primitives import ptx
+from schedules.cuda.primitives.device import device
 
 _LAUNCH_PARAMS, _EARLY_LAUNCH, _DYNAMIC_SHARED_MEMORY = (
     "tirx.kernel_launch_params",

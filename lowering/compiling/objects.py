@@ -26,12 +26,13 @@ from tvm.target import codegen
 from tvm.tirx import compilation_pipeline
 
 from schedules import CODE, CONSIDERED
-from schedules.cpu.vector import VNNI_256, VNNI_512
+from schedules.cpu.primitives.vector import VNNI_256, VNNI_512
 
 from ..manifest import SYMBOL
 from ..target import Target
-from . import object_cache, progress
-from .fingerprints import sources
+from . import progress
+from .cache import object_cache
+from .cache.fingerprints import sources
 
 
 @dataclass(frozen=True)

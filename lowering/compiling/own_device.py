@@ -1,7 +1,8 @@
 """Host code of GPU kernels queries the GPU of the call.
 
-Schedules query the first GPU (schedules/cuda/host.py). The GPU of a call is determined when arguments are unpacked,
-where TVM annotates the code with the device number of the tensors. Grids then fit the GPU on hosts with different GPUs.
+Schedules query the first GPU (schedules/cuda/primitives/host.py). The GPU of a call is determined when arguments are
+unpacked, where TVM annotates the code with the device number of the tensors. Grids then fit the GPU on hosts with
+different GPUs.
 """
 
 from __future__ import annotations

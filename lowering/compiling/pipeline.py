@@ -18,36 +18,36 @@ from tvm import relax
 
 from ..errors import CompilerError, LoweringError
 from ..importing.origins import trace_fusion
-from ..passes.alignment import assume_alignment
 from ..passes.compile_state import CompileState, StatePass, lift
-from ..passes.convolutions import lower_convolutions
-from ..passes.donation import donate
-from ..passes.equal_functions import merge_equal_functions
-from ..passes.fold_constants import fold_constants
-from ..passes.fold_heads import fold_heads
-from ..passes.fold_masks import fold_masks
-from ..passes.fold_scores import fold_scores
-from ..passes.fold_transposes import fold_transposes
-from ..passes.fuse_cache_writes import fuse_cache_writes
-from ..passes.fuse_epilogues import fuse_epilogues
-from ..passes.fuse_launches import fuse_launches
-from ..passes.fuse_norm_prologues import fuse_norm_prologues
-from ..passes.fuse_row_blocks import fuse_row_blocks
-from ..passes.group_matmuls import group_matmuls
-from ..passes.guard_divisions import guard_divisions
-from ..passes.guard_float_arithmetic import WITH_ZEROS, guard_float_arithmetic
-from ..passes.hoist_shape_bindings import hoist_shape_bindings
+from ..passes.fusion.fuse_cache_writes import fuse_cache_writes
+from ..passes.fusion.fuse_epilogues import fuse_epilogues
+from ..passes.fusion.fuse_launches import fuse_launches
+from ..passes.fusion.fuse_norm_prologues import fuse_norm_prologues
+from ..passes.fusion.fuse_row_blocks import fuse_row_blocks
+from ..passes.fusion.group_matmuls import group_matmuls
+from ..passes.graph.convolutions import lower_convolutions
+from ..passes.graph.equal_functions import merge_equal_functions
+from ..passes.graph.fold_constants import fold_constants
+from ..passes.graph.fold_heads import fold_heads
+from ..passes.graph.fold_masks import fold_masks
+from ..passes.graph.fold_scores import fold_scores
+from ..passes.graph.fold_transposes import fold_transposes
+from ..passes.graph.mark_tf32_matmuls import mark_tf32_matmuls
+from ..passes.graph.pack_weights import pack_weights
+from ..passes.graph.prove_indices import prove_indices
 from ..passes.kernels import schedule_kernels
-from ..passes.mark_tf32_matmuls import mark_tf32_matmuls
-from ..passes.name_shape_assertions import name_shape_assertions
-from ..passes.pack_weights import pack_weights
-from ..passes.plan_memory import plan_memory
-from ..passes.prove_indices import prove_indices
-from ..passes.release import add_release
-from ..passes.replay import add_replay
-from ..passes.size_classes import size_classes
-from ..passes.split_tuple_results import split_tuple_results
-from ..passes.unify_shape_symbols import unify_shape_symbols
+from ..passes.memory.donation import donate
+from ..passes.memory.plan_memory import plan_memory
+from ..passes.memory.release import add_release
+from ..passes.memory.replay import add_replay
+from ..passes.memory.size_classes import size_classes
+from ..passes.tvm_workarounds.alignment import assume_alignment
+from ..passes.tvm_workarounds.guard_divisions import guard_divisions
+from ..passes.tvm_workarounds.guard_float_arithmetic import WITH_ZEROS, guard_float_arithmetic
+from ..passes.tvm_workarounds.hoist_shape_bindings import hoist_shape_bindings
+from ..passes.tvm_workarounds.name_shape_assertions import name_shape_assertions
+from ..passes.tvm_workarounds.split_tuple_results import split_tuple_results
+from ..passes.tvm_workarounds.unify_shape_symbols import unify_shape_symbols
 from . import progress
 
 # Operations in a fused group; in exported models the largest have 4. Chains of 240 operators run fastest in groups of

@@ -14,25 +14,25 @@ import onnx_ir as ir
 
 from ..choices import TF32
 from ..fusion import fuse
-from ..graph.cache_forms import unify_caches
-from ..graph.compressed_tables import compress_tables
-from ..graph.declared_sizes import Dims, set_sizes
-from ..graph.decoder_caches import DecoderCaches, convert_caches
-from ..graph.donation import find_donated_pairs
-from ..graph.experts import group_experts
-from ..graph.float_activations import use_float_activations
-from ..graph.list_inputs import SplitInputs, split_list_inputs
-from ..graph.model import ModelLike, load_model
-from ..graph.paged_decoder import serve_decoder
-from ..graph.precision import use_precision
-from ..graph.random_seed import add_seed_input
-from ..graph.scattered_caches import grow_scattered_caches
-from ..graph.served_inputs import find_batch_dimension
-from ..graph.setup_split import Setup, split_setup
-from ..graph.source_pasts import drop_source_pasts
-from ..graph.written_inputs import name_written_inputs
+from ..graph.caches.cache_forms import unify_caches
+from ..graph.caches.decoder_caches import DecoderCaches, convert_caches
+from ..graph.caches.donation import find_donated_pairs
+from ..graph.caches.scattered_caches import grow_scattered_caches
+from ..graph.caches.setup_split import Setup, split_setup
+from ..graph.caches.source_pasts import drop_source_pasts
+from ..graph.experts.experts import group_experts
+from ..graph.loading.declared_sizes import Dims, set_sizes
+from ..graph.loading.list_inputs import SplitInputs, split_list_inputs
+from ..graph.loading.model import ModelLike, load_model
+from ..graph.loading.written_inputs import name_written_inputs
+from ..graph.options.compressed_tables import compress_tables
+from ..graph.options.float_activations import use_float_activations
+from ..graph.options.precision import use_precision
+from ..graph.options.random_seed import add_seed_input
+from ..graph.paged.paged_decoder import serve_decoder
+from ..graph.paged.served_inputs import find_batch_dimension
 from ..manifest import ListSpec, ServedCache
-from ..runtime.lists import flatten_lists
+from ..runtime.arrays.lists import flatten_lists
 from ..target import Target
 from . import progress
 from .compiler import compile

@@ -15,7 +15,7 @@ from .report import DiagnosisReport
 _MIN_DRIVER = 13000  # cuDriverGetVersion of CUDA 13.0, driver 580
 _MIN_GPU = 8  # major compute capability
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-# Requirements of linking a model library (runtime/parallel.c): the C library's headers, and threads.
+# Requirements of linking a model library (runtime/native/parallel.c): the C library's headers, and threads.
 _TRIAL = "#include <pthread.h>\n#include <stdint.h>\nint32_t f(void) { return (int32_t)pthread_self(); }\n"
 
 

@@ -24,7 +24,7 @@ from .. import cache_folder
 from ..errors import ArtifactError, LoweringError
 from ..machine import cpu_flags
 from ..runtime import Model, load
-from ..runtime.folders import check_replaceable
+from ..runtime.artifact.folders import check_replaceable
 
 if TYPE_CHECKING:
     import onnx

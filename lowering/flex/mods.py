@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..attention.alibi import alibi_slopes as alibi_slopes
+from ..attention.record.alibi import alibi_slopes as alibi_slopes
 from ..errors import InputError
 from .mod import ComposedMod, Mod
 from .vocabulary import abs, cast, clip, maximum, minimum, tanh, where

@@ -11,20 +11,20 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from ..graph.legality import import_own_domain
-from .attention import FuseAttentionPass
+from ..graph.loading.legality import import_own_domain
+from .attention.attention import FuseAttentionPass
+from .attention.grouped_heads import GroupHeadsPass
+from .attention.linear_attention import FuseLinearAttentionPass
 from .common_subexpressions import EliminateCommonSubexpressionsPass
 from .flattened_matmuls import UnflattenMatmulsPass
 from .gelu import FuseGeluPass
-from .grouped_heads import GroupHeadsPass
-from .integer_matmuls import FuseIntegerMatmulsPass
-from .layer_norm import FuseLayerNormPass
-from .linear_attention import FuseLinearAttentionPass
 from .no_ops import RemoveNoOpsPass
+from .norms.layer_norm import FuseLayerNormPass
+from .norms.rms_norm import FuseRmsNormPass
 from .opset import MIN_LOWERED_OPSET, UpgradeOpsetPass, opset
-from .quantized_moves import MoveQuantizedValuesPass
-from .rms_norm import FuseRmsNormPass
-from .rotary import FuseRotaryPass
+from .quantized.integer_matmuls import FuseIntegerMatmulsPass
+from .quantized.quantized_moves import MoveQuantizedValuesPass
+from .rotary.rotary import FuseRotaryPass
 from .sizes import InferSizesPass
 from .stateful_conv import FuseStatefulConvPass
 from .swish import FuseSwishPass

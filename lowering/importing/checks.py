@@ -1,4 +1,4 @@
-"""Run-time checks of data and sizes: Relax calls of the functions in runtime/checks.c and requests_*.c.
+"""Run-time checks of data and sizes: Relax calls of the functions in runtime/native/checks.c and requests_*.c.
 
 Each function returns its first argument, and is pure for the compiler. An operation that needs the check reads its
 result, so the check is executed first. A check with an unused result is dead code.

@@ -19,9 +19,9 @@ from tvm import relax
 
 from .. import ops
 from ..errors import LoweringError, ModelError, NodeError
-from ..graph.fold import fold_node
-from ..graph.legality import declared_opset
-from ..graph.model import dtype_name
+from ..graph.loading.fold import fold_node
+from ..graph.loading.legality import declared_opset
+from ..graph.loading.model import dtype_name
 from .function_body import read_function_body
 from .imported_model import ImportedModel, Port
 from .node import Node, read_array

@@ -12,7 +12,7 @@ from tvm import relax, te, tirx
 from tvm.ir import prim
 
 from ..errors import NodeError
-from ..graph.donation import has_same_declared_shape
+from ..graph.caches.donation import has_same_declared_shape
 from .open_sizes import broadcast_open_sizes
 from .quantized_matrix import QuantizedMatrix
 from .values import (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from ..graph.list_inputs import choose_element_names
-from ..graph.model import dtype_name
+from ..graph.loading.list_inputs import choose_element_names
+from ..graph.loading.model import dtype_name
 from ..manifest import ListSpec
 from .imported_model import Port
 from .values import AbsentValue, SequenceValue, Shape, Value, describe_type, flatten_values

@@ -20,9 +20,9 @@ import numpy as np
 import tvm_ffi
 
 from ..records import decode
+from ..runtime.arrays.elements import itemsize
+from ..runtime.arrays.tensors import Tensor, copy_to, view_as
 from ..runtime.devices import Gpu
-from ..runtime.elements import itemsize
-from ..runtime.tensors import Tensor, copy_to, view_as
 
 _LIST, _CONTENTS = "arguments.json", "arguments.bin"
 _ALIGNMENT = 64

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import ArtifactError, InputError
 from ..records import decode
-from ..runtime.checks import check_machine
+from ..runtime.artifact.checks import check_machine
 from ..runtime.gpu import read_gpu_architecture, runs_on
 from .isolated import CandidateFailure, Helper
 from .lines import append_line, repair_lines

@@ -43,5 +43,5 @@ def list_registered() -> dict[tuple[str, str], tuple[int, ...]]:
     return {key: tuple(sorted(versions)) for key, versions in sorted(_REGISTRY.items())}
 
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

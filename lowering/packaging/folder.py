@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ..errors import ArtifactError
 from ..manifest import Manifest
-from ..runtime.checks import check_version, read_manifest
-from ..runtime.copies import copy_artifact
-from ..runtime.files import ArtifactFiles
-from ..runtime.folders import replace_folder
+from ..runtime.artifact.checks import check_version, read_manifest
+from ..runtime.artifact.copies import copy_artifact
+from ..runtime.artifact.files import ArtifactFiles
+from ..runtime.artifact.folders import replace_folder
 from .libraries import Libraries, find_libraries, read_machine, read_own_license
 from .texts import format_cmake, format_notice, format_readme, list_library_names
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..errors import ArtifactError, InputError
 from ..manifest import Manifest, arguments
-from ..runtime.checks import read_manifest
-from ..runtime.copies import copy_artifact
-from ..runtime.files import ArtifactFiles
+from ..runtime.artifact.checks import read_manifest
+from ..runtime.artifact.copies import copy_artifact
+from ..runtime.artifact.files import ArtifactFiles
 from ..version import VERSION
 from .libraries import read_machine
 from .module import ARTIFACT, generate_module

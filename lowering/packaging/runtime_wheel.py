@@ -25,7 +25,7 @@ _PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
     "__init__.py", "__main__.py", "about.py", "arithmetic.py", "cache_folder.py", "choices.py", "deprecated.py",
     "errors.py", "machine.py", "manifest.py", "notebook.py", "py.typed", "records.py", "units.py", "version.py",
-    "graph/__init__.py", "graph/serve.py",  # the fields of Serve
+    "graph/__init__.py", "paged/serve.py",  # the fields of Serve
 )  # fmt: skip
 
 _DESCRIPTION = """\
@@ -48,7 +48,7 @@ def write_runtime_wheel(folder: Path, runtime: Path | None = None) -> Path:
     root, libraries = Path(__file__).parents[1], find_libraries(runtime)
     sources = [
         *(root / name for name in _MODULES),
-        *(p for package in _PACKAGES for p in (root / package).glob("*.py")),
+        *(p for package in _PACKAGES for p in (root / package).rglob("*.py")),
     ]
     files: dict[str, bytes | Path] = {f"lowering/{path.relative_to(root)}": path for path in sorted(sources)}
     shipped_folder = f"lowering/{SHIPPED.relative_to(root)}"

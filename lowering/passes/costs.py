@@ -14,7 +14,7 @@ import math
 from tvm import DataType, ir, s_tir, tirx
 from tvm.ir import prim
 
-from ..attention.problem import ATTRIBUTE, AttentionProblem
+from ..attention.record.problem import ATTRIBUTE, AttentionProblem
 from ..manifest import KernelSpec
 from ..profiling.expected import lookup_rate
 from ..tensorir.blocks import is_reduction

@@ -10,13 +10,13 @@ from tvm import ir, relax, tirx
 import schedules
 from schedules.reading.matmul import WEIGHTS
 
-from ..attention.pairs import count_pairs
-from ..attention.problem import ATTRIBUTE, AttentionProblem
+from ..attention.codegen.pairs import count_pairs
+from ..attention.record.problem import ATTRIBUTE, AttentionProblem
 from ..importing.origins import iterate_bindings
 from ..manifest import CallSpec
 from .compile_state import CompileState
 from .costs import make_kernel_spec
-from .mark_tf32_matmuls import describe_tf32_matmuls
+from .graph.mark_tf32_matmuls import describe_tf32_matmuls
 
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
@@ -24,7 +24,7 @@ _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 def schedule_kernels(state: CompileState) -> CompileState:
     """Schedule the kernels, and describe them.
 
-    Each kind of attention gets an additional function that counts its work (lowering/attention/pairs.py).
+    Each kind of attention gets an additional function that counts its work (lowering/attention/codegen/pairs.py).
     """
     mod, target, options = state.module, state.kernel_target.tvm, state.options
     calls = tuple(

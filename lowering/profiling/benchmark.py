@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import MAX_THREADS
 from ..runtime import Model, load
-from ..runtime.checks import check_integer
+from ..runtime.artifact.checks import check_integer
 from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
 from .inputs import resolve_sizes, synthetic_inputs

@@ -12,8 +12,8 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import Manifest, TensorSpec
 from ..runtime import Model
-from ..runtime.checks import check_dimensions, check_fixed_dimensions, check_integer
-from ..runtime.elements import ElementType
+from ..runtime.arrays.elements import ElementType
+from ..runtime.artifact.checks import check_dimensions, check_fixed_dimensions, check_integer
 
 
 def add_derived_sizes(

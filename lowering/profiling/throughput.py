@@ -14,7 +14,7 @@ from typing import Any
 from .. import units
 from ..manifest import MAX_THREADS
 from ..runtime import Model, load
-from ..runtime.checks import check_integer
+from ..runtime.artifact.checks import check_integer
 from .benchmark import WARM_UP, run_warm_up
 from .inputs import resolve_sizes, synthetic_inputs
 from .percentiles import Percentiles

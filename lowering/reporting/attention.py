@@ -10,9 +10,9 @@ from typing import Any
 
 from schedules import CONSIDERED
 
-from ..attention.cache_layout import CacheLayout, Whole
-from ..attention.formula import Formula
-from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
+from ..attention.record.cache_layout import CacheLayout, Whole
+from ..attention.record.formula import Formula
+from ..attention.record.problem import ATTRIBUTE, AttentionProblem, Mask, Window
 from ..manifest import Manifest
 from .block_map import read_geometry, read_max_decode_rows, render_block_map
 from .dump import CompilationDump

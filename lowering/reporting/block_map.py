@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from schedules.cuda.attention_tiles import count_packed_heads
+from schedules.cuda.attention.attention_tiles import count_packed_heads
 
-from ..attention.problem import AttentionProblem
+from ..attention.record.problem import AttentionProblem
 from .elements import E, Node, make_svg
 from .ticks import list_ticks
 from .visibility import ALWAYS, BY_DATA, CHANGED, compute_visibility, compute_visible_ranges

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..errors import InputError
 from ..manifest import KernelSpec, Manifest
-from ..runtime.files import ArtifactFiles
+from ..runtime.artifact.files import ArtifactFiles
 from .attention import read_choice, render_tiles
 from .disassembly import disassemble_device, disassemble_host
 from .dump import CompilationDump

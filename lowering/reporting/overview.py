@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..about import list_facts, rank_kernels
 from ..manifest import Manifest, TensorSpec
-from ..runtime.files import ArtifactFiles
+from ..runtime.artifact.files import ArtifactFiles
 from .elements import Child, E, Node, make_details, make_facts, make_note, make_table
 from .sizes import ChosenSizes
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..manifest import Manifest
-from ..runtime.files import ArtifactFiles
+from ..runtime.artifact.files import ArtifactFiles
 from .attention import render_attentions
 from .code import render_kernel_code
 from .dump import CompilationDump

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 from ..manifest import Manifest
-from ..runtime.checks import check_dimensions, check_fixed_dimensions
+from ..runtime.artifact.checks import check_dimensions, check_fixed_dimensions
 from .script import MainFunction
 
 _DEFAULT_SIZE = 256

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from ..attention.codegen.scores import HIDDEN_BIAS
 from ..attention.expr import evaluate
 from ..attention.expr.node import Expr, split_terms
-from ..attention.formula import Formula
-from ..attention.problem import AttentionProblem, Mask
+from ..attention.record.formula import Formula
+from ..attention.record.problem import AttentionProblem, Mask
 from ..attention.reference import find_visible_keys
-from ..attention.scores import HIDDEN_BIAS
 
 NEVER, BY_DATA, CHANGED, ALWAYS = range(4)
 """States of a row and a key: hidden; hidden depending on data; visible with a modified score; visible as it is."""

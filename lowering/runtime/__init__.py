@@ -8,14 +8,14 @@ from typing import Literal
 from ..errors import ArtifactError, InputError
 from ..manifest import Manifest
 from . import without_torch  # noqa: F401  (before any import of tvm_ffi)
-from .checks import check_files, check_integer, check_machine, check_threads, check_versions, read_manifest
-from .files import ArtifactFiles
-from .foreign import ForeignModel
+from .artifact.checks import check_files, check_integer, check_machine, check_threads, check_versions, read_manifest
+from .artifact.files import ArtifactFiles
+from .artifact.foreign import ForeignModel
+from .artifact.signature import VerifyingKey
+from .artifact.weights import read_weights
 from .gpu import choose_architecture, load_device_runtime, read_gpu_architecture
 from .library import ModelLibrary, load_runtime
 from .model import Model as Model
-from .signature import VerifyingKey
-from .weights import read_weights
 
 _RECOMPILE_REMEDY = "compile the model here, or for a smaller target such as cpu:x86-64-v3."
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import Manifest
+from .artifact.checks import check_integer, check_threads
 from .background import BackgroundThread, Task, Worker, WorkerFuture
-from .checks import check_integer, check_threads
 
 if TYPE_CHECKING:
     from .model import Model

@@ -19,10 +19,10 @@ import tvm_ffi
 
 from ..errors import InputError
 from ..manifest import TensorSpec
-from .elements import BYTE_CARRIED_TYPES, ElementType
+from .arrays.elements import BYTE_CARRIED_TYPES, ElementType
+from .arrays.inputs import InputPort
+from .arrays.tensors import Tensor, copy_tensor, copy_to, view_as, view_row
 from .gpu import CUDA
-from .inputs import InputPort
-from .tensors import Tensor, copy_tensor, copy_to, view_as, view_row
 
 # Alignment in bytes that generated code assumes for arguments: its widest access.
 _ALIGNMENT = 16

@@ -1,6 +1,6 @@
 """A bound call as a CUDA graph: its kernels are captured once and then launched together.
 
-TVM's virtual machine captures and launches (passes/replay.py). A graph repeats kernels with the recorded addresses and
+TVM's virtual machine captures and launches (memory/replay.py). A graph repeats kernels with the recorded addresses and
 sizes, so all memory of the call stays allocated here: intermediate tensors, which would otherwise return to the
 runtime's pool; workspaces; and the results, which every launch overwrites. The runtime keeps workspaces by thread and
 replaces them when a larger one is requested, so the capture has a thread of its own.
@@ -24,10 +24,10 @@ import tvm_ffi
 
 from ..errors import InputError
 from ..manifest import Manifest
+from .arrays.tensors import Tensor, copy_tensor, copy_to, is_shared, item
 from .devices import Gpu
 from .failures import describe_failure
 from .library import ModelLibrary
-from .tensors import Tensor, copy_tensor, copy_to, is_shared, item
 
 # Functions by which the host reads the contents of arrays, with the reason for the read.
 _HOST_READS = {

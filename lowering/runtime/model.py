@@ -13,24 +13,24 @@ import tvm_ffi
 
 from ..errors import ArtifactError, InputError
 from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec, arguments
+from .arrays.inputs import InputPort, Sizes, check_donated_memory, check_output_memory
+from .arrays.lists import collect_lists, flatten_lists
+from .arrays.outputs import FromDLPack, OutputPort, check_output, detect_array_kind, write_output
+from .arrays.strings import StringTable
+from .arrays.tensors import Tensor, copy_tensor, is_shared, item
+from .artifact.checks import check_slot_capacity, check_threads
+from .artifact.copies import copy_artifact
+from .artifact.files import ArtifactFiles
+from .artifact.folders import replace_folder
+from .artifact.pickling import pack_model, unpack_model
+from .artifact.signature import SigningKey, sign
+from .artifact.weights import ModelWeights
 from .background import BackgroundThread, WorkerFuture
-from .checks import check_slot_capacity, check_threads
-from .copies import copy_artifact
-from .decoder import Decoder
+from .decoding.decoder import Decoder
 from .devices import Gpu
 from .failures import describe_failure
-from .files import ArtifactFiles
-from .folders import replace_folder
 from .graphs import Graph, check_graph
-from .inputs import InputPort, Sizes, check_donated_memory, check_output_memory
 from .library import Instrument, Machine, ModelLibrary
-from .lists import collect_lists, flatten_lists
-from .outputs import FromDLPack, OutputPort, check_output, detect_array_kind, write_output
-from .pickling import pack_model, unpack_model
-from .signature import SigningKey, sign
-from .strings import StringTable
-from .tensors import Tensor, copy_tensor, is_shared, item
-from .weights import ModelWeights
 
 Arrays = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 """Loops with independent iterations, which may run in any order or concurrently.
 
 `T.parallel` says the same, and uses the threads of a CPU. A loop that is only marked is serial on a CPU, and becomes
-threads on a GPU (schedules/cuda/loop_nests.py).
+threads on a GPU (schedules/cuda/elementwise/loop_nests.py).
 """
 
 from __future__ import annotations

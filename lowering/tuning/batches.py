@@ -26,13 +26,13 @@ from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, 
 from ..measuring.isolated import CandidateFailure, Cause
 from ..measuring.trial import is_win
 from ..target import Target, resolve
-from .choices import read_choice, read_trace_choice
-from .context import TuningContext, create_candidate, create_search_strategy
-from .cost_model import create_cost_model, predicted, train_on_database
-from .database import TuningDatabase, open_writable
 from .local import LibraryBuilder
-from .space import create_space
-from .task import MAIN
+from .records.database import TuningDatabase, open_writable
+from .search.choices import read_choice, read_trace_choice
+from .search.context import TuningContext, create_candidate, create_search_strategy
+from .search.cost_model import create_cost_model, predicted, train_on_database
+from .search.space import create_space
+from .search.task import MAIN
 
 _TASK, _CHOICES = "task.json", "choices.jsonl"
 

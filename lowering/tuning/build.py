@@ -11,14 +11,14 @@ import schedules
 
 from ..compiling.build import build
 from ..compiling.objects import KernelCompiler
-from ..passes.alignment import assume_alignment
 from ..passes.compile_state import CompileState
-from ..passes.guard_divisions import guard_divisions
+from ..passes.tvm_workarounds.alignment import assume_alignment
+from ..passes.tvm_workarounds.guard_divisions import guard_divisions
 from ..target import Target
-from .choices import read_choice
-from .loop_space import extract_scheduled_function
-from .task import KERNEL, MAIN, has_kernel
-from .tile_space import TileSpace
+from .search.choices import read_choice
+from .search.loop_space import extract_scheduled_function
+from .search.task import KERNEL, MAIN, has_kernel
+from .search.tile_space import TileSpace
 
 
 def build_library(module: tvm.IRModule, target: Target, path: str) -> None:

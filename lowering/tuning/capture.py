@@ -15,7 +15,7 @@ from ..measuring import arguments
 from ..profiling.benchmark import bench
 from ..profiling.inputs import synthetic_inputs
 from ..runtime import Model
-from ..runtime.tensors import view_as
+from ..runtime.arrays.tensors import view_as
 
 ArgumentSignature = tuple[str, tuple[int, ...]] | int
 """Type and shape of a tensor, or an integer."""

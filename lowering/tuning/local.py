@@ -28,8 +28,8 @@ from ..measuring.measure import Job, Measurement, expect
 from ..measuring.trial import RUN_MEMORY, compare_candidate, runner, try_candidate
 from ..target import resolve
 from . import build
-from .database import TuningDatabase
-from .whole_runs import WholeRunTimes, compare_whole_runs
+from .records.database import TuningDatabase
+from .search.whole_runs import WholeRunTimes, compare_whole_runs
 
 _BUILD_SECONDS, _BUILD_MEMORY = 120.0, 8 << 30
 _EXPECT_SECONDS = 120.0

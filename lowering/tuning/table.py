@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .. import notebook, units
 from ..shortened import shorten_middle, shorten_names
-from .session import TuningOutcome, TuningState
+from .search.session import TuningOutcome, TuningState
 from .tune import Tuning
 
 if TYPE_CHECKING:

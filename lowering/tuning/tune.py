@@ -18,15 +18,15 @@ from ..compiling.options import CompileOptions, KernelArguments
 from ..compiling.progress import stage
 from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
-from ..graph.model import ModelLike
+from ..graph.loading.model import ModelLike
 from ..manifest import MAX_THREADS
-from ..runtime.checks import check_integer
+from ..runtime.artifact.checks import check_integer
 from ..runtime.gpu import read_gpu_architecture, runs_on
 from ..target import Target, resolve
-from .database import TuningDatabase, find_last_machine
 from .local import LibraryBuilder, LocalBench, MeasurementSite
-from .session import EFFORTS, Effort, End, Progress, TuningOutcome, TuningSession
-from .subject import TunedModel
+from .records.database import TuningDatabase, find_last_machine
+from .search.session import EFFORTS, Effort, End, Progress, TuningOutcome, TuningSession
+from .search.subject import TunedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from ..variant import Rule
-from .attention import attention
-from .concat import concat
-from .elementwise import elementwise
-from .gradient import gradient
-from .linear import linear
-from .matmul import accepts_siblings as accepts_siblings
-from .matmul import matmul
-from .recurrence import recurrence
-from .reduction import reduction
-from .row_blocks import row_blocks
-from .sliding import windows
+from .attention.attention import attention
+from .attention.gradient import gradient
+from .attention.linear import linear
+from .elementwise.concat import concat
+from .elementwise.elementwise import elementwise
+from .elementwise.recurrence import recurrence
+from .elementwise.reduction import reduction
+from .elementwise.sliding import windows
+from .matmul.matmul import accepts_siblings as accepts_siblings
+from .matmul.matmul import matmul
+from .matmul.row_blocks import row_blocks
 
 RULES: tuple[Rule, ...] = (
     attention,

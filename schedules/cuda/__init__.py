@@ -6,24 +6,24 @@
 from __future__ import annotations
 
 from ..variant import Rule
-from .attention import attention
-from .concat import concat
-from .elementwise import elementwise
-from .epilogue_matmul import epilogue_matmul
-from .expert_sort import expert_sort
-from .fallback import one_number, ordinary
-from .gradient import gradient
-from .kv_write import kv_write
-from .linear import linear
-from .matmul import accepts_siblings as accepts_siblings
-from .matmul import matmul
-from .prologue_matmul import prologue_matmul
-from .reduction import reduction
-from .running_sum import running_sum
-from .scatter import cache_update
-from .top_few import top_few
-from .top_k import top_k
-from .transposition import transposition
+from .attention.attention import attention
+from .attention.gradient import gradient
+from .attention.linear import linear
+from .cache.kv_write import kv_write
+from .cache.scatter import cache_update
+from .elementwise.concat import concat
+from .elementwise.elementwise import elementwise
+from .elementwise.expert_sort import expert_sort
+from .elementwise.fallback import one_number, ordinary
+from .elementwise.reduction import reduction
+from .elementwise.running_sum import running_sum
+from .elementwise.top_few import top_few
+from .elementwise.top_k import top_k
+from .elementwise.transposition import transposition
+from .fusion.epilogue_matmul import epilogue_matmul
+from .fusion.prologue_matmul import prologue_matmul
+from .matmul.matmul import accepts_siblings as accepts_siblings
+from .matmul.matmul import matmul
 
 RULES: tuple[Rule, ...] = (
     attention,

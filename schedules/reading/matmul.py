@@ -16,7 +16,7 @@ from .stages import Axis, Stage, has_same_axes
 
 MATMULS = "lowering.matmuls"
 """Attribute of a function whose float32 matmuls are computed in another precision: "tf32" or "3xtf32", if the target
-supports it (schedules/cuda/tensor_types.py).
+supports it (schedules/cuda/matmul/tensor_types.py).
 """
 
 WEIGHTS = "lowering.weights"

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-import lowering.graph.schemas  # noqa: F401  (the operators of onnxruntime)
+import lowering.graph.loading.schemas  # noqa: F401  (the operators of onnxruntime)
 
 from .draw import Draw
 

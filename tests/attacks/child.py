@@ -18,7 +18,8 @@ import numpy as np
 
 import lowering
 from lowering.compiling import compiler, pipeline
-from lowering.runtime import library, tensors
+from lowering.runtime import library
+from lowering.runtime.arrays import tensors
 
 from . import generators, plants
 from .attack import Case, declare_as, describe_array, make_case

@@ -17,8 +17,8 @@ import lowering.ops
 from lowering.errors import InputError
 from lowering.importing.node import Node
 from lowering.importing.values import Value, prod
-from lowering.ops.kernels import emit_loops, serial
-from lowering.ops.reshape import reshape_to
+from lowering.ops.helpers.kernels import emit_loops, serial
+from lowering.ops.tensor.reshape import reshape_to
 from lowering.runtime import Model
 
 # More than the compiler puts on the stack.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.graph.legality import OWN_DOMAIN
+from lowering.graph.loading.legality import OWN_DOMAIN
 from lowering.ops import list_registered
 
 from .campaign import campaign, tabulated, text

@@ -11,8 +11,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import BoundAttention
-from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
 
 LANES, TILE = 4, 3
 BATCH, HEADS, ROWS, KEYS, PAST, FREE = 2, 4, 5, 7, 3, 1

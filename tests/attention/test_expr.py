@@ -17,9 +17,9 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.bound import BoundExpr
 from lowering.attention.expr.evaluate import evaluate
-from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem
-from schedules.cpu.vector import of_vectors
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem
+from schedules.cpu.primitives.vector import of_vectors
 
 SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
 KEYS = SIZES["j"]

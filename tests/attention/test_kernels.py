@@ -14,8 +14,8 @@ from attention_cases import TARGET, Case, arrays, check, draw_cases, run
 from record_cases import ON_CPU, PAGE, page
 
 import schedules
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem
+from lowering.attention.codegen.plain import build_plain_attention
+from lowering.attention.record.problem import AttentionProblem
 
 Make = Callable[[AttentionProblem], tvm.IRModule]
 CALLS = 5  # of every problem that is compiled

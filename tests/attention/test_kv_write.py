@@ -10,7 +10,7 @@ from kv_write_cases import Case, are_equal, arrays, draw_cases, expected
 from placed_arrays import borrow, guarded
 
 from lowering.attention.kv_write import copy_and_write, write_in_place
-from lowering.passes.guard_divisions import guard_divisions
+from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
 
 CALLS = 6
 

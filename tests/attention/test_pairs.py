@@ -11,12 +11,12 @@ from attention_cases import TARGET, Case, arrays, cases, outputs
 from hypothesis import HealthCheck, given, settings
 from placed_arrays import borrow
 
-from lowering.attention.cache_layout import Pages
-from lowering.attention.pairs import count_pairs
-from lowering.attention.problem import AttentionProblem
+from lowering.attention.codegen.pairs import count_pairs
+from lowering.attention.codegen.scores import HIDDEN_BIAS
+from lowering.attention.record.cache_layout import Pages
+from lowering.attention.record.problem import AttentionProblem
 from lowering.attention.reference import compute_scores, read_dense_inputs
-from lowering.attention.scores import HIDDEN_BIAS
-from lowering.passes.guard_divisions import guard_divisions
+from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

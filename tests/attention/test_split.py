@@ -13,7 +13,7 @@ from tvm import tirx
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.expr.node import INDICES, Expr
 from lowering.attention.expr.read import read_expr
-from lowering.attention.score_mod_split import ScoreModSplit, split_score_mod
+from lowering.attention.record.score_mod_split import ScoreModSplit, split_score_mod
 
 B, H, I, J = (tirx.Var(name, "int64") for name in "bhij")
 S = tirx.Var("s", "float32")

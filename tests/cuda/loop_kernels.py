@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from loop_model import Kernel, Step
 from machine_code import MachineCode, machine_code, prefill, problem
 
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
-from schedules.cuda.cost_model import spread_blocks
-from schedules.cuda.device import DEVICES
-from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.cuda.attention.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
+from schedules.cuda.matmul.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.cuda.primitives.cost_model import spread_blocks
+from schedules.cuda.primitives.device import DEVICES
 
 RECORD = Path(__file__).parent / "peers" / "loops.json"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_120")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from sass import Instruction
 
-from schedules.cuda.cost_model import EXPONENTIALS, LANES, SHARED_BANDWIDTH
-from schedules.cuda.device import DEVICES, Device
+from schedules.cuda.primitives.cost_model import EXPONENTIALS, LANES, SHARED_BANDWIDTH
+from schedules.cuda.primitives.device import DEVICES, Device
 
 SCHEDULERS = 4  # of an SM, an instruction of a warp each in a cycle
 _WARP = 32

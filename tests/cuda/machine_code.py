@@ -22,15 +22,15 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import BoundAttention
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.target import cubin
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
-from schedules.cuda.decode import decode
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES
-from schedules.cuda.prefill_mma import prefill_mma
-from schedules.cuda.prefill_wgmma import prefill_wgmma
+from schedules.cuda.attention.attention_tiles import MmaTiles, WgmmaTiles, pad_head_dim
+from schedules.cuda.attention.decode import decode
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.attention.prefill_mma import prefill_mma
+from schedules.cuda.attention.prefill_wgmma import prefill_wgmma
+from schedules.cuda.primitives.device import DEVICES
 
 _SPILLS = ("STL", "LDL")
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -17,9 +17,9 @@ import tvm_ffi
 from machine_code import tool
 
 from lowering.choices import Precision
-from lowering.compiling import artifact_cache
+from lowering.compiling.cache import artifact_cache
 from lowering.compiling.compiler import compile_to
-from lowering.graph.model import ModelLike
+from lowering.graph.loading.model import ModelLike
 from lowering.manifest import Manifest
 from lowering.target.cubin import compile_cubin
 

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 from tvm import tirx
 
-from lowering.attention.cache_layout import CacheLayout
-from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.record.cache_layout import CacheLayout
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
 
 Arrays = dict[str, Any]

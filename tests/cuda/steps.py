@@ -22,7 +22,8 @@ from pass_states import leave_out
 
 import lowering
 from lowering.demo.decoder import DecoderConfig, build_decoder
-from lowering.runtime import graphs, library, tensors
+from lowering.runtime import graphs, library
+from lowering.runtime.arrays import tensors
 
 TARGET, STEPS = "cuda:sm_80", 6
 # Calls that only ask for or set something in the host's memory.

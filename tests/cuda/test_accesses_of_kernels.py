@@ -28,17 +28,17 @@ from test_matmul_on_gpus import Case, first_variant
 from tvm import tirx
 
 import lowering
-from lowering.attention.cache_layout import CacheLayout
 from lowering.attention.kv_write import KvWrite as New
 from lowering.attention.kv_write import write_in_place
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.record.cache_layout import CacheLayout
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
-from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import MmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES
-from schedules.cuda.kv_write import kv_write
-from schedules.cuda.scatter import cache_update
+from schedules.cuda.attention.attention import attention_kernel
+from schedules.cuda.attention.attention_tiles import MmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.cache.kv_write import kv_write
+from schedules.cuda.cache.scatter import cache_update
+from schedules.cuda.primitives.device import DEVICES
 
 pytestmark = pytest.mark.no_gpu
 

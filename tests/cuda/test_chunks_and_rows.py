@@ -17,7 +17,7 @@ from tvm import te, tirx, topi
 
 import lowering
 import schedules
-from schedules.cuda.reduction import RowReductionTiles
+from schedules.cuda.elementwise.reduction import RowReductionTiles
 from schedules.variant import Variant
 
 EPS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}

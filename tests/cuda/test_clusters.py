@@ -19,7 +19,7 @@ from sampled import sampled
 from test_matmul_on_gpus import Case, check, first_variant, make_module
 
 import lowering
-from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
 
 SOURCE = Path(__file__).with_name("clusters.cu").read_text()
 launch = partial(emulated.launch, SOURCE, cluster=2)

@@ -9,7 +9,7 @@ import pytest
 from error_codes import raises
 
 import lowering
-from schedules.cuda import loop_nests
+from schedules.cuda.elementwise import loop_nests
 
 pytestmark = pytest.mark.no_gpu
 

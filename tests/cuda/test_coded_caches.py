@@ -21,15 +21,15 @@ from sampled import sampled
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.cache_layout import CacheLayout, KvQuantization, Pages, QuantizedType
-from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
+from lowering.attention.record.cache_layout import CacheLayout, KvQuantization, Pages, QuantizedType
+from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
-from schedules.cuda.attention import attention, attention_kernel
-from schedules.cuda.attention_tiles import MmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES
-from schedules.cuda.prefill_mma import can_prefill
-from schedules.cuda.quantized_kv import quantized_chunk_bytes
+from schedules.cuda.attention.attention import attention, attention_kernel
+from schedules.cuda.attention.attention_tiles import MmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.attention.prefill_mma import can_prefill
+from schedules.cuda.cache.quantized_kv import quantized_chunk_bytes
+from schedules.cuda.primitives.device import DEVICES
 
 ARCHS = ("sm_80", "sm_90a")
 """Which expand float8 in their own ways."""

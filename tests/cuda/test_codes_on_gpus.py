@@ -18,10 +18,10 @@ from tvm import te, tirx
 
 import lowering
 from lowering.importing.quantized_matrix import quantize_matrix
-from lowering.passes.panels import pack_quantized_matrix, packed_matmul
-from schedules.cuda.matmul import matmul
-from schedules.cuda.matmul_tiles import MatmulTiles
-from schedules.cuda.small_m_tiles import SmallMTiles
+from lowering.passes.graph.panels import pack_quantized_matrix, packed_matmul
+from schedules.cuda.matmul.matmul import matmul
+from schedules.cuda.matmul.matmul_tiles import MatmulTiles
+from schedules.cuda.matmul.small_m_tiles import SmallMTiles
 from schedules.variant import Variant
 
 

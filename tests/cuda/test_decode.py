@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from tvm import tirx
 
-from lowering.attention.cache_layout import CacheLayout
-from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.record.cache_layout import CacheLayout
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
-from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import MmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES, Device
+from schedules.cuda.attention.attention import attention_kernel
+from schedules.cuda.attention.attention_tiles import MmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.primitives.device import DEVICES, Device
 
 GPU = DEVICES["sm_80"]
 BLOCKS = 14

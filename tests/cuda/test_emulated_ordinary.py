@@ -13,7 +13,7 @@ import tvm
 from tvm import te, tirx, topi
 from tvm.s_tir import dlight
 
-from schedules.cuda.fallback import ordinary
+from schedules.cuda.elementwise.fallback import ordinary
 
 TARGET = {"max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from cuda_emulation import EmulationError, TensorMap
 
-from lowering.compiling import artifact_cache
+from lowering.compiling.cache import artifact_cache
 from lowering.compiling.compiler import compile_to
 
 pytestmark = pytest.mark.no_gpu

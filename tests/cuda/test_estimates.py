@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowering.attention.problem import AttentionProblem, Window
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
-from schedules.cuda.device import DEVICES, Device
+from lowering.attention.record.problem import AttentionProblem, Window
+from schedules.cuda.attention.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles, RowTiles
+from schedules.cuda.primitives.device import DEVICES, Device
 from schedules.tiles import Tiles
 
 pytestmark = pytest.mark.no_gpu

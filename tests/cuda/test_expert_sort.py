@@ -14,8 +14,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.along_rows import ATTRIBUTE, Grouped, to_json
-from schedules.cuda.expert_sort import expert_sort
-from schedules.cuda.threads import ThreadTiles
+from schedules.cuda.elementwise.expert_sort import expert_sort
+from schedules.cuda.primitives.threads import ThreadTiles
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 GROUPS = {1: "int64", 5: "int32", 33: "int64"}

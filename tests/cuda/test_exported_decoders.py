@@ -12,7 +12,7 @@ import pytest
 from sampled import sampled
 
 import lowering
-from lowering.graph import windowed_caches
+from lowering.graph.caches import windowed_caches
 
 FOLDER = Path(__file__).parents[1] / "exports" / "decoders"
 CAPACITY = 48

@@ -15,7 +15,7 @@ from steps import work
 
 import lowering
 from lowering.manifest import CallSpec
-from lowering.passes import fuse_launches
+from lowering.passes.fusion import fuse_launches
 
 TARGET = "cuda:sm_90a"
 

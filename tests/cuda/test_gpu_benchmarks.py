@@ -26,7 +26,7 @@ from benchmarks.gpu.host.isolate import Answer, isolated
 from benchmarks.gpu.host.memory import Host, Torch
 from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Program, Sizes, read
 from benchmarks.gpu.report import rows, table
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.attention.reference import compute_reference
 from lowering.demo.decoder import DecoderConfig
 from lowering.manifest import WEIGHTS

@@ -12,8 +12,8 @@ from sampled import sampled
 from tvm import te, tirx
 
 from lowering.tensorir.grouped_matmul import grouped_matmul
-from schedules.cuda.matmul import matmul
-from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.matmul.matmul import matmul
+from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 GROUPS, COLUMNS, DEPTH, BLOCKS = 5, 80, 7 * 64, 3

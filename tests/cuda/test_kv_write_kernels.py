@@ -12,7 +12,7 @@ import tvm
 from kv_write_cases import are_equal, arrays, draw_cases, expected
 
 from lowering.attention.kv_write import write_in_place
-from schedules.cuda.kv_write import kv_write
+from schedules.cuda.cache.kv_write import kv_write
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
 SEEDS, CALLS = range(12), 4

@@ -12,7 +12,7 @@ import tvm
 from linear_cases import RULES, LinearCase, differences
 
 from lowering.attention.linear import LinearAttention, build_linear_attention, in_place
-from schedules.cuda.linear import linear
+from schedules.cuda.attention.linear import linear
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
 SEEDS = range(6)

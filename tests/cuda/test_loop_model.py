@@ -14,7 +14,7 @@ from peer_kernels import by_warps, compiler
 from sass import loops, main_loop, read, successors
 from test_estimates import problem as sized
 
-from schedules.cuda.device import DEVICES
+from schedules.cuda.primitives.device import DEVICES
 
 pytestmark = pytest.mark.no_gpu
 

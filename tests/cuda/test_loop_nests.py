@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.independent_loops import independent_loops
-from schedules.cuda.loop_nests import LOCAL_BYTES, lower_to_threads
+from schedules.cuda.elementwise.loop_nests import LOCAL_BYTES, lower_to_threads
 
 LARGE = LOCAL_BYTES // 4 + 1
 """Elements of float32 that do not fit the local memory of a thread."""
@@ -153,7 +153,7 @@ def test_a_size_that_only_a_loop_knows_is_rejected() -> None:
 
 def test_while_loops_are_found() -> None:
     """A function whose only loop is a While has loops."""
-    from schedules.cuda.fallback import one_number
+    from schedules.cuda.elementwise.fallback import one_number
 
     def body(x: tirx.Buffer) -> None:
         with T.While(x[0] > 0):

@@ -12,8 +12,8 @@ from machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill
 from prefill_cases import formula
 from sampled import sampled
 
-from lowering.attention.problem import AttentionProblem, Mask, Window
-from schedules.cuda.attention_tiles import MmaTiles
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
+from schedules.cuda.attention.attention_tiles import MmaTiles
 
 pytestmark = pytest.mark.no_gpu
 

@@ -12,11 +12,11 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import BoundAttention
-from lowering.attention.formula import Formula
-from lowering.attention.problem import AttentionProblem
-from schedules.cuda.mask_prepass import MaskPrepass
-from schedules.cuda.ptx import alloc_registers, let, store_element
+from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import AttentionProblem
+from schedules.cuda.attention.mask_prepass import MaskPrepass
+from schedules.cuda.primitives.ptx import alloc_registers, let, store_element
 
 ROWS, KEYS = 32, 16
 BATCH, Q_LEN, KV_LEN = 2, 75, 150

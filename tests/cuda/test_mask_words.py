@@ -15,9 +15,9 @@ from prefill_cases import CAUSAL, Arrays, Kernels, close, close_to, draw, expect
 from sampled import sampled
 from tvm import tirx
 
-from lowering.attention.mask_pairs import MaskPairs
-from lowering.attention.problem import AttentionProblem, Mask, Window
-from schedules.cuda.mask_fragment import KeySpan
+from lowering.attention.codegen.mask_pairs import MaskPairs
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
+from schedules.cuda.attention.mask_fragment import KeySpan
 
 # The kernel, the GPU's architecture, and the number of query rows.
 KERNELS: dict[str, tuple[str, int]] = {"mma": ("sm_80", 37), "wgmma": ("sm_90a", 37), "decode": ("sm_80", 3)}

@@ -17,8 +17,8 @@ from prefill_cases import TURNS
 from sampled import sampled
 from tvm import te, tirx, topi
 
-from schedules.cuda.matmul import accepts_siblings, matmul
-from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.cuda.matmul.matmul import accepts_siblings, matmul
+from schedules.cuda.matmul.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from schedules.reading.matmul import MATMULS
 from schedules.variant import Variant
 

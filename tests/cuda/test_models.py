@@ -20,7 +20,7 @@ from sampled import sampled
 import lowering
 from lowering.choices import Precision
 from lowering.manifest import TensorSpec
-from lowering.runtime import tensors
+from lowering.runtime.arrays import tensors
 from lowering.runtime.devices import Gpu
 
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from cuda_emulation.mutations import survivors
 
-from lowering.attention.cache_layout import CacheLayout, KvQuantization
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.record.cache_layout import CacheLayout, KvQuantization
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.attention.reference import compute_reference
-from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import MmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES
+from schedules.cuda.attention.attention import attention_kernel
+from schedules.cuda.attention.attention_tiles import MmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.primitives.device import DEVICES
 
 pytestmark = pytest.mark.no_gpu
 

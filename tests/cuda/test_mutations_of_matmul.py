@@ -10,8 +10,8 @@ import pytest
 from cuda_emulation.mutations import survivors
 from test_matmul_on_gpus import Case, first_variant
 
-from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
-from schedules.cuda.small_m_tiles import SmallMTiles
+from schedules.cuda.matmul.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.cuda.matmul.small_m_tiles import SmallMTiles
 
 pytestmark = pytest.mark.no_gpu
 

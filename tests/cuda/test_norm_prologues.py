@@ -22,8 +22,8 @@ from tvm import te, tirx, topi
 
 import lowering
 from lowering.manifest import CallSpec
-from schedules.cuda.prologue_matmul import prologue_matmul
-from schedules.cuda.prologue_tiles import PrologueSmallMTiles
+from schedules.cuda.fusion.prologue_matmul import prologue_matmul
+from schedules.cuda.fusion.prologue_tiles import PrologueSmallMTiles
 from schedules.reading.row_segments import SEGMENTS
 from schedules.variant import Variant
 

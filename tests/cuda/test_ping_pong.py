@@ -17,9 +17,9 @@ from sampled import sampled
 from sass import Function, Instruction, read
 from test_matmul_on_gpus import AUDITED, Case, check, first_variant, make_module
 
-from schedules.cuda.device import DEVICES
-from schedules.cuda.matmul_reader import MatmulShape
-from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.matmul.matmul_reader import MatmulShape
+from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.primitives.device import DEVICES
 
 # A ring of three stages takes seven steps along k in two rounds. Then the parity of a fill is that of the first again.
 ALONE = WgmmaMatmulTiles(2, 64, 3, 160, 24, swizzle=2, split_steps=100, blocks=2, ping_pong=True)

@@ -12,10 +12,10 @@ from attention_cases import draw_cases
 from emulated_records import equals_the_reference
 from record_cases import CALLS, ON_CUDA
 
-from lowering.attention.formula import Formula
-from lowering.attention.problem import Mask
-from schedules.cuda.attention import rows_kernel
-from schedules.cuda.decode_tiles import RowTiles
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import Mask
+from schedules.cuda.attention.attention import rows_kernel
+from schedules.cuda.attention.decode_tiles import RowTiles
 
 TILES = RowTiles(warps=90, split=2)
 SEEDS = range(19)

@@ -12,12 +12,12 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import BoundAttention
-from lowering.attention.cache_layout import CacheLayout
-from lowering.attention.problem import AttentionProblem, Mask, Window
-from schedules.cuda.attention_tiles import MmaTiles
-from schedules.cuda.device import DEVICES
-from schedules.cuda.prefill_mma import can_prefill, prefill_mma
+from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.record.cache_layout import CacheLayout
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
+from schedules.cuda.attention.attention_tiles import MmaTiles
+from schedules.cuda.attention.prefill_mma import can_prefill, prefill_mma
+from schedules.cuda.primitives.device import DEVICES
 
 GPU = DEVICES["sm_80"]
 

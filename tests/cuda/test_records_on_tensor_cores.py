@@ -12,11 +12,11 @@ from attention_cases import draw_cases
 from emulated_records import equals_the_reference
 from record_cases import CALLS, ON_TENSOR_CORES, SMALL_M
 
-from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES
-from schedules.cuda.prefill_mma import can_prefill
+from schedules.cuda.attention.attention import attention_kernel
+from schedules.cuda.attention.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.attention.prefill_mma import can_prefill
+from schedules.cuda.primitives.device import DEVICES
 
 PREFILL = MmaTiles(32, 32, warps=2, split=64)
 ON_HOPPER = WgmmaTiles(1, 32, 240, 24, split=64)

@@ -14,7 +14,7 @@ from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
 import lowering
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
-from schedules.cuda.scatter import cache_update
+from schedules.cuda.cache.scatter import cache_update
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
 

@@ -24,9 +24,9 @@ import lowering
 from lowering.flex import masks
 from lowering.flex.captured import read_array_specs
 from lowering.flex.problem import FlexProblem, build_settings
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.device import DEVICES
+from schedules.cuda.attention.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.primitives.device import DEVICES
 
 pytestmark = pytest.mark.no_gpu
 

@@ -19,8 +19,8 @@ from steps import on_host
 from test_matmul_on_gpus import Case, check, make_module
 
 import lowering
-from lowering.runtime import tensors
-from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
+from lowering.runtime.arrays import tensors
+from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
 
 # Tiles of 64 x 64 on three SMs, which are the largest number of blocks; the ends of a share cost two steps.
 THREE = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=1, blocks=3)

@@ -22,11 +22,12 @@ from test_matmul_on_gpus import SMALL, Case, check, first_variant, make_module
 from tvm.tirx import reinterpret
 
 import lowering
-from lowering.tuning.database import hash_task
-from lowering.tuning.task import create_tiles_task
-from schedules.cuda import ptx, tensor_types
-from schedules.cuda.matmul_tiles import MatmulTiles
-from schedules.cuda.ptx import store_element
+from lowering.tuning.records.database import hash_task
+from lowering.tuning.search.task import create_tiles_task
+from schedules.cuda.matmul import tensor_types
+from schedules.cuda.matmul.matmul_tiles import MatmulTiles
+from schedules.cuda.primitives import ptx
+from schedules.cuda.primitives.ptx import store_element
 
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.gpu import tile_models
 from benchmarks.gpu.tile_models import GPU, Model, Timing
-from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
-from schedules.cuda.small_m_tiles import SmallMTiles
+from schedules.cuda.attention.decode_tiles import DecodeTiles
+from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.matmul.small_m_tiles import SmallMTiles
 
 pytestmark = pytest.mark.no_gpu
 

@@ -38,7 +38,7 @@ def is_used() -> bool:
 
 @functools.cache
 def architecture() -> str:
-    """Return the name of the GPU's architecture in DEVICES of schedules/cuda/device.py, such as "sm_90a"."""
+    """Return the name of the GPU's architecture in DEVICES of schedules/cuda/primitives/device.py, such as "sm_90a"."""
     import subprocess
 
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -81,7 +81,7 @@ def prepare() -> None:
 
     importlib.import_module("lowering.target.cubin")
     gpu = importlib.import_module("lowering.runtime.gpu")
-    artifact_cache = importlib.import_module("lowering.compiling.artifact_cache")
+    artifact_cache = importlib.import_module("lowering.compiling.cache.artifact_cache")
     artifact_cache.key = lambda *_: None  # code of sm_80 that is for this GPU is nothing for others
     gpu.runs_on = lambda built, here: runs(built)
     if not tvm.cuda(0).exist:

@@ -50,7 +50,7 @@ def pretend() -> None:
     import tvm_ffi
 
     importlib.import_module("lowering.target.cubin")  # registers its own compiler, which ours replaces
-    artifact_cache = importlib.import_module("lowering.compiling.artifact_cache")
+    artifact_cache = importlib.import_module("lowering.compiling.cache.artifact_cache")
 
     if not tvm.cuda(0).exist:
         raise RuntimeError("TVM's CUDA runtime was loaded before the emulated driver")

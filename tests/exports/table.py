@@ -21,8 +21,8 @@ import tvm
 from tvm import relax
 
 import lowering
-from lowering.attention.formula import Formula
-from lowering.attention.problem import ATTRIBUTE, AttentionProblem
+from lowering.attention.record.formula import Formula
+from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem
 from lowering.profiling.expected import has_no_rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

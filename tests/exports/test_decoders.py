@@ -18,7 +18,7 @@ from sampled import sampled
 import lowering
 from lowering.compiling.options import CompileOptions
 from lowering.compiling.prepare import PreparedModel, prepare_model
-from lowering.runtime.decoder import Decoder
+from lowering.runtime.decoding.decoder import Decoder
 from lowering.target import resolve
 
 Tokens: TypeAlias = dict[str, np.ndarray]  # by input: [S], [S, H], or the same of several sequences

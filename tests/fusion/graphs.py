@@ -12,7 +12,7 @@ import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
 from lowering.fusion import fuse
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 
 SIZES = {"B": 2, "S": 3, "T": 5, "P": 2, "N": 4}
 

@@ -15,7 +15,7 @@ import lowering
 from lowering.commands.cli import main
 from lowering.fusion import fuse
 from lowering.fusion.sizes import InferSizesPass
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 
 ATTENTION = """
     (float[B, 2, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 8] v) => (float[B, 2, S, 8] y) {

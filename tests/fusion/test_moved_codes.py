@@ -10,7 +10,7 @@ import pytest
 
 import lowering
 from lowering.fusion import fuse
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
     tied (int64[N] ids) => (float[N, 500] y) {

@@ -11,7 +11,7 @@ from graphs import parse_graph
 
 import lowering
 from lowering.fusion.opset import UpgradeOpsetPass, opset
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 
 RNG = np.random.default_rng(0)
 X, SQUARE = RNG.standard_normal((2, 3, 4, 4)).astype(np.float32), RNG.standard_normal((2, 3)).astype(np.float32)

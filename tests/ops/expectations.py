@@ -11,7 +11,7 @@ import onnx
 from onnx import helper
 
 import lowering
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
 

@@ -13,7 +13,7 @@ from error_codes import raises
 from tvm import tirx
 
 import lowering
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 from .expectations import FLOATS, Expectations, import_node

@@ -8,7 +8,7 @@ import pytest
 from error_codes import raises
 
 import lowering
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 from .expectations import Dims, Expectations, import_node

@@ -7,7 +7,7 @@ import pytest
 from error_codes import raises
 from onnx import helper, numpy_helper
 
-from lowering.graph.model import load_model
+from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
 
 from .expectations import Expectations, import_node, make_model, value_info

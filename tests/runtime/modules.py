@@ -19,10 +19,10 @@ import lowering
 from lowering.compiling import artifact
 from lowering.compiling.bundled_sources import compile_bundled_sources
 from lowering.manifest import Manifest, TensorSpec
-from lowering.passes.alignment import assume_alignment
-from lowering.passes.plan_memory import plan_memory
-from lowering.passes.release import add_release
-from lowering.passes.size_classes import size_classes
+from lowering.passes.memory.plan_memory import plan_memory
+from lowering.passes.memory.release import add_release
+from lowering.passes.memory.size_classes import size_classes
+from lowering.passes.tvm_workarounds.alignment import assume_alignment
 from lowering.target import resolve
 
 ROOT = Path(__file__).parents[2]

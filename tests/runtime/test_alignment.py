@@ -15,7 +15,7 @@ from this_machine import LEVELS
 from tvm.script import tirx as T
 
 import lowering
-from lowering.passes.alignment import assume_alignment
+from lowering.passes.tvm_workarounds.alignment import assume_alignment
 
 TARGETS = [f"cpu:{level}" for level in LEVELS[1:]]
 

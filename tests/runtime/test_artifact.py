@@ -23,7 +23,8 @@ import lowering.runtime
 from lowering.compiling import artifact as artifacts
 from lowering.errors import ArtifactError
 from lowering.manifest import BLOCK, Manifest, compute_block_digests, digest
-from lowering.runtime import checks, library
+from lowering.runtime import library
+from lowering.runtime.artifact import checks
 
 
 @pytest.fixture

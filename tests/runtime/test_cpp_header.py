@@ -55,7 +55,7 @@ def test_ugly_names(tmp_path: Path) -> None:
     assert header.isascii() and header.isprintable() == ("\n" not in header)
     assert all(32 <= ord(c) < 127 or c == "\n" for c in header)
     (tmp_path / "model.h").write_text(header)
-    (tmp_path / "host.hpp").write_text((modules.ROOT / "lowering" / "runtime" / "host.hpp").read_text())
+    (tmp_path / "host.hpp").write_text((modules.ROOT / "lowering" / "runtime" / "native" / "host.hpp").read_text())
     (tmp_path / "main.cc").write_text(MAIN)
     options = ["-std=c++17", "-trigraphs", "-Wall", "-Wextra", "-Wcomment", "-Werror", "-Wno-unused-parameter"]
     system = [o for p in (libinfo.find_include_path(), libinfo.find_dlpack_include_path()) for o in ("-isystem", p)]

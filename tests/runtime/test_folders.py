@@ -15,7 +15,7 @@ import pytest
 from error_codes import raises
 
 import lowering
-from lowering.runtime import folders
+from lowering.runtime.artifact import folders
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_an_artifact_that_a_killed_writer_had_moved_aside_comes_back(
     two = f"{rename}folders._exchange = lambda *_: (moved({str(folder)!r}, _[0].parent / 'old'), kill())"
     killed(folder, "kill", two)
     assert not folder.exists()
-    monkeypatch.setattr("lowering.runtime.files._PATIENCE", 0.01)
+    monkeypatch.setattr("lowering.runtime.artifact.files._PATIENCE", 0.01)
     with raises("artifact.folder_moved"):
         lowering.load(folder)
     # Also for a writer that then fails.

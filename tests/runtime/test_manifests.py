@@ -21,8 +21,8 @@ from lowering.errors import ArtifactError, LoweringError
 from lowering.importing.values import storage_dtype
 from lowering.manifest import Manifest, ServedCache, StatePool, TensorSpec
 from lowering.records import decode
-from lowering.runtime.elements import STORAGE_TYPES
-from lowering.runtime.manifest_rules import find_contradictions
+from lowering.runtime.arrays.elements import STORAGE_TYPES
+from lowering.runtime.artifact.manifest_rules import find_contradictions
 
 
 @pytest.fixture

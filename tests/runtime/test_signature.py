@@ -18,7 +18,7 @@ from error_codes import raises
 
 import lowering
 from lowering.manifest import Manifest
-from lowering.runtime import checks
+from lowering.runtime.artifact import checks
 
 PRIVATE = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = PRIVATE.public_key()

@@ -17,12 +17,12 @@ from sampled import sampled
 from this_machine import LEVELS, WIDEST
 
 import schedules
-from lowering.attention.cache_layout import CacheLayout
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.codegen.plain import build_plain_attention
+from lowering.attention.record.cache_layout import CacheLayout
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
-from schedules.cpu.attention_tiles import DecodeTiles, PrefillTiles
-from schedules.cpu.vector import read_cpu_features
+from schedules.cpu.attention.attention_tiles import DecodeTiles, PrefillTiles
+from schedules.cpu.primitives.vector import read_cpu_features
 
 Arrays = dict[str, Any]
 Allocator = Callable[[np.ndarray], tvm.runtime.Tensor]

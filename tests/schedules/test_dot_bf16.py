@@ -13,8 +13,8 @@ from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, call, draw, problem
 from this_machine import WIDEST
 
 import schedules
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.codegen.plain import build_plain_attention
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
 from lowering.target import host_features
 

@@ -19,8 +19,8 @@ from tvm.support import cc
 
 from lowering.compiling.compiler import compile_to
 from lowering.target import host_features, resolve
-from schedules.cpu.dot_int8 import dot, dot_signed, multiplies_signed
-from schedules.cpu.vector import SDOT, USDOT, VNNI_256, VNNI_512, CpuFeatures, load, read_cpu_features, store
+from schedules.cpu.matmul.dot_int8 import dot, dot_signed, multiplies_signed
+from schedules.cpu.primitives.vector import SDOT, USDOT, VNNI_256, VNNI_512, CpuFeatures, load, read_cpu_features, store
 
 HOST = Path(__file__).parents[1] / "targets" / "kernel_host.c"
 

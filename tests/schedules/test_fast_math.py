@@ -10,7 +10,7 @@ import tvm
 from this_machine import LEVELS
 from tvm import te, tirx
 
-from schedules.cpu.elementwise import elementwise
+from schedules.cpu.elementwise.elementwise import elementwise
 
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 

@@ -17,9 +17,9 @@ from tvm import relax, tirx
 import lowering
 import schedules
 from lowering.importing.quantized_matrix import QuantizedMatrix
-from lowering.passes.fold_transposes import fold_transposes
-from lowering.passes.pack_weights import pack_weights
-from schedules.cpu.matmul import matmul
+from lowering.passes.graph.fold_transposes import fold_transposes
+from lowering.passes.graph.pack_weights import pack_weights
+from schedules.cpu.matmul.matmul import matmul
 
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 V3, WIDE = RUNS["x86-64-v3"], RUNS[WIDEST]

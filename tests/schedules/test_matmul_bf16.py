@@ -12,9 +12,9 @@ from test_matmul import check, compile_main, draw
 from this_machine import WIDEST
 from tvm import relax, te, tirx
 
-from lowering.passes.pack_weights import pack_weights
+from lowering.passes.graph.pack_weights import pack_weights
 from lowering.target import host_features
-from schedules.cpu.matmul import matmul
+from schedules.cpu.matmul.matmul import matmul
 
 TARGETS = {
     name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": features})

@@ -11,9 +11,9 @@ import tvm
 from tvm import te, tirx, topi
 
 import schedules
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem, Window
-from lowering.passes.guard_divisions import guard_divisions
+from lowering.attention.codegen.plain import build_plain_attention
+from lowering.attention.record.problem import AttentionProblem, Window
+from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update
 from schedules.reading.row_segments import SEGMENTS
 from schedules.tiles import Tiles

@@ -12,7 +12,7 @@ from this_machine import LEVELS, WIDEST
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from schedules.cpu import vector
+from schedules.cpu.primitives import vector
 
 TARGETS = {name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": name}) for name in LEVELS}
 

@@ -18,8 +18,8 @@ from tvm import relax
 
 from lowering.compiling.bundled_sources import compile_bundled_sources
 from lowering.functions.gpt_attention import gpt_attention
-from lowering.graph.model import load_model
-from lowering.graph.written_inputs import name_written_inputs
+from lowering.graph.loading.model import load_model
+from lowering.graph.loading.written_inputs import name_written_inputs
 from lowering.importing.checks import OPENPPL, TENSORRT_LLM, read_callee_name
 from lowering.importing.importer import import_model
 from lowering.importing.origins import iterate_bindings

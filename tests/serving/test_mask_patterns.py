@@ -7,8 +7,14 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from lowering.graph.mask_patterns import MaskPattern, convert_to_bias, find_left_windows, is_pattern_of, match_pattern
-from lowering.graph.positions import Positions
+from lowering.graph.caches.mask_patterns import (
+    MaskPattern,
+    convert_to_bias,
+    find_left_windows,
+    is_pattern_of,
+    match_pattern,
+)
+from lowering.graph.caches.positions import Positions
 
 TOKENS = 37
 TOKEN, KEY = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]

@@ -17,7 +17,7 @@ from error_codes import raises
 import lowering
 from lowering import Batcher, InputError
 from lowering.manifest import CachePool, SourceCache
-from lowering.runtime.manifest_rules import find_contradictions
+from lowering.runtime.artifact.manifest_rules import find_contradictions
 
 EXPORTS = Path(__file__).parents[1] / "exports"
 BART = EXPORTS / "decoders" / "bart.onnx"

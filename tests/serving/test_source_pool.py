@@ -13,8 +13,8 @@ from error_codes import raises
 
 from lowering import Batcher, InputError
 from lowering.manifest import CachePool, ServedCache, SourceCache, TensorSpec
-from lowering.runtime.inputs import InputPort
-from lowering.runtime.strings import StringTable
+from lowering.runtime.arrays.inputs import InputPort
+from lowering.runtime.arrays.strings import StringTable
 
 
 class Translator:

@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.compiling.compiler import compile_to
-from lowering.runtime import checks
+from lowering.runtime.artifact import checks
 from lowering.target import host_features, resolve
 
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ import lowering
 from lowering.commands.cli import main
 from lowering.errors import ArtifactError, InputError
 from lowering.measuring.batch import BATCH, RESULTS, measure_batch, read_batch, read_results
-from lowering.tuning.database import read_journal
+from lowering.tuning.records.database import read_journal
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from error_codes import raises
 
-from lowering.tuning import database
+from lowering.tuning.records import database
 
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"
 PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))

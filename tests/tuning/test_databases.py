@@ -13,11 +13,11 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.commands.cli import main
-from lowering.tuning import database, upkeep
-from lowering.tuning.choices import read_trace_choice
-from lowering.tuning.database import list_records, open_database, open_writable, read_best_records, read_journal
 from lowering.tuning.plot import compute_best_so_far
-from lowering.tuning.ranks import compute_rank_correlation
+from lowering.tuning.records import database, upkeep
+from lowering.tuning.records.database import list_records, open_database, open_writable, read_best_records, read_journal
+from lowering.tuning.search.choices import read_trace_choice
+from lowering.tuning.search.ranks import compute_rank_correlation
 
 
 @pytest.fixture(scope="module")

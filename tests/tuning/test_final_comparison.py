@@ -11,12 +11,12 @@ from models import matmul
 import lowering
 from lowering.measuring.isolated import CandidateFailure
 from lowering.measuring.measure import Measurement
-from lowering.tuning import lookup, upkeep
-from lowering.tuning.database import read_best_records, read_journal
-from lowering.tuning.final_comparison import FinalComparison
 from lowering.tuning.local import LocalBench
-from lowering.tuning.scheduler import TaskSearch
-from lowering.tuning.whole_runs import WholeRunTimes, compare_whole_runs
+from lowering.tuning.records import lookup, upkeep
+from lowering.tuning.records.database import read_best_records, read_journal
+from lowering.tuning.search.final_comparison import FinalComparison
+from lowering.tuning.search.scheduler import TaskSearch
+from lowering.tuning.search.whole_runs import WholeRunTimes, compare_whole_runs
 
 SIZES = {"n": 64}
 

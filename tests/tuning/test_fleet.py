@@ -22,8 +22,8 @@ from tvm.rpc.tracker import Tracker
 import lowering
 from lowering.errors import InputError
 from lowering.fleet import devices as fleet
-from lowering.tuning.database import read_journal
-from lowering.tuning.session import TuningState
+from lowering.tuning.records.database import read_journal
+from lowering.tuning.search.session import TuningState
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,8 +20,8 @@ from onnx import TensorProto, helper
 
 import lowering
 from lowering.measuring.batch import read_batch, read_results
-from lowering.tuning.choices import DEFAULT
-from lowering.tuning.database import read_journal
+from lowering.tuning.records.database import read_journal
+from lowering.tuning.search.choices import DEFAULT
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ import pytest
 from models import matmul
 
 import lowering
-from lowering.tuning import upkeep
-from lowering.tuning.database import BEST, TRIALS, open_database, read_journal
-from lowering.tuning.shared_records import RECORDS, WORKLOADS
+from lowering.tuning.records import upkeep
+from lowering.tuning.records.database import BEST, TRIALS, open_database, read_journal
+from lowering.tuning.records.shared_records import RECORDS, WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 KILLS = 20

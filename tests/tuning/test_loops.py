@@ -14,10 +14,10 @@ import lowering
 from lowering.compiling.compilation import compiled
 from lowering.compiling.options import CompileOptions
 from lowering.target import resolve
-from lowering.tuning.choices import DEFAULT, read_choice
-from lowering.tuning.context import TuningContext, create_search_strategy
-from lowering.tuning.loop_space import LoopSpace
-from lowering.tuning.task import create_loops_task, create_tiles_task
+from lowering.tuning.search.choices import DEFAULT, read_choice
+from lowering.tuning.search.context import TuningContext, create_search_strategy
+from lowering.tuning.search.loop_space import LoopSpace
+from lowering.tuning.search.task import create_loops_task, create_tiles_task
 
 K, N = 96, 160
 
@@ -67,7 +67,7 @@ def test_other_versions_of_the_default_are_other_tasks(
     tuned: tuple[Path, lowering.Tuning], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A comparison with one default says nothing about a better one."""
-    from schedules.cpu.reduction import ReductionTiles
+    from schedules.cpu.elementwise.reduction import ReductionTiles
 
     monkeypatch.setattr(ReductionTiles, "version", ReductionTiles.version + 1)
     module = lowering.compile(matmul(64), database=tuned[0])

@@ -16,7 +16,8 @@ from error_codes import raises
 from lowering.errors import InputError
 from lowering.fleet import devices
 from lowering.measuring.measure import Measurement
-from lowering.tuning import local, scheduler
+from lowering.tuning import local
+from lowering.tuning.search import scheduler
 
 
 class LateQueue(queue.SimpleQueue[Any]):

@@ -14,11 +14,11 @@ from models import K, expected, matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
-from lowering.tuning import lookup, upkeep
-from lowering.tuning.choices import read_trace_choice
-from lowering.tuning.database import ARCHITECTURE, BEST, TRIALS, open_writable, read_best_records
-from lowering.tuning.task import has_kernel, is_current
-from lowering.tuning.tile_space import TileSpace
+from lowering.tuning.records import lookup, upkeep
+from lowering.tuning.records.database import ARCHITECTURE, BEST, TRIALS, open_writable, read_best_records
+from lowering.tuning.search.choices import read_trace_choice
+from lowering.tuning.search.task import has_kernel, is_current
+from lowering.tuning.search.tile_space import TileSpace
 
 
 @pytest.fixture(scope="module")

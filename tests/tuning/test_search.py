@@ -14,11 +14,11 @@ from lowering.compiling.options import CompileOptions
 from lowering.measuring.batch import DEFAULT
 from lowering.measuring.trial import LAST_PAIRS
 from lowering.target import resolve
-from lowering.tuning.database import TuningDatabase
 from lowering.tuning.local import LibraryBuilder, LocalBench, MeasurementSite
-from lowering.tuning.session import TuningSession
-from lowering.tuning.subject import TunedModel
-from lowering.tuning.tile_space import TileSpace
+from lowering.tuning.records.database import TuningDatabase
+from lowering.tuning.search.session import TuningSession
+from lowering.tuning.search.subject import TunedModel
+from lowering.tuning.search.tile_space import TileSpace
 from schedules.variant import Choice
 
 KERNEL, SECONDS = "prefill", 300

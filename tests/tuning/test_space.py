@@ -13,17 +13,23 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
 
 import schedules
-from lowering.attention.plain import build_plain_attention
-from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.codegen.plain import build_plain_attention
+from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.compiling.compilation import compiled
 from lowering.compiling.options import CompileOptions
 from lowering.target import resolve
 from lowering.tuning.build import schedule_candidate
-from lowering.tuning.choices import read_choice, read_trace_choice
-from lowering.tuning.context import TuningContext, create_search_strategy
-from lowering.tuning.cost_model import TileCostModel
-from lowering.tuning.task import NotTunable, create_tiles_task, find_written_parameters, read_shapes, specialize_sizes
-from lowering.tuning.tile_space import TileSpace
+from lowering.tuning.search.choices import read_choice, read_trace_choice
+from lowering.tuning.search.context import TuningContext, create_search_strategy
+from lowering.tuning.search.cost_model import TileCostModel
+from lowering.tuning.search.task import (
+    NotTunable,
+    create_tiles_task,
+    find_written_parameters,
+    read_shapes,
+    specialize_sizes,
+)
+from lowering.tuning.search.tile_space import TileSpace
 
 TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}
 V4 = TARGETS["cpu:x86-64-v4"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowering.shortened import shorten_middle, shorten_names
-from lowering.tuning.session import End, TuningOutcome
+from lowering.tuning.search.session import End, TuningOutcome
 from lowering.tuning.table import format_report, format_summary
 from lowering.tuning.tune import Tuning
 

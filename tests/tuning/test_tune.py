@@ -27,10 +27,10 @@ from lowering.measuring import trial as trial_of_one
 from lowering.target import resolve
 from lowering.tuning import local
 from lowering.tuning.build import compile_library, get_unscheduled_function
-from lowering.tuning.choices import read_trace_choice
-from lowering.tuning.database import TuningDatabase, open_writable, read_best_records, read_journal
-from lowering.tuning.lookup import choose_by_size
-from lowering.tuning.session import TuningState
+from lowering.tuning.records.database import TuningDatabase, open_writable, read_best_records, read_journal
+from lowering.tuning.records.lookup import choose_by_size
+from lowering.tuning.search.choices import read_trace_choice
+from lowering.tuning.search.session import TuningState
 from schedules.variant import BySize, Choice, RuntimeSize
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_records_of_other_architectures_and_versions_are_ignored(
     other = "x86-64-v4" if WIDEST == "x86-64-v3" else "x86-64-v3"
     foreign = compile_to(tmp_path / "foreign", matmul(), f"cpu:{other}", database=folder)
     assert not any(k.source for k in foreign.kernels)
-    from schedules.cpu.panels import PanelTiles
+    from schedules.cpu.matmul.panels import PanelTiles
 
     monkeypatch.setattr(PanelTiles, "version", PanelTiles.version + 1)
     sources = {k.kind: k.source for k in lowering.compile(matmul(), database=folder).manifest.kernels}
@@ -109,7 +109,7 @@ def test_records_of_other_architectures_and_versions_are_ignored(
 
 
 def test_a_choice_that_became_illegal_is_ignored(tuned: tuple[Path, lowering.Tuning], monkeypatch) -> None:
-    from schedules.cpu.panels import PanelTiles
+    from schedules.cpu.matmul.panels import PanelTiles
 
     monkeypatch.setattr(
         PanelTiles, "rules", lambda self, problem, machine: {"never": self.default(problem, machine) == self}

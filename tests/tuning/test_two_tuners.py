@@ -14,8 +14,8 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.target import resolve
-from lowering.tuning import database, upkeep
-from lowering.tuning.database import TuningDatabase, hash_task, open_database, read_journal
+from lowering.tuning.records import database, upkeep
+from lowering.tuning.records.database import TuningDatabase, hash_task, open_database, read_journal
 
 TARGET = resolve("cpu")[0]
 PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.tensorir.scatter import CacheUpdate
 
 from ..plan import Bar, Case, Kernel, Sizes

@@ -10,20 +10,20 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import BoundAttention
-from lowering.attention.problem import AttentionProblem
+from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.record.problem import AttentionProblem
 from lowering.target import Target
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update, make_in_place_update
-from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
-from schedules.cuda.decode import decode
-from schedules.cuda.decode_rows import decode_rows
-from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
-from schedules.cuda.device import Device, device
-from schedules.cuda.matmul import matmul
-from schedules.cuda.plain import plain
-from schedules.cuda.prefill_mma import prefill_mma
-from schedules.cuda.prefill_wgmma import prefill_wgmma
-from schedules.cuda.scatter import cache_update
+from schedules.cuda.attention.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.attention.decode import decode
+from schedules.cuda.attention.decode_rows import decode_rows
+from schedules.cuda.attention.decode_tiles import DecodeTiles, RowTiles
+from schedules.cuda.attention.plain import plain
+from schedules.cuda.attention.prefill_mma import prefill_mma
+from schedules.cuda.attention.prefill_wgmma import prefill_wgmma
+from schedules.cuda.cache.scatter import cache_update
+from schedules.cuda.matmul.matmul import matmul
+from schedules.cuda.primitives.device import Device, device
 from schedules.tiles import Tiles
 
 from ..plan import Kernel

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lowering.attention.problem import AttentionProblem
+from lowering.attention.record.problem import AttentionProblem
 
 from ..plan import TOLERANCE, Case, Kernel, Sizes, Tiles
 from .matmuls import Matmul

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.records import decode
-from schedules.cuda.ptx import WARP, alloc_registers, let, reduce_warp, store_element, unrolled
+from schedules.cuda.primitives.ptx import WARP, alloc_registers, let, reduce_warp, store_element, unrolled
 
 WORDS = 4  # of a chunk of 16 bytes
 THREADS = 256  # per block

@@ -144,21 +144,21 @@ class Rehearsal(Card):
     def upload(self, tensor: torch.Tensor) -> Any:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_tensor
+        from lowering.runtime.arrays.tensors import copy_tensor
 
         return copy_tensor(tvm_ffi.from_dlpack(tensor.contiguous()), tvm_ffi.device("cuda", 0))
 
     def write(self, array: Any, tensor: torch.Tensor) -> None:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_to
+        from lowering.runtime.arrays.tensors import copy_to
 
         copy_to(tvm_ffi.from_dlpack(tensor.contiguous()), array)
 
     def download(self, array: Any) -> torch.Tensor:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_tensor
+        from lowering.runtime.arrays.tensors import copy_tensor
 
         return torch.from_dlpack(copy_tensor(array, tvm_ffi.device("cpu", 0))).clone()
 

@@ -55,9 +55,9 @@ class Host:
         """The arrays as they are after a call with copies of them on the GPU."""
         import tvm_ffi
 
-        from lowering.runtime.elements import ElementType
+        from lowering.runtime.arrays.elements import ElementType
+        from lowering.runtime.arrays.tensors import copy_tensor, view_as
         from lowering.runtime.gpu import CUDA
-        from lowering.runtime.tensors import copy_tensor, view_as
 
         gpu, cpu = tvm_ffi.device("cuda", 0), tvm_ffi.device("cpu", 0)
         types = [ElementType(array.dtype.name, array.dtype.name) for array in arrays]
@@ -127,7 +127,7 @@ class HostTorch(Torch):
     def bound(self, function: Callable[..., object], arrays: Sequence[Array]) -> Callable[[], object]:
         import tvm_ffi
 
-        from lowering.runtime.tensors import copy_tensor, copy_to
+        from lowering.runtime.arrays.tensors import copy_tensor, copy_to
 
         tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from tvm import ir
 
-from ...graph.legality import OWN_DOMAIN
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.compute import number, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..kernels import ElementReader, compute
+from ..helpers.kernels import ElementReader, compute
 
 
 @op("CombineExperts", since=1, domain=OWN_DOMAIN)

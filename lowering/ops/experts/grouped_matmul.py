@@ -1,7 +1,7 @@
 """GroupedMatMul: each row times the matrix of its own expert, a grouped GEMM over rows sorted by expert.
 
 The matrices of all experts are concatenated to one matrix [K, experts * N], until weights are packed
-(passes/grouped_weights.py).
+(graph/grouped_weights.py).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 from tvm import te
 
-from ...graph.legality import OWN_DOMAIN
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.compute import number, require_numbers, unify_sizes, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.grouped_matmul import GROUPS, grouped_matmul
 from .. import op
-from ..matmul import round_to
+from ..math.matmul import round_to
 from ..microsoft.matmul_n_bits import read_weight
 
 _FUSABLE = 4  # TVM's pattern kind of a matmul: element-wise operations after it fuse with it

@@ -7,14 +7,14 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...attention.parameters import int64
-from ...graph.legality import OWN_DOMAIN
+from ...attention.codegen.parameters import int64
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.along_rows import ATTRIBUTE, Grouped, to_json
 from ...tensorir.independent_loops import independent_loops
 from .. import op
-from ..kernels import emit_loops, serial
+from ..helpers.kernels import emit_loops, serial
 
 
 @op("SortByExpert", since=1, domain=OWN_DOMAIN)

@@ -13,15 +13,15 @@ from tvm import relax
 
 from ...attention.expr.node import Expr, canonicalize, make_number, rename_parameters
 from ...attention.flex_node import DOMAIN, FULL, PARTIAL, FlexAttentionSettings
-from ...attention.formula import SCORE_MOD_PREFIX, Formula
-from ...attention.problem import AttentionProblem
+from ...attention.record.formula import SCORE_MOD_PREFIX, Formula
+from ...attention.record.problem import AttentionProblem
 from ...importing.compute import number as require_static
 from ...importing.compute import unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
-from ..assertions import assert_shape
-from ..attend import call_attention_kernel
+from ..attention.attend import call_attention_kernel
+from ..helpers.assertions import assert_shape
 from .reads import CapturedReads, as_table
 
 

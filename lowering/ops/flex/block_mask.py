@@ -18,9 +18,9 @@ from ...attention.flex_node import DOMAIN, FULL, HIDDEN, PARTIAL, FlexAttentionS
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..assertions import assert_shape
-from ..kernels import emit_loops
-from ..run_time import bind_sizes
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import emit_loops
+from ..helpers.run_time import bind_sizes
 from .reads import CapturedReads, as_table
 
 

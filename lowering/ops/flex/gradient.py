@@ -1,4 +1,4 @@
-"""FlexAttentionGradient: backpropagation through a FlexAttention (lowering/attention/gradient.py)."""
+"""FlexAttentionGradient: backpropagation through a FlexAttention (lowering/attention/record/gradient.py)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from tvm import relax, tirx
 
+from ...attention.codegen.plain_gradient import build_plain_gradient
 from ...attention.flex_node import DOMAIN, FlexAttentionSettings
-from ...attention.gradient import GradientProblem
-from ...attention.plain_gradient import build_plain_gradient
+from ...attention.record.gradient import GradientProblem
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..assertions import assert_shape
-from ..kernels import compute
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import compute
 from .attention import FlexOperands
 
 

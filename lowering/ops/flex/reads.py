@@ -16,7 +16,7 @@ from ...attention.expr.node import Expr, canonicalize, make_number, rewrite_expr
 from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..assertions import require
+from ..helpers.assertions import require
 
 _LARGEST_FACTOR = 2**20
 

@@ -7,10 +7,4 @@ imported automatically.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 DOMAIN = "com.microsoft"
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")

@@ -8,9 +8,9 @@ from ...importing.compute import Element, pointwise, require_numbers, widen_dtyp
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..activation import gelu, swish
-from ..assertions import assert_shape
-from ..kernels import ElementReader, compute
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import ElementReader, compute
+from ..math.activation import gelu, swish
 from . import DOMAIN
 
 

@@ -6,7 +6,7 @@ from ...importing.channels import channels_last, channels_second
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..causal_conv import convolve_causally, read_causal_window, require_state_rank
+from ..nn.causal_conv import convolve_causally, read_causal_window, require_state_rank
 from . import DOMAIN
 
 _NEUTRAL_VALUES = {

@@ -15,11 +15,11 @@ from ...importing.compute import Element, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, is_one
 from .. import op
-from ..assertions import assert_in_bounds, assert_shape, require
-from ..integer_matmul import BYTES, broadcast_scale
-from ..kernels import compute
-from ..matmul import round_to
-from ..normalization import normalize_last_axes
+from ..helpers.assertions import assert_in_bounds, assert_shape, require
+from ..helpers.kernels import compute
+from ..math.integer_matmul import BYTES, broadcast_scale
+from ..math.matmul import round_to
+from ..nn.normalization import normalize_last_axes
 from . import DOMAIN
 from .normalization import FUSED_EPSILON
 from .quantized import dequantize

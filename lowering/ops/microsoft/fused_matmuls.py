@@ -9,10 +9,10 @@ from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..activation import emit_activation
-from ..assertions import assert_shape
-from ..conv import convolve
-from ..matmul import emit_gemm_accumulator, round_to
+from ..helpers.assertions import assert_shape
+from ..math.activation import emit_activation
+from ..math.matmul import emit_gemm_accumulator, round_to
+from ..nn.conv import convolve
 from . import DOMAIN
 
 # The meaning of activation_params, by activation of FusedConv; Silu is Swish.

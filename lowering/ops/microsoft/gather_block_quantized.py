@@ -16,9 +16,9 @@ from tvm import tirx
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..contents import normalize_axis
-from ..gather import wrap_index
-from ..kernels import compute
+from ..helpers.contents import normalize_axis
+from ..helpers.kernels import compute
+from ..tensor.gather import wrap_index
 from . import DOMAIN
 from .matmul_n_bits import unpack_bits
 

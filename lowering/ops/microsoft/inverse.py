@@ -12,8 +12,8 @@ from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.independent_loops import independent_loops
 from .. import op
-from ..determinant import require_square
-from ..kernels import emit_loops, grid, let, serial
+from ..helpers.kernels import emit_loops, grid, let, serial
+from ..math.determinant import require_square
 from . import DOMAIN
 
 

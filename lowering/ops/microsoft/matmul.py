@@ -9,7 +9,7 @@ from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..matmul import emit_matmul, permute_axes, round_to
+from ..math.matmul import emit_matmul, permute_axes, round_to
 from . import DOMAIN
 
 

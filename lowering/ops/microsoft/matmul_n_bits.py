@@ -14,7 +14,7 @@ from ...importing.node import Node
 from ...importing.quantized_matrix import QuantizedMatrix
 from ...importing.values import Value
 from .. import op
-from ..matmul import emit_matmul, round_to
+from ..math.matmul import emit_matmul, round_to
 from . import DOMAIN
 
 

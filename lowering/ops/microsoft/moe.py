@@ -1,6 +1,6 @@
 """com.microsoft MoE and QMoE: a mixture of experts, each a feed-forward layer; each token is processed by k of them.
 
-They are rewritten to nodes over rows sorted by expert (graph/mixture.py), as a mixture of primitive operators is.
+They are rewritten to nodes over rows sorted by expert (experts/mixture.py), as a mixture of primitive operators is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ...graph.mixture import (
+from ...graph.experts.mixture import (
     ACTIVATIONS,
     WEIGHTS_GIVEN,
     WEIGHTS_OVER_ALL,

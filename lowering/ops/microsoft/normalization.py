@@ -8,9 +8,9 @@ from ...importing.compute import pointwise, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Shape, Value
 from .. import op
-from ..assertions import assert_broadcastable, assert_shape
-from ..matmul import round_to
-from ..normalization import layer_normalization, normalize_last_axes
+from ..helpers.assertions import assert_broadcastable, assert_shape
+from ..math.matmul import round_to
+from ..nn.normalization import layer_normalization, normalize_last_axes
 from . import DOMAIN
 
 FUSED_EPSILON = 1e-12  # the default of the fused operators

@@ -14,14 +14,14 @@ from ...importing.compute import pointwise, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..activation import emit_softmax
-from ..cast import cast_to
-from ..contents import normalize_axis
-from ..integer_matmul import broadcast_column_scale, broadcast_row_scale, broadcast_scale, integer_matmul
-from ..matmul import permute_axes
-from ..movement import concat, where
-from ..pooling import average_windows, global_average_pool
-from ..quantization import quantize_dynamically, quantize_values
+from ..helpers.contents import normalize_axis
+from ..math.activation import emit_softmax
+from ..math.integer_matmul import broadcast_column_scale, broadcast_row_scale, broadcast_scale, integer_matmul
+from ..math.matmul import permute_axes
+from ..math.quantization import quantize_dynamically, quantize_values
+from ..nn.pooling import average_windows, global_average_pool
+from ..tensor.cast import cast_to
+from ..tensor.movement import concat, where
 from . import DOMAIN
 
 

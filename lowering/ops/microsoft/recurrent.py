@@ -17,12 +17,12 @@ from ...importing.values import Value
 from ...tensorir.quantized_states import PACKED_VALUES
 from ...tensorir.recurrence import BLOCK, Recurrence
 from .. import op
-from ..cast import cast_to
-from ..integer_matmul import integer_matmul
-from ..matmul import permute_axes
-from ..quantization import quantize_dynamically
-from ..recurrent import IndexMap, emit_recurrent
-from ..reshape import reshape_to
+from ..math.integer_matmul import integer_matmul
+from ..math.matmul import permute_axes
+from ..math.quantization import quantize_dynamically
+from ..nn.recurrent import IndexMap, emit_recurrent
+from ..tensor.cast import cast_to
+from ..tensor.reshape import reshape_to
 from . import DOMAIN
 from .quantized import rescale
 

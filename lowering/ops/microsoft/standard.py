@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .. import op
-from ..movement import trilu
-from ..quantization import dequantize_linear, quantize_linear
+from ..math.quantization import dequantize_linear, quantize_linear
+from ..tensor.movement import trilu
 from . import DOMAIN
 
 op("QuantizeLinear", since=1, domain=DOMAIN)(quantize_linear)

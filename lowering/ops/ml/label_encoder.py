@@ -17,8 +17,8 @@ from ...importing.node import Node
 from ...importing.values import Value, storage_dtype
 from ...tensorir.independent_loops import independent_loops
 from .. import op
-from ..kernels import emit_loops, let, serial
-from ..reshape import reshape_to
+from ..helpers.kernels import emit_loops, let, serial
+from ..tensor.reshape import reshape_to
 from . import DOMAIN
 
 _DEFAULTS = {"string": "_Unused", "int64": -1, "float32": -0.0, "int32": -1, "int16": -1, "float64": -0.0}

@@ -7,8 +7,6 @@ all requests are packed, one request after the other. There is one file per oper
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 
 from .. import Lowering, op
@@ -25,7 +23,3 @@ def ppl_op(name: str) -> Callable[[Lowering], Lowering]:
         return function
 
     return register
-
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")

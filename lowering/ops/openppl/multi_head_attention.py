@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...attention.cache_layout import CacheLayout, Offset
+from ...attention.record.cache_layout import CacheLayout, Offset
 from ...importing.node import Node
 from ...importing.values import Value
 from . import ppl_op

@@ -6,16 +6,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ...attention.alibi import alibi_slopes
-from ...attention.cache_layout import CacheLayout
-from ...attention.problem import Mask, Window
+from ...attention.record.alibi import alibi_slopes
+from ...attention.record.cache_layout import CacheLayout
+from ...attention.record.problem import Mask, Window
 from ...importing import symbolic
 from ...importing.compute import unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_empty
-from ..assertions import assert_shape, require
-from ..attend import call_attention_kernel, make_ragged_problem, trace_formula
-from ..kernels import compute
+from ..attention.attend import call_attention_kernel, make_ragged_problem, trace_formula
+from ..helpers.assertions import assert_shape, require
+from ..helpers.kernels import compute
 from .ppl_requests import PplRequests
 
 FLOATS = ("float32", "float16", "bfloat16")

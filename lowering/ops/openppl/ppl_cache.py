@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
-from ...attention.cache_layout import CacheLayout, KvQuantization, Offset, Pages
+from ...attention.codegen.parameters import int64
 from ...attention.kv_write import KvWrite
-from ...attention.parameters import int64
+from ...attention.record.cache_layout import CacheLayout, KvQuantization, Offset, Pages
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MAX_DIMENSION, Size, Value, static
-from ..assertions import assert_shape
-from ..kv_write import kv_write
+from ..attention.kv_write import kv_write
+from ..helpers.assertions import assert_shape
 from .ppl_requests import PplRequests, check_integers
 
 LAYOUTS = ("tlchd", "ltchd", "lcthd", "lchtd")
-"""The axes of a cache by attribute cache_layout, as in lowering/attention/cache_layout.py."""
+"""The axes of a cache by attribute cache_layout, as in lowering/attention/record/cache_layout.py."""
 
 _BITS = {8: "int8"}
 

@@ -9,12 +9,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...arithmetic import LARGEST_SIZE
-from ...attention.parameters import int64
+from ...attention.codegen.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_one
-from ..assertions import assert_shape, require
-from ..kernels import emit_loops, serial
-from ..run_time import bind_sizes
+from ..helpers.assertions import assert_shape, require
+from ..helpers.kernels import emit_loops, serial
+from ..helpers.run_time import bind_sizes
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...attention.cache_layout import Pages
+from ...attention.record.cache_layout import Pages
 from ...importing.checks import OPENPPL
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..assertions import assert_requests
+from ..helpers.assertions import assert_requests
 from .ppl_cache import PplCache
 
 
@@ -34,6 +34,6 @@ def check_tables(
         page = cache.layout.slots.size or 0 if isinstance(cache.layout.slots, Pages) else 0
     if attn_mask is not None and attn_mask.rank > 1:
         columns = attn_mask.shape[-1]
-    # The order is that of runtime/requests_openppl.c.
+    # The order is that of runtime/native/requests_openppl.c.
     tables = [seqstarts, kvstarts, cachestarts, start_pos, decoding_batches]
     return assert_requests(node, OPENPPL, tables, [rows, keys, slots, page, columns])

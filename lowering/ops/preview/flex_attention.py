@@ -6,7 +6,7 @@ Arithmetic is in float32, or in float64 if an operand or the softmax is in float
 scores are all -inf has probabilities of 0, where the standard's reference gives NaN.
 
 score_mod is lowered as written, as a graph over the tensor of all scores, which the attention reads in place of its own
-scores. passes/fold_scores.py folds it to an expression if each score depends on no other score; then no tensor of
+scores. graph/fold_scores.py folds it to an expression if each score depends on no other score; then no tensor of
 scores remains. With prob_mod, the probabilities are materialized as a tensor.
 """
 
@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...attention import replaced_scores
+from ...attention.record import replaced_scores
 from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from .. import op
-from ..assertions import assert_shape
-from ..attend import lower_attention
+from ..attention.attend import lower_attention
+from ..helpers.assertions import assert_shape
 from . import DOMAIN
 from .materialized_scores import compute_probabilities, compute_scores, weight_values
 from .mods import ModGraph

@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 from ...importing.compute import MAXIMUM, SUM, Element, read_element, reduce_axes, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
-from ..matmul import emit_matmul, permute_axes, round_to
+from ..math.matmul import emit_matmul, permute_axes, round_to
 
 
 def compute_scores(node: Node, q: Value, k: Value, scale: float, dtype: str) -> Value:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...importing.node import Node
 from ...importing.values import Shape, Value, format_size
-from ..assertions import assert_shape
+from ..helpers.assertions import assert_shape
 
 
 @dataclass(frozen=True)

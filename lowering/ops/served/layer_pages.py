@@ -8,13 +8,13 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...arithmetic import LARGEST_SIZE
-from ...attention.cache_layout import CacheLayout, KvQuantization, Pages
-from ...attention.parameters import int64
+from ...attention.codegen.parameters import int64
+from ...attention.record.cache_layout import CacheLayout, KvQuantization, Pages
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
-from ..assertions import assert_shape
-from ..kernels import compute
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import compute
 
 
 class LayerPages:

@@ -7,12 +7,12 @@ from typing import Any
 from tvm import tirx
 
 from ...arithmetic import LARGEST_SIZE
-from ...attention.parameters import int64
+from ...attention.codegen.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
-from ..assertions import assert_shape
-from ..kernels import compute
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import compute
 
 
 def select_layer_states(node: Node, state_slots: Value, states: Value, requests: Value) -> tuple[Value, Value]:

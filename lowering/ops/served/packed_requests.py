@@ -7,15 +7,15 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...attention.parameters import int64
-from ...graph.legality import OWN_DOMAIN
+from ...attention.codegen.parameters import int64
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.checks import SERVED
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..assertions import assert_requests, assert_shape
-from ..kernels import emit_loops, serial
+from ..helpers.assertions import assert_requests, assert_shape
+from ..helpers.kernels import emit_loops, serial
 from .layer_pages import compute_block_entries
 
 
@@ -54,7 +54,7 @@ def packed_requests(
         room = node.simplify(tirx.min(int64(block_table.shape[1] * tokens), int64(context)))
     if state_slots is not None and states is not None:
         slots, state_slots = states.shape[0], assert_shape(node, state_slots, (count,))
-    # The order is that of runtime/requests_served.c.
+    # The order is that of runtime/native/requests_served.c.
     check_inputs = [row_starts, past_lengths, block_table, state_slots]
     row_starts = assert_requests(node, SERVED, check_inputs, [rows, context, blocks, tokens, slots])
 

@@ -8,15 +8,15 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...arithmetic import LARGEST_SIZE
-from ...attention.parameters import int64
-from ...graph.legality import OWN_DOMAIN
+from ...attention.codegen.parameters import int64
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.checks import SOURCES
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..assertions import assert_requests, assert_shape
-from ..kernels import emit_loops, serial
+from ..helpers.assertions import assert_requests, assert_shape
+from ..helpers.kernels import emit_loops, serial
 from .layer_pages import compute_block_entries
 
 
@@ -42,7 +42,7 @@ def packed_sources(
     blocks, tokens = source_cache.shape[0], number(node, "dimension 4 of source_cache", source_cache.shape[4])
     source_table = assert_shape(node, source_table, (count, columns))
     tables = [source_lengths, source_table]
-    # The order is that of runtime/requests_served.c.
+    # The order is that of runtime/native/requests_served.c.
     source_lengths = assert_requests(node, SOURCES, tables, [blocks, tokens, int(request_maxima is None)])
     room = node.simplify(tirx.min(int64(columns * tokens), int64(LARGEST_SIZE)))
 

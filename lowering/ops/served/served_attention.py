@@ -6,17 +6,17 @@ from typing import Any
 
 from tvm import tirx
 
-from ...attention.formula import Formula
-from ...attention.parameters import int64
-from ...attention.problem import Window
-from ...graph.legality import OWN_DOMAIN
+from ...attention.codegen.parameters import int64
+from ...attention.record.formula import Formula
+from ...attention.record.problem import Window
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
-from ..assertions import assert_shape
-from ..attend import call_attention_kernel, make_ragged_problem, trace_formula
-from ..run_time import bind_sizes
+from ..attention.attend import call_attention_kernel, make_ragged_problem, trace_formula
+from ..helpers.assertions import assert_shape
+from ..helpers.run_time import bind_sizes
 from .layer_pages import LayerPages
 
 

@@ -12,23 +12,23 @@ from typing import Any
 
 from tvm import tirx
 
-from ...attention.cache_layout import CacheLayout, Pages, Ring
+from ...attention.codegen.parameters import int64
 from ...attention.kv_write import KvWrite
-from ...attention.parameters import int64
-from ...graph.legality import OWN_DOMAIN
+from ...attention.record.cache_layout import CacheLayout, Pages, Ring
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.channels import channels_last, channels_second
 from ...importing.compute import number, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
-from ..assertions import assert_shape
-from ..causal_conv import apply_activation, read_causal_window
-from ..conv import transpose_weights
-from ..kernels import compute
-from ..kv_write import kv_write
-from ..linear_attention import FLOATS
+from ..attention.kv_write import kv_write
+from ..attention.linear_attention import FLOATS
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import compute
 from ..microsoft.causal_conv import read_attributes
-from ..window import SpatialWindow
+from ..nn.causal_conv import apply_activation, read_causal_window
+from ..nn.conv import transpose_weights
+from ..nn.window import SpatialWindow
 from .layer_states import select_layer_states
 
 _ROW = 256  # elements that a CPU thread copies in one step

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tvm import relax
 
 from ...attention.kv_write import KvWrite
-from ...graph.legality import OWN_DOMAIN
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
-from ..kv_write import kv_write
+from ..attention.kv_write import kv_write
 from .layer_pages import LayerPages
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...attention.linear import build_linear_attention
-from ...graph.legality import OWN_DOMAIN
+from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
-from ..assertions import assert_shape
-from ..linear_attention import FLOATS, LinearAttentionInputs, read_linear_attention
-from ..microsoft.linear_attention import read_head_counts
+from ..attention.linear_attention import FLOATS, LinearAttentionInputs, read_linear_attention
+from ..helpers.assertions import assert_shape
+from ..microsoft.attention.linear_attention import read_head_counts
 from .layer_states import select_layer_states
 
 

@@ -14,10 +14,4 @@ docs/serving.md describes each argument. The data flows through:
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 DOMAIN = "tensorrt_llm"
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")

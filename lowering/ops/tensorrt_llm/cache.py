@@ -13,16 +13,16 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.cache_layout import Beams, CacheLayout, GivenRing, KvQuantization, Pages
+from ...attention.codegen.parameters import int64
 from ...attention.kv_write import Columns, KvWrite, Rotary
-from ...attention.parameters import int64
+from ...attention.record.cache_layout import Beams, CacheLayout, GivenRing, KvQuantization, Pages
 from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, prod, static
-from ..assertions import assert_shape, require
-from ..kernels import compute
-from ..kv_write import kv_write
+from ..attention.kv_write import kv_write
+from ..helpers.assertions import assert_shape, require
+from ..helpers.kernels import compute
 from .requests import GptRequests, cast_to_int64, check_ints, require_nonempty
 from .rows import Projections
 from .settings import GptSettings

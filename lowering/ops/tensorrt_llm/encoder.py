@@ -8,11 +8,11 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...attention.parameters import int64
+from ...attention.codegen.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..kernels import emit_loops, serial
-from ..run_time import bind_sizes
+from ..helpers.kernels import emit_loops, serial
+from ..helpers.run_time import bind_sizes
 from .requests import GptRequests, cast_to_int64, check_by_request
 
 

@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.cache_layout import CacheLayout, Offset
 from ...attention.kv_write import Columns
-from ...attention.problem import AttentionProblem
+from ...attention.record.cache_layout import CacheLayout, Offset
+from ...attention.record.problem import AttentionProblem
 from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
-from ..assertions import assert_shape, require
-from ..attend import call_attention_kernel, make_ragged_problem
-from ..kernels import compute
+from ..attention.attend import call_attention_kernel, make_ragged_problem
+from ..helpers.assertions import assert_shape, require
+from ..helpers.kernels import compute
 from . import DOMAIN
 from .cache import (
     GptCache,

@@ -8,11 +8,11 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from ...attention.codegen.parameters import int64
 from ...attention.kv_write import encode_e4m3, round_to_dtype
-from ...attention.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
-from ..kernels import compute
+from ..helpers.kernels import compute
 from .requests import GptRequests
 
 Read = Callable[..., Any]

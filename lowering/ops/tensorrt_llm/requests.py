@@ -16,13 +16,13 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from ...arithmetic import LARGEST_SIZE
-from ...attention.parameters import int64
+from ...attention.codegen.parameters import int64
 from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..assertions import assert_shape, require
-from ..kernels import compute, emit_loops, serial
-from ..run_time import bind_sizes
+from ..helpers.assertions import assert_shape, require
+from ..helpers.kernels import compute, emit_loops, serial
+from ..helpers.run_time import bind_sizes
 from .settings import GptSettings
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.parameters import int64
+from ...attention.codegen.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Value, prod
-from ..assertions import assert_shape
-from ..kernels import compute
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import compute
 from .requests import GptRequests, require_nonempty
 from .settings import GptSettings, RotarySettings
 

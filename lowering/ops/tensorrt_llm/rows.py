@@ -13,12 +13,12 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.addressing import convert_quantized
+from ...attention.codegen.addressing import convert_quantized
+from ...attention.codegen.parameters import int64
 from ...attention.kv_write import encode_e4m3, quantize_value, round_to_dtype
-from ...attention.parameters import int64
 from ...importing.node import Node
 from ...importing.values import Value
-from ..kernels import compute
+from ..helpers.kernels import compute
 from .requests import GptRequests
 from .settings import GptSettings, RotarySettings
 

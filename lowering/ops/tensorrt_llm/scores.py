@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...attention.alibi import alibi_slopes
-from ...attention.formula import Formula
-from ...attention.parameters import int64
-from ...attention.problem import Mask, Window, WindowOffset
+from ...attention.codegen.parameters import int64
+from ...attention.record.alibi import alibi_slopes
+from ...attention.record.formula import Formula
+from ...attention.record.problem import Mask, Window, WindowOffset
 from ...importing.node import Node
 from ...importing.values import Value
-from ..assertions import assert_shape
-from ..attend import trace_formula
-from ..kernels import compute
+from ..attention.attend import trace_formula
+from ..helpers.assertions import assert_shape
+from ..helpers.kernels import compute
 from .requests import GptRequests, require_nonempty
 from .settings import GptSettings
 

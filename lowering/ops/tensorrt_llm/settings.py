@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.cache_layout import QuantizedType
-from ...attention.problem import MAX_SPLITS
+from ...attention.record.cache_layout import QuantizedType
+from ...attention.record.problem import MAX_SPLITS
 from ...importing.node import Node
 
 POSITIONS = (

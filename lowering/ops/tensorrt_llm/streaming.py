@@ -15,11 +15,11 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from ...attention.gather import build_gather, list_gather_inputs
-from ...attention.problem import AttentionProblem
+from ...attention.record.problem import AttentionProblem
 from ...importing.node import Node
 from ...importing.values import Size, Value
-from ..kernels import compute, emit_loops, serial
-from ..run_time import bind_sizes
+from ..helpers.kernels import compute, emit_loops, serial
+from ..helpers.run_time import bind_sizes
 from .cache import GptCache
 from .requests import GptRequests
 from .rotary import compute_angles_at

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from ...importing.checks import TENSORRT_LLM
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_one, prod
-from ..assertions import assert_requests
+from ..helpers.assertions import assert_requests
 from .rotary import list_angle_tables
 from .settings import GptSettings
 
-# The order is that of runtime/requests_tensorrt_llm.c.
+# The order is that of runtime/native/requests_tensorrt_llm.c.
 _TABLES = (
     "context_lengths", "host_request_types", "host_past_key_value_lengths", "sequence_length", "host_context_lengths",
     "host_max_attention_window_sizes", "host_sink_token_length", "cache_indirection", "kv_cache_block_offsets",
@@ -30,7 +30,7 @@ def check_tables(node: Node, settings: GptSettings, inputs: Mapping[str, Value],
 
 
 def _list_numbers(settings: GptSettings, inputs: Mapping[str, Value], beams: int, block: int) -> list[Size]:
-    """Return the numbers of the check, in the order of runtime/requests_tensorrt_llm.h."""
+    """Return the numbers of the check, in the order of runtime/native/requests_tensorrt_llm.h."""
     qkv, cross = inputs["qkv"], _find_input(inputs, "cross_kv", 2, 3)
     padded, padded_cross = qkv.rank == 3, cross is not None and cross.rank == 3
     flags = (

@@ -15,7 +15,7 @@ from error_codes import raises
 
 import lowering
 import schedules
-from lowering.attention.problem import ATTRIBUTE, AttentionProblem
+from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem
 from lowering.runtime.model import Model
 
 from .flex_models import HEADS, KV_HEADS, D, attend, draw_operands, make_model

@@ -1,0 +1,1 @@
+"""Emission of attention in TensorIR: addresses, ranges of keys, scores, and the plain lowering."""

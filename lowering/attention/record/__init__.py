@@ -1,0 +1,1 @@
+"""The record of an attention: the problem, its cache layout, and its formulas."""

@@ -1,0 +1,1 @@
+"""Caches of artifacts and of object code on disk, and the fingerprints in their keys."""

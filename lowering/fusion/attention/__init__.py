@@ -1,0 +1,1 @@
+"""Fusion of decomposed attention into Attention nodes."""

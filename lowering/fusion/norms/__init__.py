@@ -1,0 +1,1 @@
+"""Fusion of decomposed layer norms and RMS norms."""

@@ -1,0 +1,1 @@
+"""Matmuls and moves of quantized values without dequantization."""

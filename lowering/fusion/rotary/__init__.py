@@ -1,0 +1,1 @@
+"""Fusion of decomposed rotary position embeddings."""

@@ -1,0 +1,1 @@
+"""The caches of decoders: how exporters write them, and their conversion to slots."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts as nodes over rows sorted by expert."""

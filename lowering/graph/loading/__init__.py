@@ -1,0 +1,1 @@
+"""Models as they are read: files, legality, schemas, and inference of types and sizes."""

@@ -1,0 +1,1 @@
+"""Rewrites that options of `compile` request."""

@@ -1,0 +1,1 @@
+"""Conversion of decoders to served decoders over pools of pages."""

@@ -1,0 +1,398 @@
+"""ai.onnx Attention 23, 24 and 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), with errata of onnx 1.23.
+
+It also registers the compiler's own operator, which is version 25 with sinks. The node becomes one call of the kernel
+that an `AttentionProblem` describes. This file contains only the operator's own rules: legal inputs and attributes,
+mask broadcasting, and the position of query rows among the keys. Dimensions that must be equal, and are not provably
+so, are asserted at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import relax, tirx
+
+from ...attention.record.problem import Mask, Window, WindowOffset
+from ...graph.loading.legality import OWN_DOMAIN
+from ...importing import symbolic
+from ...importing.compute import number, unify_sizes
+from ...importing.node import Node
+from ...importing.values import Shape, Size, Value
+from .. import op
+from ..helpers.assertions import assert_shape, require
+from ..tensor.reshape import reshape_to
+from .attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_SOFTMAX_PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # TensorProto.DataType
+_UNBOUNDED = 2**62  # a wider window sees every key; adding to it stays below 2**63
+
+
+@op("Attention", since=25, domain=OWN_DOMAIN)
+@op("Attention", since=23)
+def attention(
+    node: Node,
+    q: Value,
+    k: Value,
+    v: Value,
+    mask: Value | None = None,
+    past_key: Value | None = None,
+    past_value: Value | None = None,
+    nonpad: Value | None = None,
+    sink: Value | None = None,
+) -> tuple[Value | None, ...]:
+    """Emit Y, present_key, present_value and qk_matmul_output; None for unused outputs.
+
+    sink is [Hq], of Q's type.
+    """
+    attributes = _read_attributes(node)
+    _check_inputs(node, q, k, v, past_key, past_value, nonpad)
+    sizes = _read_sizes(node, q, k, v, past_key, past_value)
+
+    def require_shape(value: Value, heads: int, length: Size, dim: int) -> Value:
+        full_shape = (sizes.batch, heads, length, dim)
+        return assert_shape(node, value, full_shape if value.rank == 4 else (sizes.batch, length, heads * dim))
+
+    q = require_shape(q, sizes.q_heads, sizes.q_len, sizes.head_dim)
+    k = require_shape(k, sizes.kv_heads, sizes.new_len, sizes.head_dim)
+    v = require_shape(v, sizes.kv_heads, sizes.new_len, sizes.v_head_dim)
+    present_key, present_value = None, None
+    if past_key is not None and past_value is not None:
+        past_key = require_shape(past_key, sizes.kv_heads, sizes.past, sizes.head_dim)
+        past_value = require_shape(past_value, sizes.kv_heads, sizes.past, sizes.v_head_dim)
+        k = present_key = concatenate_cache(node, past_key, move_heads_first(node, k, sizes.kv_heads))
+        v = present_value = concatenate_cache(node, past_value, move_heads_first(node, v, sizes.kv_heads))
+    elif node.has_output(1) or node.has_output(2):
+        present_key, present_value = (
+            move_heads_first(node, k, sizes.kv_heads),
+            move_heads_first(node, v, sizes.kv_heads),
+        )
+
+    scores = (sizes.batch, sizes.q_heads, sizes.q_len, node.simplify(sizes.past + sizes.new_len))
+    mask_record: Mask | None = None
+    if mask is not None:
+        mask, mask_record = _read_mask(node, mask, q.dtype, scores)
+    if nonpad is not None:
+        nonpad = assert_shape(node, nonpad, (sizes.batch,))
+    if sink is not None:
+        if sink.dtype != q.dtype or sink.rank != 1:
+            raise node.error(
+                "attention.sink_unsupported",
+                f"input sink is {sink.dtype} of rank {sink.rank}.",
+                f"Use {q.dtype} of shape [query heads].",
+            )
+        sink = assert_shape(node, sink, (sizes.q_heads,))
+    window = None
+    if attributes.left is not None or attributes.right is not None:
+        offset: WindowOffset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
+        window = Window(attributes.left, attributes.right, offset)
+    results = lower_attention(
+        node,
+        {"q": q, "k": k, "v": v, "mask": mask, "lengths": nonpad, "past": sizes.past, "sink": sink},
+        heads=(sizes.q_heads, sizes.kv_heads),
+        acc_dtype="float64" if "float64" in (q.dtype, v.dtype, attributes.softmax) else "float32",
+        scale=1 / math.sqrt(sizes.head_dim) if attributes.scale is None else attributes.scale,
+        softcap=attributes.softcap,
+        window=window,
+        mask=mask_record,
+        qk_mode=attributes.qk_mode if node.has_output(3) else None,
+    )
+    return results["y"], present_key, present_value, results.get("qk")
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """The attributes of a node.
+
+    left and right are the numbers of keys before and after its own position that a row sees. None is unbounded.
+    """
+
+    left: int | None
+    right: int | None
+    scale: float | None
+    softcap: float
+    softmax: str | None
+    qk_mode: int
+
+
+def _read_attributes(node: Node) -> _Attributes:
+    causal = node.attr("is_causal", 0)
+    if causal not in (0, 1):
+        raise node.error("attention.is_causal_unsupported", f"attribute is_causal is {causal}.", "Use 0 or 1.")
+    left, right = _read_window_side(node, "left_window_size"), _read_window_side(node, "right_window_size")
+    if causal:
+        right = 0
+    scale = node.attr("scale", None)
+    if scale is not None and not scale >= 0:
+        raise node.error(
+            "attention.scale_negative",
+            f"attribute scale is {scale}; the operator takes its square root.",
+            "Use a scale >= 0.",
+        )
+    softcap = node.attr("softcap", 0.0)
+    if not softcap >= 0:
+        raise node.error(
+            "attention.softcap_negative", f"attribute softcap is {softcap}.", "Use a positive cap, or 0 for none."
+        )
+    precision = node.attr("softmax_precision", None)
+    if precision is not None and precision not in _SOFTMAX_PRECISIONS:
+        legal = ", ".join(f"{number} ({name})" for number, name in _SOFTMAX_PRECISIONS.items())
+        raise node.error(
+            "attention.softmax_precision_unsupported",
+            f"attribute softmax_precision is {precision}, which is not a floating-point type.",
+            f"Use one of {legal}.",
+        )
+    qk_mode = node.attr("qk_matmul_output_mode", 0)
+    if qk_mode not in (0, 1, 2, 3):
+        raise node.error(
+            "attention.qk_matmul_output_mode_unsupported",
+            f"attribute qk_matmul_output_mode is {qk_mode}.",
+            "Use 0, 1, 2 or 3.",
+        )
+    softmax = _SOFTMAX_PRECISIONS.get(precision)
+    return _Attributes(left, right, scale, softcap, softmax, qk_mode)
+
+
+def _read_window_side(node: Node, name: str) -> int | None:
+    size = node.attr(name, -1)
+    if size != -1 and node.version < 25:
+        raise node.error(
+            "attention.window_needs_newer_opset",
+            f"attribute {name} does not exist before opset 25.",
+            "Import opset 25 or later.",
+        )
+    if size < -1:
+        raise node.error(
+            "attention.window_out_of_range", f"attribute {name} is {size}.", "Use a size >= 0, or -1 for no bound."
+        )
+    return None if size == -1 or size > _UNBOUNDED else size
+
+
+def _check_inputs(
+    node: Node,
+    q: Value,
+    k: Value,
+    v: Value,
+    past_key: Value | None,
+    past_value: Value | None,
+    nonpad: Value | None,
+) -> None:
+    """Check ranks, types, and which inputs go together."""
+    if not q.rank == k.rank == v.rank or q.rank not in (3, 4):
+        raise node.error(
+            "attention.rank_unsupported",
+            f"inputs Q, K and V have ranks {q.rank}, {k.rank} and {v.rank}.",
+            "Make all 3-D or all 4-D.",
+        )
+    for name, value, like, other in (
+        ("K", k, q, "Q"),
+        ("past_key", past_key, q, "Q"),
+        ("past_value", past_value, v, "V"),
+    ):
+        if value is not None and value.dtype != like.dtype:
+            raise node.error(
+                "attention.dtype_mismatch",
+                f"input {name} is {value.dtype} and {other} is {like.dtype}.",
+                "Give them the same type.",
+            )
+    for name, value in (("Q", q), ("V", v)):
+        if value.dtype not in _FLOATS:
+            raise node.error(
+                "attention.dtype_unsupported", f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}."
+            )
+    for name, value in (("past_key", past_key), ("past_value", past_value)):
+        if value is not None and value.rank != 4:
+            raise node.error(
+                "attention.past_rank_unsupported",
+                f"input {name} has rank {value.rank}.",
+                "Make it 4-D, also for 3-D Q, K and V.",
+            )
+    if node.version >= 25 and node.has_output(1) != node.has_output(2):
+        present, missing = ("present_key", "present_value") if node.has_output(1) else ("present_value", "present_key")
+        raise node.error(
+            "attention.present_incomplete",
+            f"output {present} is given without {missing}.",
+            "From opset 25 on, name both or none.",
+        )
+    if (past_key is None) != (past_value is None):
+        present, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
+        raise node.error(
+            "attention.past_incomplete", f"input {present} is given without {missing}.", "Give both or none."
+        )
+    if nonpad is not None:
+        _check_nonpad(node, nonpad, past_key)
+
+
+def _check_nonpad(node: Node, nonpad: Value, past_key: Value | None) -> None:
+    """Check the type and rank of nonpad_kv_seqlen, and that no cache goes with it."""
+    if node.version < 24:
+        raise node.error(
+            "attention.nonpad_needs_newer_opset",
+            "input nonpad_kv_seqlen does not exist before opset 24.",
+            "Import opset 24 or later.",
+        )
+    if past_key is not None:
+        raise node.error(
+            "attention.nonpad_with_past",
+            "inputs nonpad_kv_seqlen and past_key exclude each other.",
+            "Remove one of them.",
+        )
+    if node.has_output(1) or node.has_output(2):
+        text = "input nonpad_kv_seqlen excludes the outputs present_key and present_value."
+        raise node.error("attention.nonpad_with_present", text, "Remove them.")
+    if nonpad.dtype != "int64" or nonpad.rank != 1:
+        raise node.error(
+            "attention.nonpad_unsupported",
+            f"input nonpad_kv_seqlen is {nonpad.dtype} of rank {nonpad.rank}.",
+            "Use int64 of shape [batch].",
+        )
+
+
+@dataclass(frozen=True)
+class _AttentionSizes:
+    """The sizes on which the inputs agree. past is 0 without past_key; new_len is the length of K and V."""
+
+    batch: Size
+    q_heads: int
+    kv_heads: int
+    q_len: Size
+    new_len: Size
+    past: Size
+    head_dim: int
+    v_head_dim: int
+
+
+def _read_sizes(
+    node: Node, q: Value, k: Value, v: Value, past_key: Value | None, past_value: Value | None
+) -> _AttentionSizes:
+    q_heads, kv_heads = _read_heads(node, q, k, v)
+    dims = {
+        "Q": _read_logical_shape(node, "Q", q, q_heads),
+        "K": _read_logical_shape(node, "K", k, kv_heads),
+        "V": _read_logical_shape(node, "V", v, kv_heads),
+    }
+    if past_key is not None and past_value is not None:
+        dims |= {"past_key": past_key.shape, "past_value": past_value.shape}
+
+    def require_same(quantity: str, axis: int, *names: str) -> Size:
+        return unify_sizes(node, quantity, **{name: dims[name][axis] for name in names if name in dims})
+
+    require_same("number of heads", 1, "K", "V", "past_key", "past_value")
+    return _AttentionSizes(
+        batch=require_same("batch size", 0, *dims),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_len=dims["Q"][2],
+        new_len=require_same("sequence length", 2, "K", "V"),
+        past=require_same("sequence length", 2, "past_key", "past_value") if past_key is not None else 0,
+        head_dim=number(node, "head size of Q and K", require_same("head size", 3, "Q", "K", "past_key")),
+        v_head_dim=number(node, "head size of V", require_same("head size", 3, "V", "past_value")),
+    )
+
+
+def _read_heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
+    """Return query and key/value heads: attributes for 3-D inputs, dimensions for 4-D ones."""
+    names = ("q_num_heads", "kv_num_heads")
+    stated = [node.attr(name, None) for name in names]
+    if q.rank == 3:
+        for name, heads in zip(names, stated):
+            if heads is None or heads < 1:
+                problem = "is missing" if heads is None else f"is {heads}"
+                raise node.error(
+                    "attention.head_count_required",
+                    f"attribute {name} {problem}.",
+                    "Set it to the number of heads, which inputs of rank 3 need.",
+                )
+        heads = (stated[0], stated[1])
+    else:
+        shared = unify_sizes(node, "number of heads", K=k.shape[1], V=v.shape[1])
+        heads = number(node, "number of heads of Q", q.shape[1]), number(node, "number of heads of K", shared)
+        for name, attribute, actual in zip(names, stated, heads):
+            if attribute is not None and (node.version >= 25 or attribute != actual):
+                raise node.error(
+                    "attention.head_count_mismatch",
+                    f"attribute {name} is {attribute}; 4-D inputs have {actual} heads.",
+                    "Remove it.",
+                )
+            if attribute is not None:
+                node.warn(f"attribute {name} has no meaning for 4-D inputs and is ignored.")
+    if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1]:
+        raise node.error(
+            "attention.heads_not_divisible",
+            f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads.",
+            "Choose the number of query heads as a positive multiple of the number of key/value heads.",
+        )
+    return heads
+
+
+def _read_logical_shape(node: Node, name: str, value: Value, heads: int) -> Shape:
+    """Return the dimensions of the input as (batch, heads, length, head size)."""
+    if value.rank == 4:
+        return value.shape
+    batch, length, width = value.shape
+    width = number(node, f"last dimension of {name}", width)
+    if width % heads:
+        attribute = "q_num_heads" if name == "Q" else "kv_num_heads"
+        raise node.error(
+            "attention.width_not_divisible",
+            f"attribute {attribute} is {heads}, and the last dimension of {name} is {width}.",
+            f"Choose {attribute} as a divisor of {width}.",
+        )
+    return batch, heads, length, width // heads
+
+
+def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask | None]:
+    """Return the mask as a tensor of rank 4, bool or of the type of Q, and its interpretation.
+
+    full is [B, Hq, S, T].
+    """
+    if not 1 <= mask.rank <= 4:
+        raise node.error(
+            "attention.mask_rank_unsupported",
+            f"input attn_mask has rank {mask.rank}.",
+            "Use rank 1 to 4, right-aligned to [B, H, S, T].",
+        )
+    if mask.dtype.startswith(("int", "uint")):
+        node.warn(f"input attn_mask is {mask.dtype}: its numbers are added to the scores, they are no booleans.")
+    if mask.dtype not in ("bool", dtype):
+        mask = node.emit(relax.op.astype(node.tensor(mask), dtype))
+    if mask.rank < 4:
+        mask = reshape_to(node, mask, (1,) * (4 - mask.rank) + mask.shape)
+    mask_shape: list[Size] = []
+    broadcasts: list[int] = []
+    for axis, (size, target) in enumerate(zip(mask.shape, full)):
+        if axis == 3 and node.version >= 24:  # a shorter mask hides the keys after its end
+            if isinstance(size, int) and isinstance(target, int) and size > target:
+                raise node.error(
+                    "attention.mask_too_long",
+                    f"input attn_mask is for {size} keys, and there are {target}.",
+                    "Shorten the mask to the number of keys.",
+                )
+            mask_shape.append(size)
+        elif isinstance(size, int) and size == 1:
+            mask_shape.append(1)
+        elif isinstance(size, tirx.Var) and not node.symbols.equal(size, target):  # a computed one is full
+            text = f"dimension {axis - 4} of attn_mask is {{}}, and must be 1 or {{}}."
+            fits = symbolic.logical_or(symbolic.equal(size, 1), symbolic.equal(size, target))
+            mask = require(node, mask, fits, "attention.mask_shape_mismatch", text, size, target)
+            mask_shape.append(size)
+            broadcasts.append(axis)
+        else:
+            unify_sizes(node, f"dimension {axis - 4} of attn_mask", **{"attn_mask": size, "the score matrix": target})
+            mask_shape.append(target)
+    pad = node.version >= 24 and not node.symbols.equal(mask_shape[3], full[3])
+    if pad:
+        text = "input attn_mask is for {} keys, and there are {}."
+        node.importer.expect(symbolic.equal(mask_shape[3], full[3]))  # most masks cover all keys
+        mask = require(
+            node,
+            mask,
+            symbolic.less_or_equal(mask_shape[3], full[3]),
+            "attention.mask_too_long",
+            text,
+            mask_shape[3],
+            full[3],
+        )
+    mask = assert_shape(node, mask, tuple(mask_shape))
+    return mask, describe_mask(mask, pad, tuple(broadcasts))

@@ -1,0 +1,1 @@
+"""Control flow, loops, sequences and optional values."""

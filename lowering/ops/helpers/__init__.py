@@ -1,0 +1,1 @@
+"""Helpers of operators: requirements, contents, kernels of moves."""

@@ -1,0 +1,1 @@
+"""Arithmetic: element-wise operators, matmuls, reductions and transforms."""

@@ -1,0 +1,1 @@
+"""Convolutions, pools, norms, recurrences and resampling."""

@@ -1,0 +1,1 @@
+"""Fusion around matmuls and of launches."""

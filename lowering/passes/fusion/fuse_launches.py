@@ -1,0 +1,167 @@
+"""Launch fusion: small independent kernels become one launch (schedules/cuda/fusion/fused_launches.py), on GPUs.
+
+In a decode step most kernels take less time than their launch: rotary embeddings of Q and K, updates of both caches,
+computations on masks and positions. Groups are formed in execution order. A small kernel joins the last group, unless
+it reads or writes memory that the group writes, or writes memory that the group reads. The group runs at the position
+of its last kernel. Bindings between its kernels run before it, and views and checks of its results after it. The group
+ends if neither is possible. It also ends before a large kernel, so that no kernel is moved past one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm_ffi
+from tvm import ir, relax, tirx
+
+import schedules
+from schedules.cuda.fusion.fused_launches import KernelLaunch, merge_launches, read_launch
+
+from ...manifest import CallSpec
+from ..compile_state import CompileState
+from ..costs import make_kernel_spec
+from .kernel_calls import CallRewriter, Memory, is_view, read_inplace_arguments, read_kernel
+
+RULE = "several"
+"""The name of the rule in kernels of several (schedules.ATTRIBUTE)."""
+
+# Rules of kernels that may be fused, or at least lie between fused kernels.
+_SMALL_RULES = ("elementwise", "cache_update", "concat", "reduction", "one_number")
+_MAX_KERNELS = 8  # of a launch, which takes the parameters of all
+
+
+def fuse_launches(state: CompileState) -> CompileState:
+    """Return the module, without dataflow blocks, with fewer launches."""
+    return _LaunchFuser(state).build_result()
+
+
+@dataclass
+class _Group:
+    """Kernels that become one launch: their calls, the memory they access, by variable, and trailing bindings."""
+
+    members: list[relax.Binding] = field(default_factory=list)
+    read: set[relax.Var] = field(default_factory=set)
+    written: set[relax.Var] = field(default_factory=set)
+    trailing: list[relax.Binding] = field(default_factory=list)
+
+    def meets(self, read: set[relax.Var], written: set[relax.Var]) -> bool:
+        """Return whether an access to this memory must stay ordered with the group."""
+        return bool((read | written) & self.written or written & self.read)
+
+
+class _LaunchFuser(CallRewriter):
+    def __init__(self, state: CompileState) -> None:
+        super().__init__(state)
+        self.memory = Memory()
+        self.launches: dict[ir.GlobalVar, KernelLaunch | None] = {}
+        self.fused_kernels: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
+
+    def rewrite_block(self, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
+        result: list[relax.Binding] = []
+        group = _Group()
+        for binding in bindings:
+            read, written = self.memory.record_accesses(binding)
+            meets = group.meets(read, written)
+            is_small = self.read_rule(binding) in _SMALL_RULES
+            is_full = is_small and len(group.members) == _MAX_KERNELS
+            if is_small and self.can_join(binding, group) and not meets and not is_full:
+                self.add(binding, group)
+            elif is_view(binding) and meets:
+                group.trailing.append(binding)
+            elif (is_small or is_view(binding)) and not meets and not is_full:
+                result.append(binding)
+            else:
+                result += self.emit_group(group)
+                group = _Group()
+                if is_small and self.can_join(binding, group):
+                    self.add(binding, group)
+                else:
+                    result.append(binding)
+        return [*result, *self.emit_group(group)]
+
+    # -- analysis -----------------------------------------------------------------------------------------------------
+
+    def get_launch(self, binding: relax.Binding) -> KernelLaunch | None:
+        """Return the launch of the kernel that a binding calls, if it has one result."""
+        kernel = read_kernel(binding)
+        if kernel not in self.launches:
+            self.launches[kernel] = read_launch(self.mod[kernel])
+        return self.launches[kernel] if isinstance(binding.var.ty, relax.TensorType) else None
+
+    def can_join(self, binding: relax.Binding, group: _Group) -> bool:
+        launch = self.get_launch(binding)
+        if launch is None:
+            return False
+        first = self.get_launch(group.members[0]) if group.members else launch
+        return first is not None and first.threads == launch.threads
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def add(self, binding: relax.Binding, group: _Group) -> None:
+        read, written = self.memory.record_accesses(binding)
+        group.members.append(binding)
+        group.read |= read
+        group.written |= written
+
+    def emit_group(self, group: _Group) -> Iterator[relax.Binding]:
+        """Yield the bindings of a group."""
+        members = group.members
+        if len(members) < 2:
+            yield from (*members, *group.trailing)
+            return
+        arguments: list[Any] = []
+        inplace_indices: list[int] = []
+        for member in members:
+            inplace_indices += [len(arguments) + n for n in read_inplace_arguments(member.value)] or [-1]
+            arguments += member.value.args[1].fields
+        types = [member.var.ty for member in members]
+        kernel = self.make_kernel([member.value.args[0] for member in members], inplace_indices)
+        if max(inplace_indices) < 0:
+            call = relax.call_tir(kernel, relax.Tuple(arguments), types)
+        else:
+            call = relax.op.call_tir_inplace(kernel, relax.Tuple(arguments), inplace_indices, types)
+        results = relax.Var("_".join(member.var.name for member in members), relax.TupleType(types))
+        yield relax.VarBinding(results, self.builder.normalize(call))
+        for n, member in enumerate(members):
+            yield relax.VarBinding(member.var, self.builder.normalize(relax.TupleGetItem(results, n)))
+        nodes = dict.fromkeys(node for member in members for node in self.calls.pop(member.var).nodes)
+        self.calls[results] = CallSpec(kernel.name_hint, tuple(nodes))
+        yield from group.trailing
+
+    def make_kernel(self, kernels: Sequence[ir.GlobalVar], inplace_indices: Sequence[int]) -> ir.GlobalVar:
+        """Return the function of these kernels in one launch; it takes their arguments, then their new results."""
+        key = tuple(kernels)
+        if key not in self.fused_kernels:
+            names = [kernel.name_hint for kernel in kernels]
+            has_new_result = [index < 0 for index in inplace_indices]
+            functions = [_renew_variables(self.mod[kernel]) for kernel in kernels]
+            launches = [launch for launch in map(read_launch, functions) if launch is not None]
+            attributes = {"tirx.noalias": True, "op_pattern": 8, schedules.ATTRIBUTE: RULE}
+            func = tirx.PrimFunc(_list_parameters(functions, has_new_result), merge_launches(launches)).with_attr(
+                attributes
+            )
+            self.fused_kernels[key] = self.builder.add_func(func, "_and_".join(names))
+            plain = [_renew_variables(self.unscheduled[name]) for name in names]
+            body = tirx.stmt_seq(*(member.body for member in plain))
+            name = self.fused_kernels[key].name_hint
+            self.unscheduled[name] = tirx.PrimFunc(_list_parameters(plain, has_new_result), body)
+            spec = make_kernel_spec(name, self.unscheduled[name], RULE)
+            sources = dict.fromkeys(self.kernels[member].source for member in names)
+            self.kernels[name] = dataclasses.replace(spec, source="; ".join(filter(None, sources)))
+        return self.fused_kernels[key]
+
+
+def _renew_variables(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return the function with unique variables, as it may occur twice."""
+    return tvm_ffi.get_global_func("s_tir.RenewDefs")(func)
+
+
+def _list_parameters(functions: Sequence[tirx.PrimFunc], has_new_result: Sequence[bool]) -> list[tirx.Var]:
+    """Return the arguments of all functions, then the last parameters of those with a new result."""
+    arguments = [
+        p for func, is_new in zip(functions, has_new_result) for p in (func.params[:-1] if is_new else func.params)
+    ]
+    return [*arguments, *(func.params[-1] for func, is_new in zip(functions, has_new_result) if is_new)]

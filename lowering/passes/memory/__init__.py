@@ -1,0 +1,1 @@
+"""In-place updates, memory planning and releases."""

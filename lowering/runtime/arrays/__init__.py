@@ -1,0 +1,1 @@
+"""Arrays of callers as tensors, and results as arrays."""

@@ -1,0 +1,1 @@
+"""Decoders, which own a model's caches between calls."""

@@ -1,0 +1,1 @@
+"""Databases of measurements, and their lookup during compilation."""

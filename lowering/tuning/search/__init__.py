@@ -1,0 +1,1 @@
+"""The search: tasks, spaces of candidates, cost models and the final comparison."""

@@ -1,0 +1,207 @@
+"""Tiles of the CPU attention kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import DataType
+
+from lowering.attention.record.problem import AttentionProblem
+
+from ...tiles import Space, Tiles
+from ..primitives.cycles import L1, L2, L2_LINE, LATENCY, TYPICAL, miss_ratio, padding_ratio, register_tile_cycles
+from ..primitives.vector import CpuFeatures, cover_row
+
+_SOFTMAX = 20  # vector operations for a pair: exp, maximum, sum
+_STREAM = 4  # cycles for a vector from memory
+_TILE = 100  # cycles until a tile's loops run
+
+
+@dataclass(frozen=True)
+class PrefillTiles(Tiles):
+    """Tiles of `prefill`. Vectors are registers of the machine, W lanes of the accumulation type each.
+
+    The query rows of the G heads that share a key/value head are packed, so q counts rows of all of them.
+    """
+
+    q: int
+    """Query rows per tile: B_r in the paper. A unit of parallel work. Multiple of qk_vectors * W and of pv_rows."""
+    kv: int
+    """Keys per tile: B_c in the paper. Multiple of qk_keys."""
+    qk_keys: int
+    """S^T = K Q^T in registers: keys of the register tile ..."""
+    qk_vectors: int
+    """... times vectors of query rows."""
+    pv_rows: int
+    """O += P V in registers: query rows of the register tile ..."""
+    pv_vectors: int
+    """... times at most this number of vectors of v_head_dim."""
+    chains: int = 4
+    """Independent chains of row maxima and row sums. Even, and a divisor of qk_keys."""
+
+    @classmethod
+    def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
+        lanes = cpu.lanes(problem.acc_dtype)
+        heights = (1, 2, 3, 4, 6, 8, 12, 16)
+        return {
+            "q": tuple(n * lanes for n in (1, 2, 3, 4, 6, 8, 12)),
+            "kv": tuple(n * lanes for n in (1, 2, 4, 6, 8, 12, 16)),
+            "qk_keys": (4, 8, 12, 16),
+            "qk_vectors": (1, 2, 3, 4),
+            "pv_rows": heights,
+            "pv_vectors": (1, 2, 3, 4, 6),
+            "chains": (2, 4, 8),
+        }
+
+    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
+        lanes = cpu.lanes(problem.acc_dtype)
+        panel = self.qk_vectors * lanes
+        rules = {
+            f"q = {self.q} must be a multiple of qk_vectors * W = {panel}": self.q % panel == 0,
+            f"q = {self.q} must be a multiple of pv_rows = {self.pv_rows}": self.q % self.pv_rows == 0,
+            f"kv = {self.kv} must be a multiple of qk_keys = {self.qk_keys}": self.kv % self.qk_keys == 0,
+            f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
+            f"qk_keys = {self.qk_keys} must be a multiple of 4": self.qk_keys % 4 == 0,
+            f"chains = {self.chains} must be even and divide qk_keys": self.chains % 2
+            == self.qk_keys % self.chains
+            == 0,
+        }
+        for name, rows, vectors in (
+            ("qk", self.qk_keys, self.qk_vectors),
+            ("pv", self.pv_rows, self.pv_vectors),
+        ):
+            tile = f"the {name} register tile {rows} x {vectors}"
+            rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
+        return rules
+
+    def estimate(self, problem: AttentionProblem, cpu: CpuFeatures) -> float:
+        """Estimate the log of the cycles of a pair of a query row and a key.
+
+        It counts both matmuls in their register tiles, the softmax, and each row's share of the cost of a tile of keys.
+        It adds the wasted work of tiles at the edges and under a causal diagonal.
+        """
+        lanes = cpu.lanes(problem.acc_dtype)
+        vectors = -(-problem.v_head_dim // lanes)
+        width = min(self.pv_vectors, vectors)
+        scores = (
+            problem.head_dim * register_tile_cycles(self.qk_keys, self.qk_vectors) / (self.qk_keys * self.qk_vectors)
+        )
+        accumulation = vectors * lanes * register_tile_cycles(self.pv_rows, width) / (self.pv_rows * width)
+        rescaled = 2 * vectors * lanes / self.kv
+        softmax = _SOFTMAX * max(LATENCY / 2 / self.chains, 1.0)
+        unpacked = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q
+        tiles = 4 * (self.q * self.kv + self.kv * (problem.head_dim + problem.v_head_dim) + self.q * problem.v_head_dim)
+        spilled = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q * lanes / 4 * miss_ratio(tiles, L2)
+        rows, keys = problem.q_len or TYPICAL * 8, problem.kv_len or TYPICAL * 8
+        edges = padding_ratio(rows * problem.group, self.q) * padding_ratio(keys, self.kv)
+        diagonal = 1 + (self.q / problem.group + self.kv) / keys if problem.is_causal else 1.0
+        return math.log((scores + accumulation + rescaled + softmax + unpacked + spilled) * edges * diagonal)
+
+    @classmethod
+    def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> PrefillTiles:
+        """Return the untuned default: register tiles that keep the FMA units busy, and tiles that share the caches.
+
+        Tiles of S, Q, K and V fit the caches. Times are flat around these: 32 to 96 query rows and 64 to 256 keys are
+        within 3 %. Fewer rows waste less under a causal mask, more rows unpack K and V less often.
+        """
+        vectors = len(cover_row(problem.v_head_dim, cpu.lanes(problem.acc_dtype))[1])
+        if cpu.registers == 32:
+            pv_rows, pv_vectors = {1: (16, 1), 2: (8, 2), 3: (8, 3)}.get(vectors, (4, 4))
+            return PrefillTiles(64, 64, qk_keys=8, qk_vectors=2, pv_rows=pv_rows, pv_vectors=pv_vectors)
+        pv_rows, pv_vectors = {1: (12, 1)}.get(vectors, (6, 2))
+        return PrefillTiles(48, 64, qk_keys=4, qk_vectors=3, pv_rows=pv_rows, pv_vectors=pv_vectors)
+
+
+@dataclass(frozen=True)
+class DecodeTiles(Tiles):
+    """Tiles of `decode`."""
+
+    q_len: int
+    """The largest S that the kernel supports; it determines the size of its scratch memory."""
+    kv: int
+    """Keys per tile: B_c. Multiple of W."""
+    split: int
+    """Keys that are worth a split: a sequence is split so that the longest splits have about this many ..."""
+    max_splits: int
+    """... but not into more splits than this."""
+    pv_rows: int
+    """O += P V in registers: query rows of the register tile (the remaining rows one by one) ..."""
+    pv_vectors: int
+    """... times at most this number of vectors of v_head_dim."""
+    ahead: int = 1
+    """The prefetch distance of K and V rows, in tiles."""
+    parallel_work: int = 1 << 16
+    """Operations from which on threads share the merging of splits."""
+
+    @classmethod
+    def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
+        lanes = cpu.lanes(problem.acc_dtype)
+        heights = {max(1, rows // problem.group) for rows in (1, 2, 4, 8, MAX_DECODE_ROWS, 32)}
+        return {
+            "q_len": tuple(sorted(heights)),
+            "kv": tuple(n * lanes for n in (1, 2, 3, 4, 8, 16)),
+            "split": (64, 128, 256, 512, 1024, 4096),
+            "max_splits": (1, 4, 16, 64),
+            "pv_rows": (1, 2, 4, 8),
+            "pv_vectors": (1, 2, 4, 8),
+            "ahead": (1, 2, 4),
+            "parallel_work": (1 << 12, 1 << 14, 1 << 16, 1 << 18),
+        }
+
+    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
+        lanes = cpu.lanes(problem.acc_dtype)
+        tile = f"{self.pv_rows} x {self.pv_vectors}"
+        return {
+            f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
+            f"the pv register tile {tile} does not fit {cpu.registers} registers": _fits(
+                self.pv_rows, self.pv_vectors, cpu
+            ),
+            "q_len, split, max_splits and ahead must be positive": (
+                min(self.q_len, self.split, self.max_splits, self.ahead) > 0
+            ),
+        }
+
+    def estimate(self, problem: AttentionProblem, cpu: CpuFeatures) -> float:
+        """Estimate the log of the cycles of a key.
+
+        It counts reading the key, the register tile of P V for its rows, and its share of the cost of a tile and of a
+        split.
+        """
+        lanes = cpu.lanes(problem.acc_dtype)
+        vectors, rows = -(-problem.v_head_dim // lanes), problem.group * (problem.q_len or 1)
+        width, height = min(self.pv_vectors, vectors), min(self.pv_rows, rows)
+        read = _STREAM * (problem.head_dim + problem.v_head_dim) / lanes
+        accumulation = vectors * rows * register_tile_cycles(height, width) / (height * width)
+        scores = rows * problem.head_dim / lanes
+        row = 4 * (problem.head_dim + problem.v_head_dim)
+        reread = L2_LINE * problem.v_head_dim * 4 / 64 * miss_ratio(self.kv * row, L1)
+        tile = (_TILE + rows * vectors) / self.kv
+        keys = problem.kv_len or TYPICAL * 16
+        splits = max(min(-(-keys // self.split), self.max_splits), 1)
+        merge = splits * (_TILE + rows * vectors * 2) / keys if splits > 1 else 0.0
+        return math.log(max(read, scores + accumulation) + reread + tile + merge)
+
+    @classmethod
+    def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> DecodeTiles:
+        """Return the untuned default: half the first-level cache holds a tile of V.
+
+        Its rows are read whole, so that the hardware prefetcher follows the stream. Half precision, which is widened at
+        each use, instead meets more query rows at once.
+        """
+        lanes = cpu.lanes(problem.acc_dtype)
+        _, v_dtype = problem.stored_types
+        row = problem.v_head_dim * DataType(v_dtype).bits // 8
+        kv = min(max(16384 // row // lanes, 1), 4) * lanes
+        widened = v_dtype != problem.acc_dtype
+        pv_rows, pv_vectors = (4, cpu.registers // 8) if widened else (2, cpu.registers // 4)
+        q_len = max(1, MAX_DECODE_ROWS // problem.group)
+        return DecodeTiles(q_len, kv, split=256, max_splits=64, pv_rows=pv_rows, pv_vectors=pv_vectors)
+
+
+MAX_DECODE_ROWS = 16  # packed query rows up to which reading K and V takes longer than the arithmetic
+
+
+def _fits(rows: int, vectors: int, cpu: CpuFeatures) -> bool:
+    """Return whether an outer-product register tile leaves registers for its operands."""
+    return rows * vectors + vectors + 1 <= cpu.registers

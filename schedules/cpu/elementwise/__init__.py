@@ -1,0 +1,1 @@
+"""Element-wise functions, reductions and windows on CPUs."""

@@ -1,0 +1,1 @@
+"""Matmuls on CPUs."""

@@ -1,0 +1,146 @@
+"""Tiles of the matrix kernel (matmul.py), and the width of a panel, which is that of packed weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tvm import tirx
+
+from lowering.tensorir.expressions import Expr
+
+from ...reading.matmul import MatmulGroup
+from ...reading.stages import count_points
+from ...tiles import Space
+from ..elementwise.loops import LoopTiles
+from ..primitives.cycles import L1, L2, L2_LINE, TYPICAL, miss_ratio, register_tile_cycles
+from ..primitives.vector import CpuFeatures
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanelTiles(LoopTiles):
+    """Block sizes: mr rows x nr columns in registers, kc values (or pairs) of k and mc rows in caches.
+
+    mr * nr / lanes accumulators, nr / lanes vectors of B and one broadcast element of A must fit the registers. A panel
+    of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache.
+    """
+
+    version: ClassVar[int] = 2
+
+    vectors: int
+    """nr / lanes of a panel that the kernel packs; panels packed ahead of time keep their own width."""
+    mr: int = 6
+    kc: int = 1024
+    """For quantized values in blocks: rounded down to whole blocks."""
+    streamed_rows: int = 12
+    """Up to this number of rows a matmul is bound by memory bandwidth. Its k blocks then have ..."""
+    streamed_kc: int = 128
+    """... this number of values (or pairs) of k, which also bounds the prefetch distance."""
+    mc: int = 144
+    """Multiple of mr."""
+    many_tasks: int = 16
+    """Panels that keep threads busy: with that many, a packed panel serves all rows."""
+    waiting_rows: int = 2
+    """Up to this number of rows a quantized matmul finishes before the next elements of B arrive: they are prefetched
+    ..."""
+    ahead: int = 4096
+    """... this number of bytes ahead, and scales a quarter of that."""
+
+    @classmethod
+    def default(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> PanelTiles:
+        """Return the default; 32-bit integers of several quantized values also occupy registers."""
+        matmuls = [matmul for group in problem for matmul in group.matmuls]
+        columns = matmuls[0].j.extent
+        acc = matmuls[0].acc
+        vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu, acc)
+        vectors //= cpu.lanes(acc)
+        if any(matmul.quantization is not None and matmul.quantization.group > 1 for matmul in matmuls):
+            return PanelTiles(vectors=vectors, mr=5, mc=140)
+        return PanelTiles(vectors=vectors)
+
+    @classmethod
+    def space(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> Space:
+        return super().space(problem, cpu) | {
+            "vectors": tuple(range(1, _max_vectors(cpu) + 1)),
+            "mr": (1, 2, 3, 4, 5, 6, 8, 12),
+            "kc": (128, 256, 512, 1024, 2048),
+            "streamed_rows": (0, 6, 12, 24, 48),
+            "streamed_kc": (64, 128, 256, 512, 1024),
+            "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
+            "many_tasks": (4, 8, 16, 32),
+            "waiting_rows": (0, 1, 2, 4),
+            "ahead": (1024, 2048, 4096, 8192),
+        }
+
+    def rules(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> dict[str, bool]:
+        widest, registers = _max_vectors(cpu), cpu.registers
+        quantized = [
+            matmul.quantization for group in problem for matmul in group.matmuls if matmul.quantization is not None
+        ]
+        wide = max((c.nr // cpu.lanes("float32") for c in quantized), default=self.vectors)
+        needed = self.mr * wide + wide + 1 + (wide if any(c.group > 1 for c in quantized) else 0)
+        return super().rules(problem, cpu) | {
+            f"vectors = {self.vectors} must be from 1 to {widest}": 1 <= self.vectors <= widest,
+            f"mc = {self.mc} must be a multiple of mr = {self.mr}": self.mr > 0
+            and self.mc > 0
+            and self.mc % self.mr == 0,
+            f"kc = {self.kc} must be positive and even": self.kc > 0 and self.kc % 2 == 0,
+            f"streamed_kc = {self.streamed_kc} must be positive and even": self.streamed_kc > 0
+            and self.streamed_kc % 2 == 0,
+            f"{needed} registers are more than {registers}": needed <= registers,
+        }
+
+    def estimate(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> float:
+        """Estimate the log of the cycles.
+
+        It counts the steps of the register tiles of all strips. It adds reloads of the panel from the second-level
+        cache where it exceeds the first-level cache, and tiles that wait for another block of k.
+        """
+        total, lanes = 0.0, cpu.lanes(problem[0].acc)
+        for group in problem:
+            for matmul in group.matmuls:
+                rows, columns, depth = (
+                    _estimate_size(n) for n in (count_points(matmul.rows), matmul.j.extent, matmul.k.extent)
+                )
+                strips = max(-(-rows // self.mr), 1)
+                panels = -(-columns // (self.vectors * lanes))
+                step = register_tile_cycles(rows / strips, self.vectors)
+                block = min(self.kc, depth)
+                panel = 4 * block * self.vectors * lanes
+                step += L2_LINE * self.vectors * miss_ratio(panel + 4 * block * self.mr, L1)
+                blocks = -(-depth // block) if block else 0
+                again = 2 * min(self.mr, rows) * self.vectors * (blocks - 1)
+                rereads = L2_LINE * panel / 64 * blocks * miss_ratio(panel + 4 * self.mc * block, L2)
+                total += panels * (strips * (depth * step + again) + -(-rows // self.mc) * rereads)
+        return math.log(max(total, 1.0))
+
+
+def _estimate_size(size: Expr) -> int:
+    return size.value if isinstance(size, tirx.IntImm) else TYPICAL
+
+
+def panel_width(columns: int | None, cpu: CpuFeatures, acc: str = "float32") -> int:
+    """Return nr for a matmul with `columns` columns (None: symbolic): the widest of the least work.
+
+    v vectors take mr * v multiplications and mr + v loads for each k; few accumulators wait for one another.
+    """
+    lanes, mr = cpu.lanes(acc), PanelTiles.mr
+    if columns is None:
+        return _max_vectors(cpu) * lanes
+
+    def work(v: int) -> float:
+        return -(-columns // (v * lanes)) * register_tile_cycles(mr, v)
+
+    return min(range(_max_vectors(cpu), 0, -1), key=work) * lanes
+
+
+def is_panel_width(columns: int, lanes: int) -> bool:
+    """Return whether a panel of `columns` columns is one to four vectors."""
+    return 0 < columns <= 4 * lanes and columns % lanes == 0
+
+
+def _max_vectors(cpu: CpuFeatures) -> int:
+    """Return the maximum number of vectors of a panel that registers allow."""
+    return 4 if cpu.registers >= 32 else 2

@@ -1,0 +1,1 @@
+"""SIMD building blocks, elementary functions and cycle models."""

@@ -1,0 +1,1 @@
+"""Keys and values in memory: cache updates, and quantized caches on their way to tensor cores."""

@@ -1,0 +1,1 @@
+"""Kernels of fused functions: norm prologues, epilogues and shared launches."""

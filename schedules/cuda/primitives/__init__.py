@@ -1,0 +1,1 @@
+"""Devices, cost models, PTX instructions and tiles in shared memory."""
