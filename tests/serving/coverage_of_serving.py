@@ -18,7 +18,7 @@ import cache_attention_cases
 import gpt_attention_cases
 from gpt_case_features import DOMAINS, NA, TRAPS
 
-sys.path.append(str(Path(__file__).parents[2]))  # for the modules of tests.ops
+sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]  # for the modules of tests.ops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving_coverage.md"
 

@@ -14,8 +14,8 @@ def generator(domain: str, op: str) -> Generator:
     return GENERATORS[domain, op]
 
 
-# References and cases of serving operators, which their own tests import by name.
-sys.path.append(str(Path(__file__).parents[2] / "serving"))
+# References and cases of serving operators, and helpers of all tests, which tests import by name.
+sys.path += [str(Path(__file__).parents[2] / "serving"), str(Path(__file__).parents[2])]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
