@@ -20,8 +20,9 @@ import pytest
 import tvm
 
 import lowering
-from lowering.compiling import pipeline
+from lowering.compiling import compilation, pipeline
 from lowering.compiling.progress import watch_progress
+from lowering.passes.compile_state import lift
 
 PROTO = onnx.parser.parse_model(
     '<ir_version: 10, opset_import: ["" : 23]> m (float[N] x, float[N] z) => (float[N] y, float[N] s) '
@@ -127,7 +128,8 @@ def test_an_interrupt_in_the_middle_of_a_pass_stays_one(monkeypatch: pytest.Monk
         time.sleep(0.1)
         return mod
 
-    monkeypatch.setattr(pipeline, "unify_shape_symbols", tvm.transform.module_pass(interrupted, opt_level=0))
+    entry = pipeline.Pass("interrupted", lift(tvm.transform.module_pass(interrupted, opt_level=0)))
+    monkeypatch.setattr(compilation, "PASSES", (*pipeline.PASSES[:20], entry, *pipeline.PASSES[20:]))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell ignore it
     try:
         with pytest.raises(KeyboardInterrupt):

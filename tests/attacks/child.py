@@ -17,9 +17,10 @@ from unittest import mock
 import numpy as np
 
 import lowering
-from lowering.compiling import compiler, pipeline
+from lowering.compiling import compiler
 from lowering.runtime import library
 from lowering.runtime.arrays import tensors
+from tests.pass_states import leave_out
 
 from . import generators, plants
 from .attack import Case, declare_as, describe_array, make_case
@@ -96,12 +97,8 @@ def _judge_call(case: Case, k: int, tell: Tell) -> Verdict:
 @contextmanager
 def _allocate_exactly(planned: bool) -> Iterator[None]:
     """Allocate exact sizes, and unless memory is planned, each tensor for itself."""
-    with mock.patch.object(pipeline, "size_classes", lambda mod: mod):
-        if planned:
-            yield
-            return
-        with mock.patch.object(pipeline, "plan_memory", lambda mod: mod):
-            yield
+    with leave_out("size_classes", *(() if planned else ("plan_memory",))):
+        yield
 
 
 def _guard_weights(model: Any) -> None:

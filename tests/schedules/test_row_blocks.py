@@ -9,11 +9,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
+from pass_states import leave_out
 from placed_arrays import guarded, unaligned
 from this_machine import TARGETS
 
 import lowering
-from lowering.compiling import pipeline
 
 RNG = np.random.default_rng(0)
 
@@ -80,10 +80,9 @@ def has_row_blocks(model: lowering.Model) -> bool:
     return any(kernel.schedule == "row_blocks" for kernel in model.manifest.kernels)
 
 
-def compile_separately(model: onnx.ModelProto, target: str, monkeypatch: pytest.MonkeyPatch) -> lowering.Model:
+def compile_separately(model: onnx.ModelProto, target: str) -> lowering.Model:
     """Compile the model to separate kernels."""
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "fuse_row_blocks", lambda mod, target, origins: (mod, origins))
+    with leave_out("fuse_row_blocks"):
         separate = lowering.compile(model, target)
     assert not has_row_blocks(separate)
     return separate
@@ -102,7 +101,7 @@ def test_results_are_those_of_separate_kernels(
     mask: str, code: str, v_scale: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = attention(mask, code, v_scale=v_scale)
-    fused, separate = lowering.compile(model, target), compile_separately(model, target, monkeypatch)
+    fused, separate = lowering.compile(model, target), compile_separately(model, target)
     assert has_row_blocks(fused)
     reference = ReferenceEvaluator(model)
     for sizes in ((1, 1, 1), (2, 7, 5), (1, 130, 67), (2, 1, 300), (1, 97, 1030), (3, 6, 64), (1, 9, 4500)):
@@ -125,18 +124,18 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_any_axes_of_rows(shapes: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_axes_of_rows(shapes: tuple[str, str, str, str]) -> None:
     model = attention(shapes=shapes)
-    fused, separate = lowering.compile(model), compile_separately(model, "cpu", monkeypatch)
+    fused, separate = lowering.compile(model), compile_separately(model, "cpu")
     assert has_row_blocks(fused)
     for sizes in ((1, 3, 4), (2, 111, 70)):
         feeds = inputs(model, RNG, **dict(zip("BST", sizes)))
         np.testing.assert_array_equal(fused.run(feeds)["y"], separate.run(feeds)["y"])
 
 
-def test_sizes_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_nothing() -> None:
     model = attention()
-    fused, separate = lowering.compile(model), compile_separately(model, "cpu", monkeypatch)
+    fused, separate = lowering.compile(model), compile_separately(model, "cpu")
     for sizes in ((0, 3, 4), (1, 0, 4), (2, 3, 0)):
         feeds = inputs(model, RNG, **dict(zip("BST", sizes)))
         np.testing.assert_array_equal(fused.run(feeds)["y"], separate.run(feeds)["y"])

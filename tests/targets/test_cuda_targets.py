@@ -65,7 +65,8 @@ def test_without_a_driver_loading_is_refused_in_one_sentence(tmp_path: Path) -> 
 def test_without_a_gpu_a_model_can_be_saved_and_says_why_it_cannot_run(tmp_path: Path) -> None:
     """One sentence says so, also in the process that built it, where stub libraries refuse everything."""
     code = f"""
-import onnx, lowering
+import sys, onnx, lowering
+sys.path.append("tests")
 from tests.targets.test_cuda_targets import MODEL
 module = lowering.compile(MODEL, "cuda:sm_90a")
 module.save({str(tmp_path / "out")!r})
