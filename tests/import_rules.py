@@ -68,6 +68,7 @@ RULES = {
     "lowering/checking": (
         {
             "lowering.checking",
+            "lowering.deprecated",
             "lowering.choices",
             "lowering.compiling",
             "lowering.fusion",
