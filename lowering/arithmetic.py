@@ -22,7 +22,7 @@ _SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def round_to_size_class(size: int) -> int:
-    """Return the bytes to allocate for a size: a power of two, at least a page (memory/size_classes.py)."""
+    """Return the bytes to allocate for a size: a power of two, at least a page (passes/memory/size_classes.py)."""
     return max(PAGE, 1 << max(size - 1, 0).bit_length())
 
 

@@ -8,10 +8,10 @@ Scheme: TypeAlias = Literal["int8", "int4", "f16"]
 """The storage of constant matrices (importing/quantized_matrix.py)."""
 
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16", "fast", "tf32", "3xtf32"]
-"""The precision of float matmuls (options/precision.py).
+"""The precision of float matmuls (graph/options/precision.py).
 
-float32 also applies to values that a model quantizes at run time (options/float_activations.py). TF32 is not a tensor
-type: it leaves the model unchanged, and selects kernels (graph/mark_tf32_matmuls.py).
+float32 also applies to values that a model quantizes at run time (graph/options/float_activations.py). TF32 is not a
+tensor type: it leaves the model unchanged, and selects kernels (passes/graph/mark_tf32_matmuls.py).
 """
 
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)

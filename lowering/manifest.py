@@ -268,9 +268,9 @@ class Manifest:
     `weights` and the `precision` of the compilation. `input_lists` and `output_lists` are the inputs and outputs that
     are lists of tensors, or None.
 
-    `setup` is the part of a decoder that runs once per sequence (caches/setup_split.py). Its outputs that are inputs
-    here, by name, are the same in every call. With `serve` it writes the pools of sources. It is in the same folder,
-    whose hashes are here; its code files have the name of its `part`.
+    `setup` is the part of a decoder that runs once per sequence (graph/caches/setup_split.py). Its outputs that are
+    inputs here, by name, are the same in every call. With `serve` it writes the pools of sources. It is in the same
+    folder, whose hashes are here; its code files have the name of its `part`.
     """
 
     inputs: tuple[TensorSpec, ...]

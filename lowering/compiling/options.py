@@ -55,33 +55,33 @@ class CompileOptions:
         dims: Facts about symbolic dimensions. `{"batch": 1}` makes one a number; sizes and branches (If) that it
             decides are computed at compile time. `{"tokens": (1, 512)}` bounds one, which calls then check. For an
             input that is a sequence it is the number of tensors, `{"frames": 3}`. For an optional input it is 0 if
-            the input is None, 1 if it has an element (loading/list_inputs.py).
+            the input is None, 1 if it has an element (graph/loading/list_inputs.py).
         static_cache: `static_cache=N` turns a decoder's growing past into a cache of N slots, written in place, whose
-            length is a new input (caches/static_cache.py); `Model.decoder` manages it.
+            length is a new input (graph/caches/static_cache.py); `Model.decoder` manages it.
         weights: "int8" (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16"
             compresses the constant matrices of matmuls. It also compresses embedding tables by rows, in 8 bits for
-            int4 too (options/compressed_tables.py). Accumulators stay float32; biases and convolutions are unchanged.
-            The manifest has a note about the error.
+            int4 too (graph/options/compressed_tables.py). Accumulators stay float32; biases and convolutions are
+            unchanged. The manifest has a note about the error.
         database: A folder of `tune`, whose records for this target choose the tiles of kernels before presets do; the
             manifest names the records.
         serve: `serve=Serve(context=N)` turns a decoder with a growing past into one for a ragged batch of many
-            requests over one paged cache (paged/paged_decoder.py), which a `Batcher` runs.
+            requests over one paged cache (graph/paged/paged_decoder.py), which a `Batcher` runs.
         checks: False omits the run-time checks of the tables of serving operators (starts, lengths, pages, blocks).
             Then no request is rejected, and kernels still touch no memory but their arrays; docs/serving.md has the
             rules and their cost.
         precision: "float16" or "bfloat16" computes the matmuls of a float32 model in that type, and stores their
             weights and a decoder's caches in it. Norms, softmax and accumulators stay float32, as do inputs and
-            outputs (options/precision.py). "fast" computes the matmuls of a float32 or float16 model in bfloat16 where
-            that is faster on every target, and leaves inputs, outputs and caches unchanged. "tf32" and "3xtf32" leave
-            the model float32, and multiply its matrices on the GPU's tensor cores. Their error is 2^-11 of each
+            outputs (graph/options/precision.py). "fast" computes the matmuls of a float32 or float16 model in bfloat16
+            where that is faster on every target, and leaves inputs, outputs and caches unchanged. "tf32" and "3xtf32"
+            leave the model float32, and multiply its matrices on the GPU's tensor cores. Their error is 2^-11 of each
             operand, or about none with operands split in two (schedules/cuda/matmul/tensor_types.py). "float32"
             computes in floats what a model quantizes at run time, such as DynamicQuantizeLSTM
-            (options/float_activations.py).
+            (graph/options/float_activations.py).
         calls: Sample calls, each a dictionary of arrays by input name, that show which numbers float16 cannot
             represent: nodes that read or compute those stay wide.
         seed: The seed of random operators without an attribute `seed`. A number makes every call draw the same
             numbers. A string is the name of a new input (int64 scalar), from which each call takes its seed
-            (options/random_seed.py).
+            (graph/options/random_seed.py).
 
     Raises:
         InputError: A value is invalid.

@@ -25,7 +25,7 @@ _PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
     "__init__.py", "__main__.py", "about.py", "arithmetic.py", "cache_folder.py", "choices.py", "deprecated.py",
     "errors.py", "machine.py", "manifest.py", "notebook.py", "py.typed", "records.py", "units.py", "version.py",
-    "graph/__init__.py", "paged/serve.py",  # the fields of Serve
+    "graph/__init__.py", "graph/paged/serve.py",  # the fields of Serve
 )  # fmt: skip
 
 _DESCRIPTION = """\

@@ -1,4 +1,5 @@
-"""Memory of intermediate tensors during a call, as `memory/plan_memory.py` planned it, at the sizes of the page."""
+"""Memory of intermediate tensors during a call, as `passes/memory/plan_memory.py` planned it, at the sizes of the
+page."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A bound call as a CUDA graph: its kernels are captured once and then launched together.
 
-TVM's virtual machine captures and launches (memory/replay.py). A graph repeats kernels with the recorded addresses and
-sizes, so all memory of the call stays allocated here: intermediate tensors, which would otherwise return to the
-runtime's pool; workspaces; and the results, which every launch overwrites. The runtime keeps workspaces by thread and
-replaces them when a larger one is requested, so the capture has a thread of its own.
+TVM's virtual machine captures and launches (passes/memory/replay.py). A graph repeats kernels with the recorded
+addresses and sizes, so all memory of the call stays allocated here: intermediate tensors, which would otherwise return
+to the runtime's pool; workspaces; and the results, which every launch overwrites. The runtime keeps workspaces by
+thread and replaces them when a larger one is requested, so the capture has a thread of its own.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ class ModelLibrary:
         return Machine(machine)
 
     def new_replay(self) -> tvm_ffi.Function:
-        """Return `replay` (memory/replay.py) of a new virtual machine. Raises ArtifactError if the code has none."""
+        """Return `replay` (passes/memory/replay.py) of a new virtual machine. Raises ArtifactError if the code has
+        none."""
         machine = self._load()
         machine["vm_initialization"](*self._devices, CPU, 0, _POOLED)
         try:

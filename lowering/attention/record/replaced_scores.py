@@ -1,6 +1,6 @@
 """Scores that a model computes from those of an attention, as a tensor, which the attention reads in place of its own.
 
-`mark_replaced_scores` marks the tensor until graph/fold_scores.py has read it. The mark names the tensor of the
+`mark_replaced_scores` marks the tensor until passes/graph/fold_scores.py has read it. The mark names the tensor of the
 attention's original scores, so that elements of the new ones can be written as expressions of them.
 """
 

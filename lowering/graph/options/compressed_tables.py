@@ -3,7 +3,7 @@
 Gather(table, ids) becomes Cast(Gather(quantized, ids)) * Gather(scales, ids), of standard operators: quantized int8 [V,
 H], scales float32 [V, 1], both for the scheme int8 and for int4. A looked-up row has no other rows to compensate for
 its error, so its elements keep 8 bits, as quantizers of language models do. The scheme f16 stores float16. A table that
-is also read by a matmul, transposed, is packed separately for that (graph/pack_weights.py).
+is also read by a matmul, transposed, is packed separately for that (passes/graph/pack_weights.py).
 """
 
 from __future__ import annotations

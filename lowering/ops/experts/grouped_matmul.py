@@ -1,7 +1,7 @@
 """GroupedMatMul: each row times the matrix of its own expert, a grouped GEMM over rows sorted by expert.
 
 The matrices of all experts are concatenated to one matrix [K, experts * N], until weights are packed
-(graph/grouped_weights.py).
+(passes/graph/grouped_weights.py).
 """
 
 from __future__ import annotations

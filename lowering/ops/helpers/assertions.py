@@ -2,7 +2,7 @@
 
 Every index that comes from data goes through `assert_in_bounds`. Every size that comes from data goes through
 `emit_checked_shape` (run_time.py binds it to a symbol). A provable requirement costs nothing: constants, sizes and,
-once masks are folded, everything that the bounds of its terms prove (graph/prove_indices.py).
+once masks are folded, everything that the bounds of its terms prove (passes/graph/prove_indices.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """com.microsoft MoE and QMoE: a mixture of experts, each a feed-forward layer; each token is processed by k of them.
 
-They are rewritten to nodes over rows sorted by expert (experts/mixture.py), as a mixture of primitive operators is.
+They are rewritten to nodes over rows sorted by expert (graph/experts/mixture.py), as a mixture of primitive operators
+is.
 """
 
 from __future__ import annotations

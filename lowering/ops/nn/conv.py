@@ -1,7 +1,7 @@
 """ONNX Conv over any number of spatial axes: [N, C, D1, ...] with [M, C / group, k1, ...] gives [N, M, ...].
 
-All of it happens with channels last (importing/channels.py). The convolution is a matmul (graph/convolutions.py) over
-padded data. With one channel per group it is a sum over windows (schedules/cpu/elementwise/sliding.py).
+All of it happens with channels last (importing/channels.py). The convolution is a matmul (passes/graph/convolutions.py)
+over padded data. With one channel per group it is a sum over windows (schedules/cpu/elementwise/sliding.py).
 """
 
 from __future__ import annotations

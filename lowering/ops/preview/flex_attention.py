@@ -6,7 +6,7 @@ Arithmetic is in float32, or in float64 if an operand or the softmax is in float
 scores are all -inf has probabilities of 0, where the standard's reference gives NaN.
 
 score_mod is lowered as written, as a graph over the tensor of all scores, which the attention reads in place of its own
-scores. graph/fold_scores.py folds it to an expression if each score depends on no other score; then no tensor of
+scores. passes/graph/fold_scores.py folds it to an expression if each score depends on no other score; then no tensor of
 scores remains. With prob_mod, the probabilities are materialized as a tensor.
 """
 

@@ -1,9 +1,9 @@
 """Turns element-wise score modifications of a model into expressions, so that no S x T tensor of scores is built.
 
 Keys that the modification hides for all scores become the mask of the record, which lets kernels skip keys. The rest
-becomes its score modification (record/score_mod_split.py). If a score depends on other scores, for instance by a sum
-or a maximum along the keys, all stay a tensor: the kernel's own scores differ from those in their last digits, and must
-not be compared with them.
+becomes its score modification (attention/record/score_mod_split.py). If a score depends on other scores, for instance
+by a sum or a maximum along the keys, all stay a tensor: the kernel's own scores differ from those in their last digits,
+and must not be compared with them.
 """
 
 from __future__ import annotations
