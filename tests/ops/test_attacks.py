@@ -26,7 +26,7 @@ GROUPS = [list(ATTACKS)[k::6] for k in range(6)]
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: "-".join(names))
 def test_attacks(names: list[str]) -> None:
     runs = f"for name in {names}: [run_attack(attack) for attack in ATTACKS[name]]"
-    code = f"from tests.ops.attacks import ATTACKS, run_attack\n{runs}"
+    code = f"from tests.ops.attacks import ATTACKS\nfrom tests.ops.operator_attack import run_attack\n{runs}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stderr[-3000:]}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_batcher import Carrier, Picky, Recorder, generate_alone
+from digest_models import Carrier, Picky, Recorder, generate_alone
 
 from lowering import Batcher, InputError, PoolFullError, RequestError
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, attacks, require
 from ..draw import Draw
-from .microsoft import embedding, projected
+from .microsoft import embedding
+from .microsoft_attention import projected
 
 _BYTES = ("uint8", "int8")
 
