@@ -83,7 +83,7 @@ def killed(folder: Path, where: str, patch: str = "") -> None:
 import os, signal, sys
 sys.modules["torch"] = None
 import lowering
-from lowering.runtime import folders
+from lowering.runtime.artifact import folders
 {patch}
 {where} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 lowering.load({str(folder)!r}).save({str(folder)!r})
@@ -135,7 +135,7 @@ def test_a_writer_at_work_is_left_alone(folder: Path) -> None:
 SAVER = """
 import sys; sys.modules["torch"] = None
 import lowering, time
-from lowering.runtime import folders
+from lowering.runtime.artifact import folders
 if {two}: folders._exchange = lambda first, second: False
 folders._sync = lambda folder: None  # the disk's time
 models = [lowering.load(folder) for folder in {sources}]
