@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from error_codes import raises
 
-from lowering.tuning.records import database
+from lowering.tuning.records import database, lookup
 
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"
-PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))
+PRESETS = sorted(lookup.PRESETS.glob("*/best"))
 VALUES: list[Any] = [None, 0, -1, 2**70, 1.5, "x", [], {}, True]
 
 

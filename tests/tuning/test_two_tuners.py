@@ -14,11 +14,11 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.target import resolve
-from lowering.tuning.records import database, upkeep
+from lowering.tuning.records import database, lookup, upkeep
 from lowering.tuning.records.database import TuningDatabase, hash_task, open_database, read_journal
 
 TARGET = resolve("cpu")[0]
-PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))
+PRESETS = sorted(lookup.PRESETS.glob("*/best"))
 
 Records = list[ms.database.TuningRecord]
 
