@@ -27,7 +27,7 @@ def test_kernels_ask() -> None:
     assert len(reads_by_file) > 30
     # The chooser makes sizes of 0 symbolic.
     assert {path: sorted(set(names)) for path, names in reads_by_file.items() if names} == {
-        "attention/attention.py": ["problem.mask"]
+        "cuda/attention/attention.py": ["problem.mask"]
     }
 
 
