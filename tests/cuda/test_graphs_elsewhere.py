@@ -26,7 +26,7 @@ PYTHON = """
 import sys
 sys.modules["tvm"] = sys.modules["onnx"] = None
 import numpy as np, tvm_ffi, lowering
-from lowering.runtime.tensors import copy_tensor, copy_to
+from lowering.runtime.arrays.tensors import copy_tensor, copy_to
 model = lowering.load(sys.argv[1])
 sizes, rng = {"B": 2, "C": 600}, np.random.default_rng(0)
 def bound(graph):
