@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     records_of_runs.add_options(parser)
     parser.addoption("--gpu", action="store_true", help="run what compares answers of GPUs on the one of this machine")
     parser.addoption("--seed", type=int, help="draw other random cases: those of this number")
-    parser.addoption("--sample", type=int, help="run this sample of long lists; else the number of commits is taken")
+    parser.addoption("--sample", type=int, help="run this sample of long lists; else a tenth of the number of commits")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,7 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("sample") is not None or sampled.VARIABLE not in os.environ:
         number = config.getoption("sample")
-        os.environ[sampled.VARIABLE] = str(sampled.count_commits() if number is None else number)
+        os.environ[sampled.VARIABLE] = str(sampled.choose_sample() if number is None else number)
     if config.getoption("seed") is not None:
         os.environ[seeds.VARIABLE] = str(config.getoption("seed"))
     seeds.renew()
