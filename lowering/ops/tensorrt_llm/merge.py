@@ -8,8 +8,8 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from ...attention.cache_elements import encode_e4m3, round_to_dtype
 from ...attention.codegen.parameters import int64
-from ...attention.kv_write import encode_e4m3, round_to_dtype
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from ..helpers.kernels import compute

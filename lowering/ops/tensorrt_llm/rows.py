@@ -13,9 +13,9 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from ...attention.cache_elements import encode_e4m3, quantize_value, round_to_dtype
 from ...attention.codegen.addressing import convert_quantized
 from ...attention.codegen.parameters import int64
-from ...attention.kv_write import encode_e4m3, quantize_value, round_to_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ..helpers.kernels import compute

@@ -17,15 +17,9 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from lowering.attention.cache_elements import compute_group_scale, quantize_in_group, round_to_dtype
 from lowering.attention.expr.emit import cast
-from lowering.attention.kv_write import (
-    ATTRIBUTE,
-    BoundKvWrite,
-    KvWrite,
-    compute_group_scale,
-    quantize_in_group,
-    round_to_dtype,
-)
+from lowering.attention.kv_write import ATTRIBUTE, BoundKvWrite, KvWrite
 
 from ...tiles import Space, Tiles
 from ...variant import Variant
