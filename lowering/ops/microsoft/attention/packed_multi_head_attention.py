@@ -24,8 +24,7 @@ from ...helpers.assertions import assert_shape
 from ...helpers.kernels import compute, emit_loops, serial
 from ...helpers.run_time import bind_sizes
 from .. import DOMAIN
-from .paged_attention import check_ints
-from .projections import check_floats, divide_heads
+from .projections import check_floats, check_ints, divide_heads
 
 _FLOATS = ("float32", "float16", "bfloat16")
 

@@ -116,6 +116,16 @@ def read_head_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) 
     return round_to(node, assert_shape(node, head_sink, (heads,)), dtype)
 
 
+def check_ints(node: Node, name: str, value: Value, rank: int) -> None:
+    """Raise NodeError if the input is not a table of int32 or int64 of this rank."""
+    if value.dtype not in ("int32", "int64") or value.rank != rank:
+        raise node.error(
+            "node.tensor_type_unsupported",
+            f"input {name} is {value.dtype} of rank {value.rank}.",
+            f"Make it int32 of rank {rank}.",
+        )
+
+
 def check_pair(node: Node, **inputs: Value | None) -> None:
     """Raise NodeError if one of two inputs is given, and the other is missing."""
     if len({value is None for value in inputs.values()}) > 1:
