@@ -20,7 +20,7 @@ from ..helpers.assertions import assert_shape
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute
 from ..math.matmul import permute_axes
-from ..tensor.movement import emit_concat
+from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to
 from ..tensor.slice import emit_slice
 from .vm_loops import emit_vm_loop

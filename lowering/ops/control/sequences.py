@@ -17,8 +17,8 @@ from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.run_time import bind_sizes
+from ..tensor.concat import concatenate_values, emit_concat, split_axis
 from ..tensor.gather import gather_along
-from ..tensor.movement import concatenate_values, emit_concat, split_axis
 from ..tensor.reshape import reshape_to
 
 

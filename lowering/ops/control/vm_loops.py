@@ -24,7 +24,7 @@ from ...importing.node import Node
 from ...importing.values import SequenceValue, Shape, Size, Value, storage_dtype, storage_shape
 from ..helpers.assertions import assert_shape
 from ..helpers.kernels import compute, emit_loops
-from ..tensor.movement import emit_concat
+from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to
 
 LoopStep = Callable[[Value, Value, Sequence[Value]], tuple[Value, Sequence[Value]]]

@@ -21,7 +21,8 @@ from ..math.matmul import permute_axes
 from ..math.quantization import quantize_dynamically, quantize_values
 from ..nn.pooling import average_windows, global_average_pool
 from ..tensor.cast import cast_to
-from ..tensor.movement import concat, where
+from ..tensor.concat import concat
+from ..tensor.movement import where
 from . import DOMAIN
 
 

@@ -21,7 +21,7 @@ from ..helpers.assertions import assert_shape
 from ..helpers.kernels import compute
 from ..math.activation import swish
 from ..math.matmul import round_to
-from ..tensor.movement import emit_concat
+from ..tensor.concat import emit_concat
 from .conv import accumulate_windows, assert_bias_vector, read_kernel_shape, transpose_weights
 from .window import SpatialWindow
 

@@ -19,7 +19,7 @@ from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.kernels import compute
 from ..math.matmul import emit_matmul, permute_axes, round_to
-from ..tensor.movement import emit_concat
+from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to
 from ..tensor.slice import emit_slice
 
