@@ -20,7 +20,8 @@ from .. import op
 from ..math.integer_matmul import integer_matmul
 from ..math.matmul import permute_axes
 from ..math.quantization import quantize_dynamically
-from ..nn.recurrent import IndexMap, emit_recurrent
+from ..nn.recurrent import emit_recurrent
+from ..nn.recurrent_weights import IndexMap
 from ..tensor.cast import cast_to
 from ..tensor.reshape import reshape_to
 from . import DOMAIN
