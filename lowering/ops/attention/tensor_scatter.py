@@ -17,18 +17,7 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
     Rows with a write index outside a linear cache are dropped. Circular indices wrap.
     """
     rank = past_cache.rank
-    if rank < 2 or update.rank != rank:
-        raise node.error(
-            "tensor_scatter.rank_mismatch",
-            f"inputs past_cache and update have ranks {rank} and {update.rank}.",
-            "Give both the same rank of 2 or more.",
-        )
-    if update.dtype != past_cache.dtype:
-        raise node.error(
-            "tensor_scatter.dtype_mismatch",
-            f"input past_cache is {past_cache.dtype} and update is {update.dtype}.",
-            "Give them the same type.",
-        )
+    _check_types(node, past_cache, update)
     axis_attribute = node.attr("axis", -2)
     axis = axis_attribute + rank if axis_attribute < 0 else axis_attribute
     if not 1 <= axis < rank:
@@ -75,6 +64,23 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
     arguments = [node.tensor(value) for value in (past_cache, update, write_indices) if value is not None]
     outputs = [(past_cache.shape, past_cache.dtype)]
     return node.call_tir(make_copying_update(stored), arguments, outputs, "update_cache")[0]
+
+
+def _check_types(node: Node, past_cache: Value, update: Value) -> None:
+    """Raise NodeError if the inputs differ in rank or in type."""
+    rank = past_cache.rank
+    if rank < 2 or update.rank != rank:
+        raise node.error(
+            "tensor_scatter.rank_mismatch",
+            f"inputs past_cache and update have ranks {rank} and {update.rank}.",
+            "Give both the same rank of 2 or more.",
+        )
+    if update.dtype != past_cache.dtype:
+        raise node.error(
+            "tensor_scatter.dtype_mismatch",
+            f"input past_cache is {past_cache.dtype} and update is {update.dtype}.",
+            "Give them the same type.",
+        )
 
 
 def _check_write_indices(node: Node, write_indices: Value, batch: Size) -> None:

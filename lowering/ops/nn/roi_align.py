@@ -42,30 +42,9 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
     rois is [R, 4], and batches [R] the batch of each.
     """
     mode, ratio, scale = node.attr("mode", "avg"), node.attr("sampling_ratio", 0), node.attr("spatial_scale", 1.0)
-    for name, attribute, legal in (
-        ("mode", mode, ("avg", "max")),
-        ("coordinate_transformation_mode", coordinates, ("half_pixel", "output_half_pixel")),
-    ):
-        if attribute not in legal:
-            raise node.error(
-                "roi_align.attribute_unsupported",
-                f"attribute {name} is '{attribute}'.",
-                f"Use one of {', '.join(legal)}.",
-            )
     out_sizes = [node.attr(f"output_{side}", 1) for side in ("height", "width")]
-    if not all(1 <= n <= _MAX_SIDE for n in out_sizes) or not 0 <= ratio <= _MAX_SAMPLES:
-        raise node.error(
-            "roi_align.size_out_of_range",
-            f"a result of {out_sizes} with sampling_ratio {ratio} is not supported.",
-            f"Use sizes of 1 to {_MAX_SIDE}, and a sampling_ratio of 0 to {_MAX_SAMPLES}.",
-        )
-    if (x.rank, rois.rank, batches.rank) != (4, 2, 1) or not is_float(x.dtype) or rois.dtype != x.dtype:
-        raise node.error(
-            "roi_align.input_unsupported",
-            f"X is {x.dtype} of rank {x.rank}, rois {rois.dtype} of rank {rois.rank}, batch_indices of rank "
-            f"{batches.rank}.",
-            "Give X the shape [N, C, H, W] and a float type, rois [R, 4] and the type of X, and batch_indices [R].",
-        )
+    _check_attributes(node, mode, coordinates, ratio, out_sizes)
+    _check_types(node, x, rois, batches)
     count, acc, half = rois.shape[0], widen_dtype(x.dtype), coordinates == "half_pixel"
     rois = assert_shape(node, rois, (count, 4))
     batches = assert_in_bounds(
@@ -86,13 +65,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
             sides = [
                 _compute_side(rois[r, 1 - k], rois[r, 3 - k], out_sizes[k], scale, half, ratio, number) for k in (0, 1)
             ]
-            text = (
-                f"[roi_align.too_many_samples] {node.where}: a region of input 'rois' needs more than {_MAX_SAMPLES} "
-                "samples along a side of an output element."
-            )
-            for _, _, samples in sides:
-                with T.Assert(samples <= number(_MAX_SAMPLES), text, "ValueError"):
-                    pass
+            _assert_few_samples(node, [samples for _, _, samples in sides], number)
             first = T.bind(batch[r])
             grids = [let(tirx.min(sample_count, number(_MAX_SAMPLES)).astype("int64")) for _, _, sample_count in sides]
             with serial(channels) as c:
@@ -107,12 +80,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                 corners = [(locations[0][1 + a], locations[1][1 + b]) for a in (0, 1) for b in (0, 1)]
                 with serial(channels) as c:
                     terms = [w * x[first, h, v, c] for w, (h, v) in zip(weights, corners)]
-                    before = y[r, ph, pw, c]
-                    if mode == "avg":
-                        value = before + (terms[0] + terms[1] + terms[2] + terms[3])
-                    else:  # as in the standard's reference: the largest of the weighted elements
-                        best = tirx.max(tirx.max(terms[0], terms[1]), tirx.max(terms[2], terms[3]))
-                        value = tirx.Select(tirx.all(iy == 0, ix == 0), best, tirx.max(before, best))
+                    value = _accumulate_sample(mode, y[r, ph, pw, c], terms, tirx.all(iy == 0, ix == 0))
                     T.buffer_store(y, value, [r, ph, pw, c])
             if mode == "avg":
                 samples = let(tirx.max(grids[0] * grids[1], tirx.const(1, "int64")).astype(acc))
@@ -124,6 +92,37 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
     return channels_second(node, round_to(node, y, x.dtype))
 
 
+def _check_attributes(node: Node, mode: str, coordinates: str, ratio: int, out_sizes: list[int]) -> None:
+    """Raise NodeError for unknown modes, and for numbers of elements or samples that are out of range."""
+    for name, attribute, legal in (
+        ("mode", mode, ("avg", "max")),
+        ("coordinate_transformation_mode", coordinates, ("half_pixel", "output_half_pixel")),
+    ):
+        if attribute not in legal:
+            raise node.error(
+                "roi_align.attribute_unsupported",
+                f"attribute {name} is '{attribute}'.",
+                f"Use one of {', '.join(legal)}.",
+            )
+    if not all(1 <= n <= _MAX_SIDE for n in out_sizes) or not 0 <= ratio <= _MAX_SAMPLES:
+        raise node.error(
+            "roi_align.size_out_of_range",
+            f"a result of {out_sizes} with sampling_ratio {ratio} is not supported.",
+            f"Use sizes of 1 to {_MAX_SIDE}, and a sampling_ratio of 0 to {_MAX_SAMPLES}.",
+        )
+
+
+def _check_types(node: Node, x: Value, rois: Value, batches: Value) -> None:
+    """Raise NodeError for other ranks and types than those of the operator."""
+    if (x.rank, rois.rank, batches.rank) != (4, 2, 1) or not is_float(x.dtype) or rois.dtype != x.dtype:
+        raise node.error(
+            "roi_align.input_unsupported",
+            f"X is {x.dtype} of rank {x.rank}, rois {rois.dtype} of rank {rois.rank}, batch_indices of rank "
+            f"{batches.rank}.",
+            "Give X the shape [N, C, H, W] and a float type, rois [R, 4] and the type of X, and batch_indices [R].",
+        )
+
+
 def _compute_side(
     low: Any, high: Any, out_size: int, scale: float, half: bool, ratio: int, number: Any
 ) -> tuple[Any, Any, Any]:
@@ -133,6 +132,17 @@ def _compute_side(
     # A NaN gives 0 samples.
     samples = number(ratio) if ratio else tirx.Select(size > number(0), tirx.ceil(size), number(0))
     return let(start), size, let(samples)
+
+
+def _assert_few_samples(node: Node, counts: list[Any], number: Any) -> None:
+    """Assert at run time that no side of an element of the result has too many samples."""
+    text = (
+        f"[roi_align.too_many_samples] {node.where}: a region of input 'rois' needs more than {_MAX_SAMPLES} "
+        "samples along a side of an output element."
+    )
+    for samples in counts:
+        with T.Assert(samples <= number(_MAX_SAMPLES), text, "ValueError"):
+            pass
 
 
 def _locate_sample(
@@ -152,3 +162,12 @@ def _locate_sample(
 
 def _compute_weights(locations: list[tuple[Any, ...]]) -> list[Any]:
     return [locations[0][3 + a] * locations[1][3 + b] for a in (0, 1) for b in (0, 1)]
+
+
+def _accumulate_sample(mode: str, before: Any, terms: list[Any], is_first: Any) -> Any:
+    """Return the sum of samples, or their maximum, with the sample of these weighted elements."""
+    if mode == "avg":
+        return before + (terms[0] + terms[1] + terms[2] + terms[3])
+    # As in the standard's reference: the largest of the weighted elements.
+    best = tirx.max(tirx.max(terms[0], terms[1]), tirx.max(terms[2], terms[3]))
+    return tirx.Select(is_first, best, tirx.max(before, best))

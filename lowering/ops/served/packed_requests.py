@@ -12,7 +12,7 @@ from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.checks import SERVED
 from ...importing.compute import number
 from ...importing.node import Node
-from ...importing.values import Value
+from ...importing.values import Size, Value
 from .. import op
 from ..helpers.assertions import assert_requests, assert_shape
 from ..helpers.kernels import emit_loops, serial
@@ -57,6 +57,17 @@ def packed_requests(
     # The order is that of runtime/native/requests_served.c.
     check_inputs = [row_starts, past_lengths, block_table, state_slots]
     row_starts = assert_requests(node, SERVED, check_inputs, [rows, context, blocks, tokens, slots])
+    positions, row_requests, last_rows, *tables = _emit_tables(node, row_starts, past_lengths, rows, room)
+    entries = None if block_table is None or kv_cache is None else compute_block_entries(node, block_table, kv_cache)
+    return positions, row_requests, last_rows, row_starts, *tables, entries
+
+
+def _emit_tables(node: Node, row_starts: Value, past_lengths: Value, rows: Size, room: Size) -> tuple[Value, ...]:
+    """Emit positions, row_requests, last_rows, first_rows, row_counts, past, lengths and maxima.
+
+    rows is N, and room the number of tokens that a request may have.
+    """
+    count = past_lengths.shape[0]
 
     def body(row_starts: Any, past_lengths: Any, *buffers: Any) -> None:
         positions, row_requests, last_rows, first_rows, row_counts, past, lengths, maxima = buffers
@@ -82,8 +93,4 @@ def packed_requests(
 
     outputs = [(shape, "int64") for shape in ((rows,), (rows,), *((count,),) * 5, (2,))]
     inputs = [row_starts, past_lengths]
-    positions, row_requests, last_rows, *tables = emit_loops(
-        node, "requests", body, inputs, outputs, [count, rows, room]
-    )
-    entries = None if block_table is None or kv_cache is None else compute_block_entries(node, block_table, kv_cache)
-    return positions, row_requests, last_rows, row_starts, *tables, entries
+    return emit_loops(node, "requests", body, inputs, outputs, [count, rows, room])

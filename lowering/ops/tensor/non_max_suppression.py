@@ -32,13 +32,7 @@ def non_max_suppression(
     boxes is [N, boxes, 4], and scores [N, classes, boxes]. Of each class the best box comes first, and of equal ones
     the first.
     """
-    for name, value in (("boxes", boxes), ("scores", scores)):
-        if value.rank != 3 or value.dtype != "float32":
-            raise node.error(
-                "non_max_suppression.input_unsupported",
-                f"input {name} is {value.dtype} of rank {value.rank}.",
-                "Make it float32 of rank 3.",
-            )
+    _check_types(node, boxes, scores)
     batch, classes, count = scores.shape
     boxes = assert_shape(node, boxes, (batch, count, 4))
     limits = [
@@ -59,10 +53,7 @@ def non_max_suppression(
             T.buffer_store(state, tirx.const(0, "int64"), [0])
             T.buffer_store(state, tirx.const(1, "int64"), [2])
             with serial(count) as i:
-                score = scores[b, c, i]
-                accepts_all = tirx.isinf(min_score[0]) & (min_score[0] < tirx.const(0.0, "float32"))
-                is_candidate = tirx.all(tirx.any(score > min_score[0], accepts_all), tirx.Not(tirx.isnan(score)))
-                T.buffer_store(alive, is_candidate.astype("int64"), [i])
+                T.buffer_store(alive, _accept_score(scores[b, c, i], min_score[0]).astype("int64"), [i])
             with T.While(tirx.all(state[2] > 0, state[0] < max_boxes[0])):
                 T.buffer_store(state, tirx.const(-1, "int64"), [1])
                 with serial(count) as i, T.If(alive[i] > 0), T.Then():
@@ -86,6 +77,23 @@ def non_max_suppression(
                          scratch=[((count,), "int64")])  # fmt: skip
     (selected,) = bind_sizes(node, total)
     return emit_slice(node, selections, [0, 0], [1, 1], (selected, 3))
+
+
+def _check_types(node: Node, boxes: Value, scores: Value) -> None:
+    """Raise NodeError if boxes or scores are not float32 of rank 3."""
+    for name, value in (("boxes", boxes), ("scores", scores)):
+        if value.rank != 3 or value.dtype != "float32":
+            raise node.error(
+                "non_max_suppression.input_unsupported",
+                f"input {name} is {value.dtype} of rank {value.rank}.",
+                "Make it float32 of rank 3.",
+            )
+
+
+def _accept_score(score: Any, min_score: Any) -> Any:
+    """Return whether a box of this score is a candidate: -inf accepts all numbers."""
+    accepts_all = tirx.isinf(min_score) & (min_score < tirx.const(0.0, "float32"))
+    return tirx.all(tirx.any(score > min_score, accepts_all), tirx.Not(tirx.isnan(score)))
 
 
 def _read_limit(node: Node, value: Value | None, default: np.ndarray) -> Value:

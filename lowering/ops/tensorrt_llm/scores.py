@@ -128,13 +128,7 @@ def build_scoring(
         fields["mask"], formula_arguments = trace_formula(shown, [past, *skipped])
         arguments |= formula_arguments
     elif settings.mask.startswith("bidirectional") and not settings.is_cross and keys != "past":
-
-        def ahead(b: Expr, h: Expr, i: Expr, j: Expr, past: Read, counts: Read) -> Expr:
-            last = past(b) + counts(b) - 1
-            row, key = past(b) + i, token(b, j, past)
-            return tirx.any(key < last, tirx.all(tirx.EQ(row, last), tirx.EQ(key, last)))
-
-        fields["mask"], formula_arguments = trace_formula(ahead, [past, counts])
+        fields["mask"], formula_arguments = trace_formula(_build_bidirectional(token), [past, counts])
         arguments |= formula_arguments
     before = past if stream is None else stream.counts
     score = _build_biases(settings, tables, before, requests["context"], is_new)
@@ -190,6 +184,17 @@ def _build_block_sparse(settings: GptSettings) -> Callable[[Expr, Expr, Expr], E
         return tirx.any(is_near, is_stripe)
 
     return shown
+
+
+def _build_bidirectional(token: Callable[..., Expr]) -> Callable[..., Expr]:
+    """Return a formula: all keys are visible to each row, except the last key to earlier rows."""
+
+    def ahead(b: Expr, h: Expr, i: Expr, j: Expr, past: Read, counts: Read) -> Expr:
+        last = past(b) + counts(b) - 1
+        row, key = past(b) + i, token(b, j, past)
+        return tirx.any(key < last, tirx.all(tirx.EQ(row, last), tirx.EQ(key, last)))
+
+    return ahead
 
 
 def _build_biases(
