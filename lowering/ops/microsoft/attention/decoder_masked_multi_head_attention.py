@@ -20,7 +20,7 @@ from ...helpers.contents import read_sizes
 from ...helpers.run_time import bind_sizes
 from .. import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
-from .projections import check_floats, check_pair, divide_heads, slice_projection, split_bias
+from .projections import check_cache_ranks, check_floats, check_pair, divide_heads, slice_projection, split_bias
 from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
@@ -50,58 +50,18 @@ def decoder_masked_multi_head_attention(
     if query.rank != 3:
         raise node.error("node.rank_unsupported", f"input query has rank {query.rank}.", "Make it [batch, 1, hidden].")
     check_pair(node, past_key=past_key, past_value=past_value)
-    for name, cache in (("past_key", past_key), ("past_value", past_value)):
-        if cache is not None and cache.rank != 4:
-            raise node.error(
-                "node.rank_unsupported",
-                f"input {name} has rank {cache.rank}.",
-                "Make it [batch, heads, length, head size].",
-            )
+    check_cache_ranks(node, past_key, past_value)
     batched_inputs = [x for x in (query, past_key, past_value) if x is not None]
     query = assert_shape(
         node, query, (unify_sizes(node, "the batch size", *(x.shape[0] for x in batched_inputs)), 1, query.shape[2])
     )
     q, k, v = _split_projections(node, heads, query, key, value, bias)
-    shared: SharedBuffer | None = None
-    if k.rank == 4:
-        if past_key is not None or past_sequence_length is not None or cache_indirection is not None:
-            raise node.error(
-                "node.conflicting_inputs",
-                "key is an encoder's [batch, heads, keys, head size], and there is a cache.",
-                "Remove one of them.",
-            )
-        keys = k.shape[2]
-    elif past_key is None or past_value is None:
-        raise node.error(
-            "node.input_missing", "past_key and past_value are missing.", "Give them, or keys of an encoder."
-        )
-    elif has_shared_buffer:
-        if past_sequence_length is None:
-            raise node.error(
-                "node.input_missing", "past_sequence_length is missing.", "Give it with past_present_share_buffer = 1."
-            )
-        caches = past_key, past_value
-        shared = append_to_shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
-        k, v, keys = shared.k, shared.v, shared.total
-    else:
-        if cache_indirection is not None:
-            raise node.error(
-                "node.conflicting_inputs",
-                "cache_indirection is given, and past_present_share_buffer is 0.",
-                "Set it to 1, or remove cache_indirection.",
-            )
-        k, v = (_append_to_cache(node, heads, cache, new) for cache, new in ((past_key, k), (past_value, v)))
-        k, v = (assert_shape(node, x, (*x.shape[:2], k.shape[2], x.shape[3])) for x in (k, v))
-        keys = k.shape[2]
+    k, v, keys, shared = _append_new_tokens(
+        node, heads, (k, v), (past_key, past_value), past_sequence_length, cache_indirection, has_shared_buffer
+    )
     q = _check_beam_width(node, q, beam_width, None if shared is None else shared.beams)
     scores = ScoreMatrix(q.shape[0], heads, 1, keys, read_filter_value(node))
-    mask = PaddingMask()
-    if mask_index is not None:
-        if mask_index.rank != 2:
-            raise node.error(
-                "node.rank_unsupported", f"input mask_index has rank {mask_index.rank}.", "Make it [batch, keys]."
-            )
-        mask = read_padding(node, "mask_index", mask_index, scores)
+    mask = PaddingMask() if mask_index is None else _read_mask(node, mask_index, scores)
     attention_mask = add_biases(node, scores, attention_bias, mask.bias)
     results = lower_attention(
         node,
@@ -166,7 +126,63 @@ def _split_projections(
     return q, k, slice_projection(node, assert_shape(node, value, (batch, 1, v_width)), 0, v_width, biases[2])
 
 
+def _append_new_tokens(
+    node: Node,
+    heads: int,
+    new: tuple[Value, Value],
+    caches: tuple[Value | None, Value | None],
+    past_sequence_length: Value | None,
+    cache_indirection: Value | None,
+    has_shared_buffer: bool,
+) -> tuple[Value, Value, Size, SharedBuffer | None]:
+    """Return all keys and values [B, H, T, D], their number, and the caches with room.
+
+    The keys and values of an encoder are returned as they are.
+    """
+    (k, v), (past_key, past_value) = new, caches
+    if k.rank == 4:
+        if past_key is not None or past_sequence_length is not None or cache_indirection is not None:
+            raise node.error(
+                "node.conflicting_inputs",
+                "key is an encoder's [batch, heads, keys, head size], and there is a cache.",
+                "Remove one of them.",
+            )
+        return k, v, k.shape[2], None
+    if past_key is None or past_value is None:
+        raise node.error(
+            "node.input_missing", "past_key and past_value are missing.", "Give them, or keys of an encoder."
+        )
+    if has_shared_buffer:
+        if past_sequence_length is None:
+            raise node.error(
+                "node.input_missing", "past_sequence_length is missing.", "Give it with past_present_share_buffer = 1."
+            )
+        shared = append_to_shared_buffer(
+            node, heads, new, (past_key, past_value), past_sequence_length, cache_indirection
+        )
+        return shared.k, shared.v, shared.total, shared
+    if cache_indirection is not None:
+        raise node.error(
+            "node.conflicting_inputs",
+            "cache_indirection is given, and past_present_share_buffer is 0.",
+            "Set it to 1, or remove cache_indirection.",
+        )
+    k, v = (_append_to_cache(node, heads, cache, x) for cache, x in ((past_key, k), (past_value, v)))
+    k, v = (assert_shape(node, x, (*x.shape[:2], k.shape[2], x.shape[3])) for x in (k, v))
+    return k, v, k.shape[2], None
+
+
+def _read_mask(node: Node, mask_index: Value, scores: ScoreMatrix) -> PaddingMask:
+    """Return the mask of mask_index [B, T]."""
+    if mask_index.rank != 2:
+        raise node.error(
+            "node.rank_unsupported", f"input mask_index has rank {mask_index.rank}.", "Make it [batch, keys]."
+        )
+    return read_padding(node, "mask_index", mask_index, scores)
+
+
 def _append_to_cache(node: Node, heads: int, cache: Value, new: Value) -> Value:
+    """Return the cache [B, H, P, D] with the new rows [B, 1, H * D] after its own."""
     cache = assert_shape(node, cache, (new.shape[0], heads, cache.shape[2], new.shape[2] // heads))
     return concatenate_cache(node, cache, move_heads_first(node, new, heads))
 

@@ -7,13 +7,21 @@ import math
 from ....attention.record.problem import Window
 from ....importing.compute import number, unify_sizes
 from ....importing.node import Node
-from ....importing.values import Value
+from ....importing.values import Size, Value
 from ... import op
 from ...attention.attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from ...helpers.assertions import assert_shape
 from .. import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
-from .projections import check_floats, check_pair, divide_heads, slice_interleaved, slice_projection, split_bias
+from .projections import (
+    check_cache_ranks,
+    check_floats,
+    check_pair,
+    divide_heads,
+    slice_interleaved,
+    slice_projection,
+    split_bias,
+)
 from .shared_buffer import SharedBuffer, append_to_shared_buffer, combine_lengths, trim_scores
 
 
@@ -38,48 +46,14 @@ def multi_head_attention(
     L, D]. past_key and past_value are [B, H, P, D]. With past_sequence_length they have room, and the new rows are
     written to copies of them, present_key and present_value.
     """
-    if past_sequence_length is not None and past_key is None:
-        raise node.error(
-            "node.input_missing",
-            "past_sequence_length is given, and past_key is missing.",
-            "Give the caches whose tokens it counts.",
-        )
-    for name, cache in (("past_key", past_key), ("past_value", past_value)):
-        if cache is not None and cache.rank != 4:
-            raise node.error(
-                "node.rank_unsupported",
-                f"input {name} has rank {cache.rank}.",
-                "Make it [batch, heads, length, head size].",
-            )
-    if cache_indirection is not None and past_sequence_length is None:
-        raise node.error(
-            "node.input_missing", "cache_indirection is given, and past_sequence_length is missing.", "Give both."
-        )
-    check_pair(node, past_key=past_key, past_value=past_value)
+    _check_caches(node, past_key, past_value, past_sequence_length, cache_indirection)
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value, bias=bias, past_key=past_key, past_value=past_value)
     q, k, v = _split_projections(node, heads, query, key, value, bias)
     q, k, v, past = _unify_sizes(node, heads, q, k, v, past_key)
-    shared: SharedBuffer | None = None
-    if past_key is not None and past_value is not None:
-        if k.rank == 4:
-            raise node.error(
-                "node.conflicting_inputs",
-                "inputs past_key and a projected key [B, H, L, D] exclude each other.",
-                "Remove one of them.",
-            )
-        if past_sequence_length is not None:
-            caches = past_key, past_value
-            shared = append_to_shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
-            k, v, past = shared.k, shared.v, shared.past
-        else:
-            past_key = assert_shape(node, past_key, (k.shape[0], heads, past, k.shape[2] // heads))
-            past_value = assert_shape(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
-            k = concatenate_cache(node, past_key, move_heads_first(node, k, heads))
-            v = concatenate_cache(node, past_value, move_heads_first(node, v, heads))
-    elif node.has_output(1) or node.has_output(2):
-        k, v = move_heads_first(node, k, heads), move_heads_first(node, v, heads)
-
+    k, v, past, shared = _append_new_tokens(
+        node, heads, (k, v), past, (past_key, past_value), past_sequence_length, cache_indirection
+    )
     keys = k.shape[2] if k.rank == 4 else k.shape[1]
     if shared is not None:
         keys = shared.total
@@ -106,6 +80,28 @@ def multi_head_attention(
     presents = k if node.has_output(1) else None, v if node.has_output(2) else None
     qk = results.get("qk")
     return results["y"], *presents, trim_scores(node, qk, keys) if shared is not None and qk is not None else qk
+
+
+def _check_caches(
+    node: Node,
+    past_key: Value | None,
+    past_value: Value | None,
+    past_sequence_length: Value | None,
+    cache_indirection: Value | None,
+) -> None:
+    """Check the ranks of caches, and which inputs go with them."""
+    if past_sequence_length is not None and past_key is None:
+        raise node.error(
+            "node.input_missing",
+            "past_sequence_length is given, and past_key is missing.",
+            "Give the caches whose tokens it counts.",
+        )
+    check_cache_ranks(node, past_key, past_value)
+    if cache_indirection is not None and past_sequence_length is None:
+        raise node.error(
+            "node.input_missing", "cache_indirection is given, and past_sequence_length is missing.", "Give both."
+        )
+    check_pair(node, past_key=past_key, past_value=past_value)
 
 
 def _split_projections(
@@ -183,3 +179,39 @@ def _unify_sizes(
         k, v = assert_shape(node, k, (batch, length, width)), assert_shape(node, v, (batch, length, heads * v_size))
     past = 0 if past_key is None else past_key.shape[2]
     return assert_shape(node, q, (batch, q.shape[1], width)), k, v, past
+
+
+def _append_new_tokens(
+    node: Node,
+    heads: int,
+    new: tuple[Value, Value],
+    past: Size,
+    caches: tuple[Value | None, Value | None],
+    past_sequence_length: Value | None,
+    cache_indirection: Value | None,
+) -> tuple[Value, Value, Size, SharedBuffer | None]:
+    """Return all keys and values, the number of past ones, and the caches with room.
+
+    `past` is the length of caches that grow.
+    """
+    (k, v), (past_key, past_value) = new, caches
+    if past_key is None or past_value is None:
+        if node.has_output(1) or node.has_output(2):
+            k, v = move_heads_first(node, k, heads), move_heads_first(node, v, heads)
+        return k, v, past, None
+    if k.rank == 4:
+        raise node.error(
+            "node.conflicting_inputs",
+            "inputs past_key and a projected key [B, H, L, D] exclude each other.",
+            "Remove one of them.",
+        )
+    if past_sequence_length is not None:
+        shared = append_to_shared_buffer(
+            node, heads, new, (past_key, past_value), past_sequence_length, cache_indirection
+        )
+        return shared.k, shared.v, shared.past, shared
+    past_key = assert_shape(node, past_key, (k.shape[0], heads, past, k.shape[2] // heads))
+    past_value = assert_shape(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
+    k = concatenate_cache(node, past_key, move_heads_first(node, k, heads))
+    v = concatenate_cache(node, past_value, move_heads_first(node, v, heads))
+    return k, v, past, None

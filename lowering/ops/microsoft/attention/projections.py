@@ -134,6 +134,17 @@ def check_pair(node: Node, **inputs: Value | None) -> None:
         )
 
 
+def check_cache_ranks(node: Node, past_key: Value | None, past_value: Value | None) -> None:
+    """Raise NodeError for a cache that is not of rank 4."""
+    for name, cache in (("past_key", past_key), ("past_value", past_value)):
+        if cache is not None and cache.rank != 4:
+            raise node.error(
+                "node.rank_unsupported",
+                f"input {name} has rank {cache.rank}.",
+                "Make it [batch, heads, length, head size].",
+            )
+
+
 def check_floats(node: Node, **inputs: Value | None) -> None:
     """Raise NodeError for an input that is not a float, or not of the type of the first input."""
     dtypes = {name: value.dtype for name, value in inputs.items() if value is not None}

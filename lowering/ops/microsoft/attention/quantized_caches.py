@@ -5,7 +5,7 @@ A quantized value is the element times the inverse of its scale, in float32, rou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import relax, tirx
@@ -49,6 +49,36 @@ def read_cache_quantization(
     """
     (_, first, first_scale), *_ = caches
     assert first is not None
+    kinds = _read_kinds(node, dtype, caches)
+    if first.dtype == dtype:
+        return CacheQuantization(None, {}, {})
+    if first.dtype not in _TYPES:
+        raise node.error(
+            "node.dtype_unsupported", f"the caches are {first.dtype}.", "Use int8, float8e4m3fn, or uint8 for 4 bits."
+        )
+    quantized_dtype = _TYPES[first.dtype]
+    if quantized_dtype == "int4" and heads[1] % 2:
+        raise node.error(
+            "node.head_size_not_even",
+            f"a head has {heads[1]} elements, and 4-bit values are stored in pairs.",
+            "Use an even head size.",
+        )
+    is_per_channel = "PER_CHANNEL" in kinds.values()
+    scales: dict[str, Value] = {}
+    for name, cache, scale in caches:
+        scale_input = first_scale if cache is None else scale
+        assert scale_input is not None
+        scales[f"{name}_scale"] = _read_scale(
+            node, f"{name}_scale", scale_input, kinds[name], heads if is_per_channel else None
+        )
+    factor = _compute_factor(node, scales, heads if is_per_channel else None)
+    return CacheQuantization(KvQuantization(quantized_dtype, 0, channels=is_per_channel), scales, {"factor": factor})
+
+
+def _read_kinds(node: Node, dtype: str, caches: Sequence[tuple[str, Value | None, Value | None]]) -> dict[str, str]:
+    """Return the kind of quantization of each cache, after checking that its type and its scale fit."""
+    first = caches[0][1]
+    assert first is not None
     kinds: dict[str, str] = {}
     for name, cache, scale in caches:
         kind = node.attr(f"{name}_quant_type", "NONE")
@@ -84,37 +114,20 @@ def read_cache_quantization(
                 "Give a scale for quantized values only.",
             )
         kinds[name] = kind
-    if first.dtype == dtype:
-        return CacheQuantization(None, {}, {})
-    if first.dtype not in _TYPES:
-        raise node.error(
-            "node.dtype_unsupported", f"the caches are {first.dtype}.", "Use int8, float8e4m3fn, or uint8 for 4 bits."
-        )
-    quantized_dtype = _TYPES[first.dtype]
-    if quantized_dtype == "int4" and heads[1] % 2:
-        raise node.error(
-            "node.head_size_not_even",
-            f"a head has {heads[1]} elements, and 4-bit values are stored in pairs.",
-            "Use an even head size.",
-        )
-    is_per_channel = "PER_CHANNEL" in kinds.values()
-    scales: dict[str, Value] = {}
-    for name, cache, scale in caches:
-        scale_input = first_scale if cache is None else scale
-        assert scale_input is not None
-        scales[f"{name}_scale"] = _read_scale(
-            node, f"{name}_scale", scale_input, kinds[name], heads if is_per_channel else None
-        )
+    return kinds
+
+
+def _compute_factor(node: Node, scales: Mapping[str, Value], heads: tuple[int, int] | None) -> Value:
+    """Return the inverses of the scales [2], or for scales per channel [2, heads, size]; 0 for 0."""
     expanded = [node.emit(relax.op.expand_dims(node.tensor(scale), 0)) for scale in scales.values()]
     stacked = node.emit(relax.op.concat([x.expr for x in expanded], axis=0))
-    shape = (2, *heads) if is_per_channel else (2,)
+    shape = (2,) if heads is None else (2, *heads)
 
     def inverse(index: tuple[Element, ...], scale: ElementReader) -> Element:
-        value, zero = scale(*index, *(() if is_per_channel else (tirx.const(0, "int64"),))), tirx.const(0.0, "float32")
+        value, zero = scale(*index, *((tirx.const(0, "int64"),) if heads is None else ())), tirx.const(0.0, "float32")
         return tirx.Select(tirx.EQ(value, zero), zero, tirx.const(1.0, "float32") / value)
 
-    factor = compute(node, "factor", inverse, [stacked], shape)
-    return CacheQuantization(KvQuantization(quantized_dtype, 0, channels=is_per_channel), scales, {"factor": factor})
+    return compute(node, "factor", inverse, [stacked], shape)
 
 
 def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:
