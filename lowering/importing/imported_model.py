@@ -8,9 +8,9 @@ import numpy as np
 import tvm
 
 from ..manifest import ListSpec
-from .expected_sizes import Linear
 from .origins import Origins
 from .quantized_matrix import QuantizedMatrix
+from .sizes.expected_sizes import Linear
 from .values import Shape
 
 

@@ -1,8 +1,6 @@
 """The importer: an abstract interpreter over `Value`s that walks an ONNX graph and emits Relax.
 
-Each node is lowered by the newest registered lowering of its (domain, operator). Without one, its ONNX function body is
-lowered. Without either, the importer raises an error that names the node. Nodes whose inputs are all constants are
-folded with onnx's own evaluator.
+It has the values of names, in the scopes of graphs and branches. node_lowering.py has the rules for one node.
 """
 
 from __future__ import annotations
@@ -17,33 +15,19 @@ import onnx
 import onnx_ir as ir
 from tvm import relax
 
-from .. import ops
-from ..errors import LoweringError, ModelError, NodeError
-from ..graph.loading.fold import fold_node
+from ..errors import ModelError, NodeError
 from ..graph.loading.legality import declared_opset
 from ..graph.loading.model import dtype_name
 from .function_body import read_function_body
 from .imported_model import ImportedModel, Port
 from .node import Node, read_array
+from .node_lowering import lower_operator
 from .origins import OriginBuilder
 from .outputs import find_shape_contradiction, find_type_problem, make_output_ports
 from .random_streams import RandomStreams
 from .tensors import FunctionTensors, shape_expr, tensor_type
-from .type_rules import check_types
 from .undecided_types import UndecidedTypeError
-from .values import (
-    MAX_DIMENSION,
-    AbsentValue,
-    Shape,
-    Value,
-    flatten_values,
-    format_size,
-    storage_dtype,
-    storage_shape,
-)
-
-# The bytes by which folding may enlarge constants while recipes are preserved (Importer.lower_body).
-_SMALL_BYTES = 256
+from .values import AbsentValue, Shape, Value, flatten_values, storage_dtype, storage_shape
 
 
 def import_model(
@@ -333,7 +317,7 @@ class Importer(FunctionTensors):
             self._failed.update(v.name or "" for v in node.outputs)
             return
         try:
-            results = self._results(node, version, inputs)
+            results = lower_operator(self, node, version, inputs)
         except UndecidedTypeError:
             raise
         except NodeError as error:
@@ -353,43 +337,6 @@ class Importer(FunctionTensors):
         self.bind(node.outputs, [self._make_placeholder(v) for v in node.outputs])
         self._failed.update(v.name or "" for v in node.outputs)
 
-    def _results(self, node: ir.Node, version: int, inputs: list[Value | None]) -> list[Value | None]:
-        arrays = [None if v is None else v.constant for v in inputs]
-        if all(a is not None or v is None for a, v in zip(arrays, inputs)):
-            folded = (
-                fold_node(node, version, arrays, _SMALL_BYTES) if self.recipes else fold_node(node, version, arrays)
-            )
-            if folded is not None:
-                return [None if a is None else self.constant(a) for a in folded]
-        lowering = ops.lookup(node.domain, node.op_type, version)
-        context = Node(self, node, version, inputs)
-        try:
-            if lowering is None:
-                return self._without_lowering(context, node, version, inputs)
-            check_types(context, inputs, node.domain, node.op_type)
-            result = lowering(context, *inputs)
-        except LoweringError:
-            raise
-        except Exception as error:
-            shapes = ", ".join(
-                "-" if v is None else f"{v.dtype}[{', '.join(map(format_size, v.shape))}]" for v in inputs
-            )
-            raise context.error(
-                "node.lowering_failed",
-                f"cannot be lowered for inputs {shapes or 'none'}.",
-                "Check that its attributes fit these shapes; if they do, the compiler does not support this form. The "
-                "cause of this error has the details (-v on the command line).",
-            ) from error
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
-        for value in filter(None, results):
-            huge = [d for d in value.shape if isinstance(d, int) and d > MAX_DIMENSION]
-            if huge:
-                raise context.error(
-                    "node.dimension_too_large",
-                    f"a dimension of its result is {huge[0]}; the maximum is {MAX_DIMENSION}.",
-                )
-        return results
-
     def _make_placeholder(self, value: ir.Value) -> Value:
         """Return a value of the declared or inferred type, so that `check` continues after a failed node."""
         if value.dtype is None or value.shape is None or not isinstance(value.type, ir.TensorType):
@@ -399,7 +346,7 @@ class Importer(FunctionTensors):
         shape = tuple(d if isinstance(d, int) else self.symbols.fresh(value.name or "n") for d in dims)
         return Value(dtype, shape, relax.Var(value.name or "unknown", tensor_type(dtype, shape)))
 
-    def _without_lowering(
+    def lower_function_body(
         self, context: Node, node: ir.Node, version: int, inputs: list[Value | None]
     ) -> list[Value | None]:
         """Lower an operator that is not registered by its ONNX function body."""

@@ -13,8 +13,8 @@ from tvm.ir import prim
 
 from ..errors import NodeError
 from ..graph.caches.donation import has_same_declared_shape
-from .open_sizes import broadcast_open_sizes
 from .quantized_matrix import QuantizedMatrix
+from .sizes.open_sizes import broadcast_open_sizes
 from .values import (
     MAX_TENSOR_BYTES,
     Shape,

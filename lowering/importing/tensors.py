@@ -11,11 +11,11 @@ from tvm import relax, tirx
 
 from ..errors import ModelError
 from .channels import channels_second_axes
-from .expected_sizes import ExpectedSizes
-from .open_sizes import CommonSizes
 from .origins import OriginBuilder
 from .quantized_matrix import QuantizedMatrix
-from .size_kernel import make_size_kernel
+from .sizes.expected_sizes import ExpectedSizes
+from .sizes.open_sizes import CommonSizes
+from .sizes.size_kernel import make_size_kernel
 from .values import Shape, Size, Symbols, Value, format_size, is_long, storage_array, storage_dtype, storage_shape
 from .weights import ModelWeights
 

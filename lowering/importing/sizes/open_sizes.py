@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import te, tirx
 
-from .checks import check_condition
-from .values import Shape, Size, Symbols, Value, is_one, storage_shape
+from ..checks import check_condition
+from ..values import Shape, Size, Symbols, Value, is_one, storage_shape
 
 if TYPE_CHECKING:
-    from .node import Node
+    from ..node import Node
 
 
 _ONE = tirx.IntImm("int64", 1)

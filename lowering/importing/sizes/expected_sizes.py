@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from tvm import tirx
 from tvm.ir import prim
 
-from ..tensorir.expressions import walk
-from .values import Shape, Size
+from ...tensorir.expressions import walk
+from ..values import Shape, Size
 
 Linear = dict[str, int]
 """A linear combination of sizes: the factor of each name, and the constant term under ""."""

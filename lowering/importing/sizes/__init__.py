@@ -1,0 +1,1 @@
+"""Sizes of tensors: assumptions about them, and the kernel that stores them."""
