@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from .arguments import (
     read_token_ids,
 )
 from .blocks import BlockPool, PoolFullError
+from .prefix_tree import CachedRequest, PrefixTree
 
 
 @dataclass(frozen=True)
@@ -48,36 +48,6 @@ class Usage:
     """Blocks for the sources of requests; 0 for a decoder without sources."""
     free_source_blocks: int = 0
     """Blocks for sources that are not in use."""
-
-
-@dataclass(eq=False)
-class _Prefix:
-    """A node of the prefix tree: a block of ids that follow those of `parent`, and the requests that have written it.
-
-    The holders of a prefix are holders of its parents, so a prefix without holders is a leaf. Children are looked up by
-    their tokens, which the dictionary compares: equal hashes alone share nothing.
-    """
-
-    parent: _Prefix | None = None
-    tokens: tuple[int, ...] = ()
-    length: int = 0  # including its parents
-    children: dict[tuple[int, ...], _Prefix] = field(default_factory=dict)
-    holders: dict[_CachedRequest, None] = field(default_factory=dict)  # ordered, unlike a set
-
-
-@dataclass(eq=False)
-class _CachedRequest:
-    """A request. table[column] is the block of a column; the table covers its written and reserved tokens.
-
-    The ids of the first tokens may be recorded: those of full blocks, from the first on, are in `prefixes`, and those
-    of the next, partial block in `tail`. Shared blocks are full, except that forks may share a partial last one.
-    """
-
-    table: array[int] = field(default_factory=lambda: array("q"))
-    length: int = 0
-    reserved: int = 0
-    prefixes: list[_Prefix] = field(default_factory=list)
-    partial_ids: list[int] = field(default_factory=list)
 
 
 class PagedKVCache:
@@ -124,8 +94,8 @@ class PagedKVCache:
                 f"blocks must be fewer than {total}: entries of tables and lengths are int32.",
             )
         self.pool = np.zeros((total, self._layers, 2, *rest), read_cache_dtype(dtype))
-        self._size, self._blocks, self._root = size, BlockPool(total), _Prefix()
-        self._requests: dict[Hashable, _CachedRequest] = {}
+        self._size, self._blocks, self._prefixes = size, BlockPool(total), PrefixTree(size)
+        self._requests: dict[Hashable, CachedRequest] = {}
 
     @property
     def tokens_per_block(self) -> int:
@@ -150,15 +120,10 @@ class PagedKVCache:
         """
         self._check_unused(request)
         ids = [] if tokens is None else read_token_ids(tokens, request)
-        prefix = self._root
-        for start in range(0, len(ids) - self._size, self._size):
-            child = prefix.children.get(tuple(ids[start : start + self._size]))
-            if child is None:
-                break
-            prefix = child
+        prefix = self._prefixes.find_longest(ids)
         # the newest holder: before the oldest one a dictionary may have many removed entries
         donor = next(reversed(prefix.holders), None)
-        new = self._requests[request] = _CachedRequest() if donor is None else self._share_prefix(donor, prefix.length)
+        new = self._requests[request] = CachedRequest() if donor is None else self._share_prefix(donor, prefix.length)
         return new.length
 
     def fewest(self, request: Hashable, count: int, candidates: Sequence[Hashable]) -> list[Hashable] | None:
@@ -270,12 +235,7 @@ class PagedKVCache:
                 f"request {request!r} has room for {entry.reserved} tokens, and {count} are given: call reserve() "
                 "before the call that writes them.",
             )
-        if ids and len(entry.prefixes) * self._size + len(entry.partial_ids) == entry.length:
-            entry.partial_ids += ids
-            full_length = len(entry.partial_ids) // self._size * self._size
-            for start in range(0, full_length, self._size):
-                self._extend(entry, tuple(entry.partial_ids[start : start + self._size]))
-            del entry.partial_ids[:full_length]
+        self._prefixes.record_ids(entry, ids)
         entry.length += count
         entry.reserved -= count
 
@@ -362,56 +322,33 @@ class PagedKVCache:
         """Return the number of blocks for so many tokens."""
         return -(-tokens // self._size)
 
-    def _find_open_column(self, entry: _CachedRequest) -> int | None:
+    def _find_open_column(self, entry: CachedRequest) -> int | None:
         """Return the column of the next token of a request, or None without a block for it."""
         column = entry.length // self._size
         return column if column < len(entry.table) else None
 
-    def _share_prefix(self, donor: _CachedRequest, length: int) -> _CachedRequest:
+    def _share_prefix(self, donor: CachedRequest, length: int) -> CachedRequest:
         """Return a request with the first tokens of another one: all of them, or those of full blocks."""
-        clone = _CachedRequest(
-            donor.table[: self._count_blocks(length)], length, 0, donor.prefixes[: length // self._size]
-        )
-        if length == donor.length:
-            clone.partial_ids = donor.partial_ids[:]
+        clone = CachedRequest(donor.table[: self._count_blocks(length)], length)
+        self._prefixes.share_prefixes(donor, clone)
         self._blocks.share(clone.table)
-        for prefix in clone.prefixes:
-            prefix.holders[clone] = None
         return clone
 
-    def _extend(self, entry: _CachedRequest, tokens: tuple[int, ...]) -> None:
-        """Record the ids of a further full block of a request."""
-        parent = entry.prefixes[-1] if entry.prefixes else self._root
-        prefix = parent.children.get(tokens)
-        if prefix is None:
-            prefix = parent.children[tokens] = _Prefix(parent, tokens, parent.length + self._size)
-        prefix.holders[entry] = None
-        entry.prefixes.append(prefix)
-
-    def _truncate(self, entry: _CachedRequest, length: int) -> None:
-        full_blocks, rest = divmod(length, self._size)
-        if len(entry.prefixes) > full_blocks:
-            entry.partial_ids = list(entry.prefixes[full_blocks].tokens[:rest])
-        elif len(entry.prefixes) == full_blocks:
-            del entry.partial_ids[rest:]
-        while len(entry.prefixes) > full_blocks:
-            prefix = entry.prefixes.pop()
-            del prefix.holders[entry]
-            if not prefix.holders and prefix.parent is not None:
-                del prefix.parent.children[prefix.tokens]
+    def _truncate(self, entry: CachedRequest, length: int) -> None:
+        self._prefixes.truncate_ids(entry, length)
         columns = self._count_blocks(length)
         self._blocks.release(reversed(entry.table[columns:]))  # so that the next request gets them in order again
         del entry.table[columns:]
         entry.length, entry.reserved = length, 0
 
-    def _pad_tables(self, requests: list[_CachedRequest]) -> np.ndarray:
+    def _pad_tables(self, requests: list[CachedRequest]) -> np.ndarray:
         """Return the blocks of each request, int64 [B, M], padded with -1."""
         tables = np.full((len(requests), max([1, *(len(entry.table) for entry in requests)])), -1, np.int64)
         for row, entry in zip(tables, requests):
             row[: len(entry.table)] = entry.table
         return tables
 
-    def _get_requests(self, names: list[Any]) -> list[_CachedRequest]:
+    def _get_requests(self, names: list[Any]) -> list[CachedRequest]:
         """Return the requests of a call, which must be distinct: two rows must not write to the same blocks."""
         requests = [self._get_request(name) for name in names]
         if len({*names}) < len(names):
@@ -422,7 +359,7 @@ class PagedKVCache:
             )
         return requests
 
-    def _get_request(self, name: Hashable) -> _CachedRequest:
+    def _get_request(self, name: Hashable) -> CachedRequest:
         try:
             return self._requests[name]
         except KeyError:

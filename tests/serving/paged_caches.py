@@ -70,7 +70,14 @@ def snapshot_state(cache: PagedKVCache) -> Any:
         for name, r in cache._requests.items()
     }
     owners = [cache._blocks.count_owners(block) for block in range(cache._blocks.total)]
-    return requests, owners, list(cache._blocks._free), cache.usage(), cache.pool.tobytes(), snapshot_index(cache._root)
+    return (
+        requests,
+        owners,
+        list(cache._blocks._free),
+        cache.usage(),
+        cache.pool.tobytes(),
+        snapshot_index(cache._prefixes.root),
+    )
 
 
 def snapshot_index(prefix: Any) -> Any:

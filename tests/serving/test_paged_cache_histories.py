@@ -272,7 +272,7 @@ class Histories(RuleBasedStateMachine):
                 actual[ids + tokens] = len(child.holders)
                 walk(child, ids + tokens)
 
-        walk(self.cache._root, ())
+        walk(self.cache._prefixes.root, ())
         assert actual == expected
 
 
