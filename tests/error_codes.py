@@ -51,8 +51,8 @@ FORWARDING = frozenset(
         "lowering/ops/helpers/assertions.py",
         "lowering/ops/flex/reads.py",
         "lowering/runtime/decoding/decoder.py",
+        "lowering/runtime/executor.py",
         "lowering/runtime/graphs.py",
-        "lowering/runtime/model.py",
         "lowering/serving/source_pool.py",
         "lowering/tuning/local.py",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from ..errors import ArtifactError, InputError
-from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec, arguments
-from .arrays.inputs import InputPort, Sizes, check_donated_memory, check_output_memory
-from .arrays.lists import collect_lists, flatten_lists
-from .arrays.outputs import FromDLPack, OutputPort, check_output, detect_array_kind, write_output
+from ..errors import ArtifactError
+from ..manifest import FILE, MODEL, Manifest, TensorSpec, arguments
+from .arrays.inputs import Sizes
+from .arrays.outputs import detect_array_kind
 from .arrays.strings import StringTable
-from .arrays.tensors import Tensor, copy_tensor, is_shared, item
-from .artifact.checks import check_slot_capacity, check_threads
+from .arrays.tensors import Tensor
 from .artifact.copies import copy_artifact
 from .artifact.files import ArtifactFiles
 from .artifact.folders import replace_folder
@@ -26,18 +24,11 @@ from .artifact.pickling import pack_model, unpack_model
 from .artifact.signature import SigningKey, sign
 from .artifact.weights import ModelWeights
 from .background import BackgroundThread, WorkerFuture
+from .bound_call import bind_arrays
 from .decoding.decoder import Decoder
 from .devices import Gpu
-from .failures import describe_failure
-from .graphs import Graph, check_graph
-from .library import Instrument, Machine, ModelLibrary
-
-Arrays = Mapping[str, Any]
-
-# By address: the memory of a call's inputs. For donated ones, the output that takes it over and the caller's array.
-_Memory = dict[int, tuple[str, Any] | None]
-# By output name: arrays that the caller provides for results, as tensors and as passed.
-_Targets = dict[str, tuple[Tensor, Any]]
+from .executor import Arrays, ModelExecutor, check_input_names
+from .library import Instrument, ModelLibrary
 
 
 class Model:
@@ -74,17 +65,9 @@ class Model:
         self.gpu = None if library.gpu is None else Gpu(library.gpu)
         self._weights = ModelWeights(weights, manifest, self.gpu)
         self._threads = manifest.threads if threads is None else threads
-        self._ports = [
-            InputPort(
-                t, "input", manifest.ranges, self._describe_donation(t.name), t.name in manifest.donated, library.gpu
-            )
-            for t in manifest.inputs
-        ]
-        self._outputs = [OutputPort(t) for t in manifest.outputs]
+        self._executor = ModelExecutor(manifest, library, self._weights, self.gpu, self._threads)
         # The shapes of the last call, which need no second check.
         self._shapes: list[Any] = []
-        # Idle virtual machines. Each call takes one, since two calls on one machine would crash.
-        self._machines: list[Machine] = [library.new_machine()]
         self._background = BackgroundThread("onnx-lowering", lambda task, _: [task])
 
     @property
@@ -121,21 +104,26 @@ class Model:
             InputError: The model does not take the arrays, which is found before any donated array is written, or their
                 sizes do not fit together inside the model.
         """
-        inputs = self._flatten_lists(inputs)
+        executor = self._executor
+        inputs = executor.flatten_inputs(inputs)
         strings = StringTable(self.manifest.strings)
         from_dlpack, on_host = detect_array_kind(inputs)
-        shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
-        tensors = self._accept(self._ports, inputs, None if shapes == self._shapes else {}, strings)
+        shapes = [getattr(inputs.get(port.name), "shape", None) for port in executor.ports]
+        tensors = executor.accept_inputs(executor.ports, inputs, None if shapes == self._shapes else {}, strings)
         self._shapes = shapes
-        threads = self._threads if threads is None else check_threads(threads)
+        threads = executor.choose_threads(threads)
         if self.gpu is None:
-            results = self._run_code(tensors, threads, release=True)
-            return self._deliver(results, self._index_memory(tensors, inputs), {}, from_dlpack, False, strings)
+            results = executor.run_code(tensors, threads, release=True)
+            return executor.deliver_outputs(
+                results, executor.index_memory(tensors, inputs), {}, from_dlpack, False, strings
+            )
         with self.gpu.use_stream_of(inputs.values()):
-            device_tensors = self.gpu.move_to_device(self._ports, tensors, in_place=False)
-            results = self._run_code(device_tensors, threads, release=True)
-            self.gpu.copy_back(self._ports, tensors, device_tensors)
-            return self._deliver(results, self._index_memory(device_tensors, inputs), {}, from_dlpack, on_host, strings)
+            device_tensors = self.gpu.move_to_device(executor.ports, tensors, in_place=False)
+            results = executor.run_code(device_tensors, threads, release=True)
+            self.gpu.copy_back(executor.ports, tensors, device_tensors)
+            return executor.deliver_outputs(
+                results, executor.index_memory(device_tensors, inputs), {}, from_dlpack, on_host, strings
+            )
 
     def accept(self, inputs: Arrays) -> dict[str, Any]:
         """Return copies of arrays for some of the inputs, checked as by `run`, for a later call of `run`.
@@ -146,9 +134,9 @@ class Model:
         Raises:
             InputError: The model does not take an array, or a name is not an input.
         """
-        inputs = self._flatten_lists(inputs, is_complete=False)
-        _check_input_names(inputs, self.manifest.inputs)
-        ports, strings = {port.name: port for port in self._ports}, StringTable(self.manifest.strings)
+        inputs = self._executor.flatten_inputs(inputs, is_complete=False)
+        check_input_names(inputs, self.manifest.inputs)
+        ports, strings = {port.name: port for port in self._executor.ports}, StringTable(self.manifest.strings)
         sizes: Sizes = {}
         return {name: ports[name].snapshot(array, sizes, strings) for name, array in inputs.items()}
 
@@ -195,85 +183,7 @@ class Model:
             InputError: An array does not fit. With `graph`, also if sizes or kernels depend on array contents that the
                 host reads; then it is raised here or by the first call.
         """
-        if outputs is not None and not isinstance(outputs, Mapping):
-            raise InputError(
-                "output.mapping_required", f"outputs must map names to arrays, not {type(outputs).__name__}."
-            )
-        inputs = dict(self._flatten_lists(inputs))  # the caller may change the mapping
-        outputs = flatten_lists(outputs or {}, [t.name for t in self.outputs], self.manifest.output_lists, "output")
-        strings = StringTable(self.manifest.strings)
-        from_dlpack, on_host = detect_array_kind(inputs)
-        gpu = check_graph(self.manifest, self.gpu, inputs, outputs) if graph else self.gpu
-        threads = self._threads if threads is None else check_threads(threads)
-        sizes: Sizes = {}
-        ports = [
-            InputPort(
-                t,
-                "input",
-                self.manifest.ranges,
-                self._describe_donation(t.name) or "a bound call reads it in place",
-                t.name in self.manifest.donated,
-                None if gpu is None else gpu.number,
-            )
-            for t in self.manifest.inputs
-        ]
-        tensors = self._accept(ports, inputs, sizes, strings)
-        targets: _Targets = {}
-        for name, array in outputs.items():
-            spec = next((t for t in self.manifest.outputs if t.name == name), None)
-            if spec is None:
-                raise InputError(
-                    "output.name_unknown",
-                    f"there is no output '{name}'. The outputs are {_list_names(self.manifest.outputs)}.",
-                )
-            reason = "a bound call writes results to it"
-            port = InputPort(spec, "output", {}, reason, True, None if gpu is None else gpu.number)
-            tensor = port.accept(array, sizes, strings)
-            targets[name] = (tensor if gpu is None else gpu.move_to_device([port], [tensor], in_place=True)[0]), array
-        if gpu is not None:
-            tensors = gpu.move_to_device(ports, tensors, in_place=True)
-        donated_targets = {self.manifest.donated[p.name]: tensor for p, tensor in zip(ports, tensors) if p.is_written}
-        check_output_memory({name: tensor for name, (tensor, _) in targets.items()}, donated_targets)
-        memory = self._index_memory(tensors, inputs)
-
-        slots = self.manifest.slots
-        arrays = list(inputs.values())
-        if graph and gpu is not None:
-            donated = frozenset(address for address, owner in memory.items() if owner is not None)
-
-            def deliver(results: list[Tensor]) -> dict[str, Any]:
-                delivered = {}
-                for port, tensor in zip(self._outputs, results):
-                    owner, array = memory.get(tensor.data_ptr()) or (None, None)
-                    delivered[port.name] = array if owner == port.name else port.deliver(tensor, from_dlpack, strings)
-                return collect_lists(delivered, self.outputs, self.manifest.output_lists)
-
-            graph_call = Graph(self._library, gpu, (*tensors, *self._weights.argument), donated, deliver)
-
-            def launch() -> dict[str, Any]:
-                with gpu.use_stream_of(arrays) as stream:
-                    return graph_call(stream)
-
-            return launch
-        if slots is not None:
-            rows, length = self._count_new_rows(slots, tensors), inputs[slots.length]
-            if gpu is None:  # the memory that the code reads, even if the caller's array object changes
-                length = np.from_dlpack(self._find_tensor(slots.length, tensors))
-
-        def call() -> dict[str, Any]:
-            if slots is not None:  # the value of the length may have changed
-                check_slot_capacity(slots, length, rows)
-            results = self._run_code(tensors, threads, release=False)
-            return self._deliver(results, memory, targets, from_dlpack, on_host, strings)
-
-        if gpu is None:
-            return call
-
-        def call_in_order() -> dict[str, Any]:
-            with gpu.use_stream_of(arrays):
-                return call()
-
-        return call_in_order
+        return bind_arrays(self._executor, inputs, outputs, threads=threads, graph=graph)
 
     def decoder(self, ids: str = "", mask: str = "", positions: str = "", fixed: Arrays | None = None) -> Decoder:
         """Return a decoder that owns the caches of this model, which was compiled with static_cache.
@@ -330,7 +240,7 @@ class Model:
         """Return an output as a NumPy array, copied and waited for if it is in a GPU's memory."""
         if self.gpu is None:
             return array
-        port = next(port for port in self._outputs if port.name == name)
+        port = next(port for port in self._executor.outputs if port.name == name)
         return port.deliver(self.gpu.to_host(array), np.from_dlpack, StringTable(self.manifest.strings))
 
     def wait(self) -> None:
@@ -344,12 +254,8 @@ class Model:
 
         No other thread may run the model meanwhile.
         """
-        machine = self._library.new_machine(instrument)
-        self._machines.append(machine)
-        try:
+        with self._executor.use_instrument(instrument):
             yield
-        finally:
-            self._machines.remove(machine)
 
     def function(self, name: str) -> tvm_ffi.Function:
         """Return a compiled function by name, for tools."""
@@ -358,127 +264,3 @@ class Model:
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor that is an argument of a kernel is a weight."""
         return self._weights.contains(tensor.data_ptr())
-
-    # -- steps of a call ----------------------------------------------------------------------------------------------
-
-    def _describe_donation(self, name: str) -> str | None:
-        output = self.manifest.donated.get(name)
-        return None if output is None else f"it is donated: its memory becomes output '{output}'"
-
-    def _flatten_lists(self, inputs: Arrays, is_complete: bool = True) -> Arrays:
-        """Return the arrays of inputs, those of lists by the names of tensors. Raises InputError as `flatten_lists`."""
-        lists = self.manifest.input_lists
-        return flatten_lists(inputs, [t.name for t in self.inputs], lists, "input", is_complete) if lists else inputs
-
-    def _accept(
-        self, ports: list[InputPort], inputs: Arrays, sizes: Sizes | None, strings: StringTable
-    ) -> list[Tensor]:
-        tensors = []
-        for port in ports:
-            array = inputs.get(port.name)
-            if array is None:
-                _check_input_names(inputs, self.manifest.inputs)
-                raise InputError("input.missing", f"input '{port.name}' is missing; the model takes {port.spec}.")
-            tensors.append(port.accept(array, sizes, strings))
-        if len(inputs) > len(tensors):
-            _check_input_names(inputs, self.manifest.inputs)
-        if self.manifest.donated:
-            check_donated_memory(ports, tensors, self.manifest.donated)
-        slots = self.manifest.slots
-        if slots is not None:
-            check_slot_capacity(slots, inputs[slots.length], self._count_new_rows(slots, tensors))
-        return tensors
-
-    def _count_new_rows(self, slots: SlotCaches, tensors: list[Tensor]) -> int:
-        """Return how many rows a call adds to the caches."""
-        if slots.tokens is None:
-            return 0
-        name, axis = slots.tokens
-        return self._find_tensor(name, tensors).shape[axis]
-
-    def _find_tensor(self, name: str, tensors: list[Tensor]) -> Tensor:
-        return next(tensor for port, tensor in zip(self._ports, tensors) if port.name == name)
-
-    def _index_memory(self, tensors: list[Tensor], inputs: Arrays) -> _Memory:
-        memory: _Memory = {tensor.data_ptr(): None for tensor in tensors}
-        if self.manifest.donated:
-            for port, tensor in zip(self._ports, tensors):
-                if port.is_written:
-                    memory[tensor.data_ptr()] = (self.manifest.donated[port.name], inputs[port.name])
-        return memory
-
-    def _run_code(self, tensors: list[Tensor], threads: int | None, release: bool) -> tvm_ffi.Array:
-        try:
-            machine = self._machines.pop()
-        except IndexError:
-            machine = self._library.new_machine()
-        try:
-            if threads is None:
-                return machine.main(*tensors, *self._weights.argument)
-            self._library.set_threads(threads)
-            try:
-                return machine.main(*tensors, *self._weights.argument)
-            finally:
-                self._library.set_threads(0)
-        except Exception as error:
-            code, reason = describe_failure(error)
-            raise InputError(code, f"the model cannot run on these inputs: {reason}") from error
-        finally:
-            if release:
-                machine.release()
-            self._machines.append(machine)
-
-    def _deliver(
-        self,
-        results: tvm_ffi.Array,
-        memory: _Memory,
-        targets: _Targets,
-        from_dlpack: FromDLPack,
-        to_host: bool,
-        strings: StringTable,
-    ) -> dict[str, Any]:
-        outputs = {}
-        returned: set[int] = set()
-        copies: list[tuple[Tensor, Tensor]] = []
-        for index, port in enumerate(self._outputs):
-            try:
-                tensor = item(results, index)
-            except IndexError as error:
-                raise ArtifactError(
-                    "artifact.output_count_mismatch",
-                    f"the code returns {index} results, and {FILE} names {len(self._outputs)}: it belongs to "
-                    "other code. Compile the model again.",
-                ) from error
-            address = tensor.data_ptr()
-            if targets and port.name in targets:
-                target, outputs[port.name] = targets[port.name]
-                check_output(port.name, tensor, target)
-                # Copy an input that is also an output, since another output may be written to it.
-                copies.append((copy_tensor(tensor) if memory.get(address, self) is None else tensor, target))
-                continue
-            owner = memory.get(address)
-            if owner is not None and owner[0] == port.name:
-                outputs[port.name] = owner[1]
-                continue
-            if to_host and self.gpu is not None:
-                tensor = self.gpu.to_host(tensor)
-            elif address in memory or address in returned or self._weights.contains(address) or is_shared(tensor):
-                # Copy memory of an input that is also an output, of a weight, of another output, or of a constant of
-                # the code.
-                tensor = copy_tensor(tensor)
-            else:
-                returned.add(address)
-            outputs[port.name] = port.deliver(tensor, from_dlpack, strings)
-        for tensor, target in copies:
-            write_output(tensor, target)
-        return collect_lists(outputs, self.outputs, self.manifest.output_lists)
-
-
-def _check_input_names(arrays: Arrays, specs: tuple[TensorSpec, ...]) -> None:
-    unknown = next((name for name in arrays if all(name != spec.name for spec in specs)), None)
-    if unknown is not None:
-        raise InputError("input.name_unknown", f"there is no input '{unknown}'. The inputs are {_list_names(specs)}.")
-
-
-def _list_names(specs: tuple[TensorSpec, ...]) -> str:
-    return ", ".join(t.name for t in specs)

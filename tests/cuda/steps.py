@@ -215,9 +215,9 @@ class _Disturbed(library.Machine):
 
 
 FAULTS = {
-    "copies are recorded": partial(mock.patch, "lowering.runtime.model.Graph", _Copying),
+    "copies are recorded": partial(mock.patch, "lowering.runtime.bound_call.Graph", _Copying),
     "a step waits": partial(mock.patch.object, library, "Machine", _Waiting),
-    "memory is not retained": partial(mock.patch, "lowering.runtime.model.Graph", _Forgetting),
+    "memory is not retained": partial(mock.patch, "lowering.runtime.bound_call.Graph", _Forgetting),
     "no thread is retained": partial(mock.patch.object, graphs, "ThreadPoolExecutor", _Here),
 }
 
