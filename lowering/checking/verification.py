@@ -26,7 +26,7 @@ from . import reproducer
 from .check import check
 from .compare import Comparison
 from .provenance import check_provenance
-from .references import Against, Feeds, load_reference
+from .references import Against, Evaluate, Feeds, load_reference
 from .reproducer import Reproducer
 from .synthetic_inputs import build_feeds, list_call_inputs, read_input_specs
 from .trial import VerificationTrial
@@ -64,6 +64,16 @@ class Verification:
             for c in self.comparisons
         ]
         return format_table(f"allowed: {self.allowed}", ("output", "max abs", "max rel", "rms, of its rms", ""), rows)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The model to verify, with what the user gives for its calls, and the seed of the other inputs."""
+
+    model: ir.Model
+    user_arrays: dict[str, Any]
+    sizes: dict[str, int]
+    seed: int
 
 
 def verify(
@@ -119,53 +129,75 @@ def verify(
     loaded, user_arrays, sizes = _split_lists(load_model(model), inputs or {}, sizes or {})
     if target in deprecated.REFERENCES:
         target, against = "cpu", deprecated.read_reference(target)
-    options = CompileOptions(target=target, **arguments)
-    trial = VerificationTrial(against, rtol, atol, options)
+    trial = VerificationTrial(against, rtol, atol, CompileOptions(target=target, **arguments))
     folder = None if reduce is None else Path(reduce)
+    _check_options(trial, artifact, folder)
+    return _verify_model(trial, _Subject(loaded, user_arrays, sizes, seed), artifact, folder)
+
+
+def _verify_model(
+    trial: VerificationTrial, subject: _Subject, artifact: str | Path | Model | None, folder: Path | None
+) -> Verification:
+    """Load the reference, compile the model or load its artifact, and compare their outputs.
+
+    A model that fails is reduced if there is a folder for that.
+    """
+    model, user_arrays, sizes = subject.model, subject.user_arrays, subject.sizes
+    _check_inputs(user_arrays, model)
+    _refuse_random(model)
+    set_sizes(model, sizes)  # rejects names that no input has; the model stays symbolic
+    evaluate = _load_supported_reference(trial, model)
+    rng = np.random.default_rng(subject.seed)
+    try:
+        compiled = (
+            trial.compile_model(model) if artifact is None else _load_artifact(artifact, trial.options.threads, model)
+        )
+    except Exception as error:
+        if folder is None or not _is_fault(error):
+            raise
+        feeds = build_feeds(model, read_input_specs(model), {}, user_arrays, sizes, rng)
+        raise CompilerError(
+            "compiler.crashed", f"{_describe_fault(error)} {_describe_reduction(trial, model, feeds, folder, error)}"
+        ) from error
+    feeds, allowed, comparisons = trial.compare_model(model, compiled, user_arrays, sizes, rng, evaluate)
+    result = Verification(tuple(comparisons), feeds, str(allowed))
+    if folder is None or result.first_difference is None:
+        return result
+    return replace(result, reproducer=trial.write_reproducer(model, feeds, folder, None))
+
+
+def _check_options(trial: VerificationTrial, artifact: str | Path | Model | None, folder: Path | None) -> None:
+    """Raise InputError for options that contradict each other, and for a folder that has content."""
+    options = trial.options
     if artifact is not None and trial.has_compile_options:
         raise InputError(
             "verify.artifact_with_options",
             "an artifact was compiled with options of its own. Leave out the options of compile.",
         )
-    if folder is not None:
-        if artifact is not None or options.static_cache is not None or options.serve is not None:
-            raise InputError(
-                "verify.reduce_with_artifact",
-                "reduce compiles parts of a model, and neither artifacts nor decoders. Leave out artifact, "
-                "static_cache and serve.",
-            )
-        if options.calls:
-            raise InputError(
-                "verify.reduce_with_calls",
-                "reduce compiles parts of a model, to which calls of the whole model do not apply. Leave calls out.",
-            )
-        reproducer.check_folder_is_free(folder)
-    _check_inputs(user_arrays, loaded)
-    _refuse_random(loaded)
-    set_sizes(loaded, sizes)  # rejects names that no input has; the model stays symbolic
-    try:
-        evaluate = load_reference(loaded, against)
-    except LoweringError:
-        if not check(loaded).ok:
-            compile(loaded, target)  # it reports the unsupported nodes
-        raise
-    rng = np.random.default_rng(seed)
-    try:
-        compiled = (
-            trial.compile_model(loaded) if artifact is None else _load_artifact(artifact, options.threads, loaded)
+    if folder is None:
+        return
+    if artifact is not None or options.static_cache is not None or options.serve is not None:
+        raise InputError(
+            "verify.reduce_with_artifact",
+            "reduce compiles parts of a model, and neither artifacts nor decoders. Leave out artifact, "
+            "static_cache and serve.",
         )
-    except Exception as error:
-        if folder is None or not _is_fault(error):
-            raise
-        feeds = build_feeds(loaded, read_input_specs(loaded), {}, user_arrays, sizes, rng)
-        raise CompilerError(
-            "compiler.crashed", f"{_describe_fault(error)} {_describe_reduction(trial, loaded, feeds, folder, error)}"
-        ) from error
-    feeds, allowed, comparisons = trial.compare_model(loaded, compiled, user_arrays, sizes, rng, evaluate)
-    result = Verification(tuple(comparisons), feeds, str(allowed))
-    if folder is None or result.first_difference is None:
-        return result
-    return replace(result, reproducer=trial.write_reproducer(loaded, feeds, folder, None))
+    if options.calls:
+        raise InputError(
+            "verify.reduce_with_calls",
+            "reduce compiles parts of a model, to which calls of the whole model do not apply. Leave calls out.",
+        )
+    reproducer.check_folder_is_free(folder)
+
+
+def _load_supported_reference(trial: VerificationTrial, model: ir.Model) -> Evaluate:
+    """Return the reference. If both reject the model, raise the compiler's error, which names the nodes."""
+    try:
+        return load_reference(model, trial.against)
+    except LoweringError:
+        if not check(model).ok:
+            compile(model, trial.options.target)  # it reports the unsupported nodes
+        raise
 
 
 def _split_lists(
