@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ..errors import InputError
 from ..fusion.matching import read_static_sizes
 from ..graph.caches.joint_kv_caches import find_joint_caches
-from ..manifest import SlotCaches, TensorSpec
+from ..manifest import DecoderSpec, Manifest, SlotCaches, TensorSpec
 from ..runtime.artifact.checks import check_fixed_dimensions
 from ..runtime.decoding.decoder_sources import list_fixed_inputs
 from ..runtime.model import Model
@@ -152,42 +152,17 @@ def build_decoding_session(
     Raises:
         InputError: The model has no tokens, or the user gives caches.
     """
-    specs = {spec.name: spec for spec in compiled.inputs}
-    spec = compiled.manifest.decoder
-    assert spec is not None  # every model with slots has one
-    caches, ids, mask = {*compiled.manifest.donated, *spec.states, slots.length}, spec.ids, spec.mask
-    if not ids:
-        raise InputError(
-            "verify.ids_missing",
-            "verify cannot find the tokens of this decoder: no input [batch, tokens] selects rows of a table, and "
-            "no input is a float array [batch, tokens, width].",
-        )
-    for name in user_arrays:
-        if name in caches or name == spec.positions:
-            raise InputError(
-                "verify.state_given", f"'{name}' is managed by the decoder itself, and begins empty. Leave it out."
-            )
-    per_token = [specs[name] for name in (ids, *spec.per_token)]
-    constant_specs = list_fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
-    check_fixed_dimensions(sizes, compiled.manifest.ranges)
-    free_dims = {dim for spec in (specs[ids], *constant_specs) for dim in spec.dims}
-    free_dims |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
-    for name in sizes:
-        if name not in free_dims:
-            raise InputError(
-                "verify.dim_not_free", f"the calls of a decoder do not choose dimension '{name}'. Leave it out."
-            )
-    batch, tokens = (_read_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT_TOKENS)))
+    manifest, specs = compiled.manifest, {spec.name: spec for spec in compiled.inputs}
+    decoder = manifest.decoder
+    assert decoder is not None  # every model with slots has one
+    _check_user_names(user_arrays, decoder, {*manifest.donated, *decoder.states, slots.length})
+    ids, mask = decoder.ids, decoder.mask
+    per_token = [specs[name] for name in (ids, *decoder.per_token)]
+    constant_specs = list_fixed_inputs(manifest, (ids, mask, decoder.positions, *decoder.per_token))
+    check_fixed_dimensions(sizes, manifest.ranges)
+    _check_free_sizes(sizes, (specs[ids], *constant_specs), manifest)
     user_tokens = select_tokens(per_token, user_arrays)
-    if user_tokens:
-        batch, total = read_token_shape(user_tokens)
-        first = max(1, total - _MAX_CALLS)
-        calls = (first,) + (1,) * (total - first)
-    elif isinstance(specs[ids].dims[1], int):
-        calls = (tokens,) * max(1, min(_MAX_CALLS, slots.capacity // max(1, tokens)))
-    else:
-        first = max(1, min(tokens, slots.capacity))
-        calls = (first,) + (1,) * min(_MAX_CALLS, slots.capacity - first)
+    batch, calls = _plan_calls(specs[ids], user_tokens, sizes, slots.capacity)
     sizes = {**sizes, **{name: batch for name in specs[ids].dims[:1] if isinstance(name, str)}}
     synthetic_tokens = generate_tokens(model.graph, per_token, (batch, sum(calls)), rng)
     fork_tokens = generate_tokens(model.graph, per_token, (batch, calls[-1]), rng)
@@ -197,16 +172,55 @@ def build_decoding_session(
     ):  # it does not support left padding
         padding = rng.integers(0, calls[0] // 2 + 1, batch)
         counts[:, : calls[0]] = np.arange(calls[0]) >= padding[:, None]
-    fixed = build_feeds(
-        model, constant_specs, compiled.manifest.ranges, user_arrays, sizes, rng, compiled.manifest.derived
-    )
-    state_outputs = {*compiled.manifest.donated.values(), *spec.states.values()}
+    fixed = build_feeds(model, constant_specs, manifest.ranges, user_arrays, sizes, rng, manifest.derived)
+    state_outputs = {*manifest.donated.values(), *decoder.states.values()}
     output = next(spec.name for spec in compiled.outputs if spec.name not in state_outputs)
     return DecodingSession(
-        model, compiled, output, mask, spec.positions, tokens={**synthetic_tokens, **user_tokens},
+        model, compiled, output, mask, decoder.positions, tokens={**synthetic_tokens, **user_tokens},
         token_mask=_check_mask(user_arrays.get(mask, counts), counts.shape),
         call_lengths=calls, fork_tokens=fork_tokens, fixed=fixed,
     )  # fmt: skip
+
+
+def _check_user_names(names: Iterable[str], decoder: DecoderSpec, caches: set[str]) -> None:
+    """Raise InputError for a decoder without tokens, and for arrays that it manages itself."""
+    if not decoder.ids:
+        raise InputError(
+            "verify.ids_missing",
+            "verify cannot find the tokens of this decoder: no input [batch, tokens] selects rows of a table, and "
+            "no input is a float array [batch, tokens, width].",
+        )
+    for name in names:
+        if name in caches or name == decoder.positions:
+            raise InputError(
+                "verify.state_given", f"'{name}' is managed by the decoder itself, and begins empty. Leave it out."
+            )
+
+
+def _check_free_sizes(sizes: Mapping[str, int], specs: Iterable[TensorSpec], manifest: Manifest) -> None:
+    """Raise InputError for a dimension that is not one of these inputs, and is not fixed by the model either."""
+    free_dims = {dim for spec in specs for dim in spec.dims}
+    free_dims |= {name for name, (low, high) in manifest.ranges.items() if low == high}
+    for name in sizes:
+        if name not in free_dims:
+            raise InputError(
+                "verify.dim_not_free", f"the calls of a decoder do not choose dimension '{name}'. Leave it out."
+            )
+
+
+def _plan_calls(
+    ids: TensorSpec, user_tokens: Tokens, sizes: Mapping[str, int], capacity: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the batch, and the number of tokens of each call."""
+    batch, tokens = (_read_size(ids, axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT_TOKENS)))
+    if user_tokens:
+        batch, total = read_token_shape(user_tokens)
+        first = max(1, total - _MAX_CALLS)
+        return batch, (first,) + (1,) * (total - first)
+    if isinstance(ids.dims[1], int):
+        return batch, (tokens,) * max(1, min(_MAX_CALLS, capacity // max(1, tokens)))
+    first = max(1, min(tokens, capacity))
+    return batch, (first,) + (1,) * min(_MAX_CALLS, capacity - first)
 
 
 def _read_states(compiled: Model) -> dict[str, str]:
