@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 def add_command(add_parser: Callable[..., Any]) -> None:
     """Add the commands and their options."""
+    _add_tune(add_parser)
+    _add_measure(add_parser)
+    _add_device(add_parser)
+    _add_db(add_parser)
+
+
+def _add_tune(add_parser: Callable[..., Any]) -> None:
     t = add_parser(
         "tune",
         help="search the tiles of a model's kernels on this machine",
@@ -68,6 +75,8 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     add_json(t)
     t.set_defaults(run=_tune)
 
+
+def _add_measure(add_parser: Callable[..., Any]) -> None:
     m = add_parser(
         "measure",
         help="measure the candidates of `tune --export-candidates`; needs no compiler",
@@ -79,6 +88,8 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     add_json(m)
     m.set_defaults(run=_measure)
 
+
+def _add_device(add_parser: Callable[..., Any]) -> None:
     e = add_parser(
         "device",
         help="measure candidates for `tune --runner rpc`; needs no compiler, and a trusted network",
@@ -90,6 +101,8 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     e.add_argument("--key", required=True, help="the name of machines like this one")
     e.set_defaults(run=_device)
 
+
+def _add_db(add_parser: Callable[..., Any]) -> None:
     x = add_parser(
         "db",
         help="look at databases of `tune`, join them, keep what matters",
