@@ -74,6 +74,23 @@ class Tuning:
         return 1 / (1 - sum(saved.values()))
 
 
+@dataclass(frozen=True)
+class _Search:
+    """The checked arguments of `tune`, without the model and its options."""
+
+    database: Path
+    target: str
+    threads: int
+    budget: float
+    max_trials: int | None
+    effort: Effort
+    seed: int
+    progress: Progress | None
+    tracker: tuple[str, int] | None
+    keys: Sequence[str]
+    export: str | Path | None
+
+
 def tune(
     model: ModelLike,
     database: str | Path,
@@ -122,15 +139,51 @@ def tune(
     Raises:
         InputError: A number is out of range, or an argument is invalid. `compile` and `bench` may raise further errors.
     """
-    if budget <= 0:
-        raise InputError("tune.budget_out_of_range", f"budget={budget}: a number of seconds above 0 is needed.")
-    if effort not in EFFORTS:
-        raise InputError("tune.effort_unknown", f"effort={effort!r} is neither 'quick' nor 'full'.")
+    _check_limits(budget, effort)
     threads = check_integer(threads, "threads", 1, MAX_THREADS)
     # Inputs for tuning are synthetic: checks would reject the tables of serving operators.
     options = CompileOptions(target=target, threads=threads, checks=False, **arguments)
     max_trials = None if trials is None else check_integer(trials, "trials", 0, 2**31)
+    search = _Search(Path(database), target, threads, budget, max_trials, effort, seed, progress, tracker, keys, export)
+    return _run_search(model, sizes, options, search)
+
+
+def _check_limits(budget: float, effort: str) -> None:
+    if budget <= 0:
+        raise InputError("tune.budget_out_of_range", f"budget={budget}: a number of seconds above 0 is needed.")
+    if effort not in EFFORTS:
+        raise InputError("tune.effort_unknown", f"effort={effort!r} is neither 'quick' nor 'full'.")
+
+
+def _run_search(
+    model: ModelLike, sizes: Sequence[Mapping[str, int]], options: CompileOptions, search: _Search
+) -> Tuning:
+    """Find the kernels to tune, and measure candidates or export them."""
     begin = time.monotonic()
+    target, database, export = _resolve_single(search.target), search.database, search.export
+    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as temporary, ExitStack() as stack:
+        folder = Path(temporary) if export is None else _create_empty_folder(Path(export))
+        sites = [] if export is not None else _create_sites(search, target, stack)
+        library_builder = LibraryBuilder(search.target, None, 0, search.threads)
+        stack.callback(library_builder.close)
+        subject = TunedModel(model, sizes, options)
+        session = TuningSession(folder, subject, sites, target, library_builder, search.effort, search.seed)
+        with stage("finding kernels to tune"):
+            session.extract(Path(temporary) / "model")
+        if export is not None:
+            records = TuningDatabase(database, target, find_last_machine(database, target))
+            with stage("building candidates"):
+                session.export(records, _DEFAULT_CANDIDATES if search.max_trials is None else search.max_trials)
+        else:
+            records = sites[0].database
+            with stage("searching"):
+                session.search(begin + search.budget, search.max_trials, search.progress or (lambda state: None))
+        seconds = time.monotonic() - begin
+        return Tuning(records.folder, session.outcomes(), seconds, search.budget, session.ended, session.whole_gain)
+
+
+def _resolve_single(target: str) -> Target:
+    """Return the target. Raises InputError if it has several architectures."""
     resolved, *other_targets = resolve(target)
     if other_targets:
         raise InputError(
@@ -138,25 +191,7 @@ def tune(
             f"target='{target}' has several architectures, each of which has records of its own. Tune for one after "
             "the other.",
         )
-    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as temporary, ExitStack() as stack:
-        folder = Path(temporary) if export is None else _create_empty_folder(Path(export))
-        sites = [] if export is not None else _create_sites(Path(database), resolved, threads, tracker, keys, stack)
-        library_builder = LibraryBuilder(target, None, 0, threads)
-        stack.callback(library_builder.close)
-        subject = TunedModel(model, sizes, options)
-        session = TuningSession(folder, subject, sites, resolved, library_builder, effort, seed)
-        with stage("finding kernels to tune"):
-            session.extract(Path(temporary) / "model")
-        if export is not None:
-            records = TuningDatabase(Path(database), resolved, find_last_machine(Path(database), resolved))
-            with stage("building candidates"):
-                session.export(records, _DEFAULT_CANDIDATES if max_trials is None else max_trials)
-        else:
-            records = sites[0].database
-            with stage("searching"):
-                session.search(begin + budget, max_trials, progress or (lambda state: None))
-        seconds = time.monotonic() - begin
-        return Tuning(records.folder, session.outcomes(), seconds, budget, session.ended, session.whole_gain)
+    return resolved
 
 
 def _create_empty_folder(folder: Path) -> Path:
@@ -186,29 +221,22 @@ def _create_local_bench(target: Target, threads: int) -> LocalBench:
     return bench
 
 
-def _create_sites(
-    database: Path,
-    target: Target,
-    threads: int,
-    tracker: tuple[str, int] | None,
-    keys: Sequence[str],
-    stack: ExitStack,
-) -> list[MeasurementSite]:
+def _create_sites(search: _Search, target: Target, stack: ExitStack) -> list[MeasurementSite]:
     """Return this machine, or the devices of each key. Raises InputError if they cannot run the code."""
-    gpu = target.architecture
-    if tracker is None:
+    gpu, database, threads = target.architecture, search.database, search.threads
+    if search.tracker is None:
         bench = _create_local_bench(target, threads)
         stack.callback(bench.close)
         return [
             MeasurementSite(bench, TuningDatabase(database, target, bench.machine), None if gpu else bench.whole_runs)
         ]
-    if not keys:
+    if not search.keys:
         raise InputError(
             "tune.key_missing", "A tracker identifies devices by keys, and no key is given. Name at least one."
         )
     sites = []
-    for key in keys:
-        fleet = Fleet(tracker, key, threads, bool(gpu))
+    for key in search.keys:
+        fleet = Fleet(search.tracker, key, threads, bool(gpu))
         stack.callback(fleet.close)
         if gpu and not runs_on(gpu, fleet.described["gpu_architecture"]):
             raise InputError(
