@@ -23,7 +23,6 @@ values in V, and their effect on the rows that see them is computed separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from tvm import tirx
@@ -40,13 +39,14 @@ from ..cache.row_copies import RowCopies
 from ..primitives import ptx
 from ..primitives.device import Device
 from ..primitives.host import bind_on_host, sm_count
-from ..primitives.ptx import WARP, alloc_registers, alloc_shared_memory, int32, let, store_element, unrolled
+from ..primitives.ptx import WARP, alloc_registers, int32, let, store_element, unrolled
 from ..primitives.shared_tile import CHUNK, SharedTile
-from .attention_tiles import MmaTiles, pad_head_dim
+from .attention_tiles import MmaTiles
 from .fragments import OnlineSoftmax
 from .kv_tiles import HalfPrecisionKvTiles, KvTileRange, KvTiles, QuantizedKvTiles
 from .mask_prepass import MaskPrepass
 from .partial_results import PartialResults
+from .query_fragments import QueryFragments
 
 MAX_BLOCKS_Z = 65535
 """Maximum number of blocks of a grid along z."""
@@ -120,10 +120,7 @@ def _launch(
             _QueryTile(bound, tiles, dequantizer, prepass, partial, position, split, thread).emit()
 
 
-Reader = Callable[[Expr | int, Expr | int], ptx.Element]
-
-
-class _QueryTile:
+class _QueryTile(QueryFragments):
     """The code of one block: rows [i0, i0 + B_r) of query head h in batch b. Each warp has M blocks of 16 rows."""
 
     def __init__(
@@ -137,24 +134,9 @@ class _QueryTile:
         split: Expr,
         thread: Expr,
     ) -> None:
-        self.bound, self.tiles, self.problem, self.partial, self.dequantizer = (
-            bound,
-            tiles,
-            bound.problem,
-            partial,
-            dequantizer,
-        )
+        super().__init__(bound, tiles, thread)
+        self.partial, self.dequantizer = partial, dequantizer
         (self.b, self.h, self.hk, self.i0), self.split = position, split
-        self.thread, self.lane = thread, let(thread % WARP)
-        p, self.M = self.problem, tiles.row_blocks
-        self.row0 = let(thread // WARP * (16 * self.M))  # the warp's first row in the tile
-        d, dv = pad_head_dim(p.head_dim) // CHUNK, p.v_head_dim // CHUNK
-        self.d_steps, self.s_columns, self.o_columns = d // 2, tiles.kv // 8, dv
-        self.memory = alloc_shared_memory(tiles.shared_memory(p) // 2, p.dtype, 128)
-        self.Q, self.Y = SharedTile(self.memory, 0, d), SharedTile(self.memory, 0, dv)
-        self.S, self.O = ([alloc_registers(n * 4, "float32") for _ in range(self.M)] for n in (self.s_columns, dv))
-        self.q = alloc_registers(self.M * 4 * (self.d_steps if tiles.q_in_registers else 1), "uint32")
-        self.P, self.operand = [alloc_registers(4, "uint32") for _ in range(self.M)], alloc_registers(4, "uint32")
         self.rows = tirx.Cast("int32", T.int64(1) * bound.rows(self.b))
         self.keys = prepass.key_tiles(self.b, self.h, self.i0)
         self.find_tiles()
@@ -221,15 +203,6 @@ class _QueryTile:
             with T.If(tirx.all(pass_register[0] != CLEAN, self.has_all_keys)), T.Then():
                 self.store_y(current)
                 ptx.synchronize()
-
-    def is_not_finite(self) -> Expr:
-        """Return whether this thread's share of O has a NaN or an infinity: perhaps a hidden one, times P = 0."""
-        largest = alloc_registers(1, "int32")
-        store_element(largest, 0, tirx.const(0, "int32"))
-        for O in self.O:
-            with unrolled(self.o_columns * 4) as n:
-                store_element(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", O[n]), 0x7FFFFFFF)))
-        return largest[0] >= 0x7F800000
 
     def attend(self, pass_index: Expr | None) -> None:
         """Compute O, m and l of the tile, in a pass of that kind."""
@@ -309,60 +282,6 @@ class _QueryTile:
                 k = tile.at(k_row, self.Q.chunks - 1)
                 at = tirx.Select(row < self.tiles.q, q.indices[0], k.indices[0])
                 T.buffer_store(self.memory, tirx.const(0, self.problem.dtype), [at + d])
-
-    def make_q_reader(self) -> Reader:
-        return self.Q.make_reader(self.row0 + self.lane % 16, self.lane // 16)
-
-    def load_q(self, read: Reader, step: Expr) -> None:
-        """Load the fragments of Q_i for one step of 16 along D."""
-        for m in range(self.M):
-            ptx.load_matrices(self.q_fragment(m, step), read(m * 16, step * 2))
-
-    def q_fragment(self, m: int, step: Expr) -> list[ptx.Element]:
-        first = (m * self.d_steps + step) * 4 if self.tiles.q_in_registers else m * 4
-        return [self.q[first + x] for x in range(4)]
-
-    def scores(self, keys: SharedTile) -> None:
-        """Emit S = Q_i K_j^T."""
-        read_k = keys.make_reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
-        read_q = None if self.tiles.q_in_registers else self.make_q_reader()
-        for S in self.S:
-            with unrolled(self.s_columns * 4) as n:
-                store_element(S, n, T.float32(0))
-        with unrolled(self.d_steps) as step:
-            if read_q is not None:
-                self.load_q(read_q, step)
-            with unrolled(self.s_columns // 2) as pair:
-                ptx.load_matrices([self.operand[x] for x in range(4)], read_k(pair * 16, step * 2))
-                for m, S in enumerate(self.S):
-                    for x in range(2):
-                        self.multiply_add(S, pair * 2 + x, self.q_fragment(m, step), x)
-
-    def accumulate(self, values: SharedTile) -> None:
-        """Emit O += P V_j."""
-        read = values.make_reader(self.lane % 16, self.lane // 16)
-        with unrolled(self.tiles.kv // 16) as step:
-            for P, S in zip(self.P, self.S):
-                with unrolled(4) as x:
-                    ptx.pack(self.problem.dtype, P[x], S[step * 8 + x * 2], S[step * 8 + x * 2 + 1])
-            with unrolled(self.o_columns // 2) as pair:
-                ptx.load_matrices([self.operand[x] for x in range(4)], read(step * 16, pair * 2), transposed=True)
-                self.add_matmuls(pair * 2, 2)
-            if self.o_columns % 2:
-                last = read(step * 16, self.o_columns - 1)
-                ptx.load_matrices([self.operand[x] for x in range(2)], last, transposed=True)
-                self.add_matmuls(self.o_columns - 1, 1)
-
-    def add_matmuls(self, column: Expr | int, count: int) -> None:
-        """Add the matmuls of the fragments of P with those of V to `count` groups of 8 columns of O."""
-        for P, O in zip(self.P, self.O):
-            for x in range(count):
-                self.multiply_add(O, column + x, [P[y] for y in range(4)], x)
-
-    def multiply_add(self, D: tirx.Buffer, column: Expr | int, a: list[ptx.Element], x: int) -> None:
-        """Emit eight columns of D += a B, where B is half x of the fragments of K or V."""
-        d, b = [D[column * 4 + y] for y in range(4)], [self.operand[2 * x], self.operand[2 * x + 1]]
-        ptx.multiply_add(self.problem.dtype, d, a, b)
 
     # The result.
 
