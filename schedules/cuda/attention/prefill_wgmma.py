@@ -26,22 +26,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.codegen.bound import BoundAttention
-from lowering.attention.codegen.key_tiles import KeyTiles
 
 from ..primitives import wgmma
 from ..primitives.device import Device
+from ..primitives.ping_pong import PingPong
 from ..primitives.pipeline import (
     WARPGROUP,
     MbarrierRing,
     initialize_rings,
-    named_arrive,
     named_sync,
     specialize_warpgroups,
 )
@@ -63,7 +61,7 @@ from .fragments import OnlineSoftmax
 from .mask_fragment import MaskFragment
 from .mask_prepass import MaskPrepass
 from .partial_results import PartialResults
-from .scheduler import Scheduler
+from .scheduler import KeyShare, Scheduler
 
 ROWS = 64  # of a consumer
 SWIZZLE_ALIGNMENT = 1024
@@ -88,21 +86,6 @@ def prefill_wgmma(bound: BoundAttention, tiles: WgmmaTiles, device: Device) -> N
         ):
             _Block(bound, tiles, maps, scheduler, prepass, partial, (block, thread)).emit()
         partial.merge(lambda b: int32(scheduler.splits))
-
-
-@dataclass(frozen=True)
-class _KeyShare:
-    """The `count` key tiles of a query tile up to number `last`, for one block. It uses as few registers as
-    possible.
-    """
-
-    tiles: KeyTiles
-    last: Expr
-    count: Expr
-
-    def back(self, j: Expr | int) -> Expr:
-        """Return the number of tile j from the last."""
-        return self.last - j
 
 
 class _Block:
@@ -143,7 +126,7 @@ class _Block:
         """
         return MbarrierRing(self.barriers, 2 * consumer, 1, 4)
 
-    def find_share(self, position: tuple[Expr, Expr, Expr], split: Expr) -> _KeyShare:
+    def find_share(self, position: tuple[Expr, Expr, Expr], split: Expr) -> KeyShare:
         """Return the key tiles of a split of the query tile at (batch, pack, packed row)."""
         b, pack, r0 = position
         group = self.partial.group
@@ -152,7 +135,7 @@ class _Block:
         split_size = let(tirx.truncdiv(tiles.count + splits - 1, splits))
         first = tirx.min(split * split_size, tiles.count)
         count = let(tirx.min(tiles.count - first, split_size))
-        return _KeyShare(tiles, let(first + count - 1), count)
+        return KeyShare(tiles, let(first + count - 1), count)
 
     def emit(self) -> None:
         initialize_rings(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
@@ -202,6 +185,8 @@ class _Consumer:
         self.S = alloc_registers(self.tiles.kv // 2, "float32")  # S, then P
         self.P = alloc_registers(self.tiles.kv // 4, "uint32")  # P in 16 bits
         self.O = alloc_registers(self.problem.v_head_dim // 2, "float32")
+        consumers = self.tiles.consumers
+        self.ping_pong = PingPong(self.tiles.ping_pong and consumers > 1, consumers, w)
 
     @property
     def has_all_keys(self) -> Expr:
@@ -214,74 +199,82 @@ class _Consumer:
         return self.block.y_at + self.w * self.block.y_size
 
     def emit(self) -> None:
-        tiles, S, P, O = self.tiles, self.S, self.P, self.O
         fills = alloc_registers(1, "int32")
         store_element(fills, 0, 0)
-        self.start_ping_pong()
+        self.ping_pong.start()
         with self.block.scheduler.work(self.block.block) as (iteration, b, pack, r0, split):
-            share, keys = self.block.find_share((b, pack, r0), split), self.tiles.kv
+            share = self.block.find_share((b, pack, r0), split)
             first = let(r0 + self.w * ROWS)  # of the consumer's packed rows
             row = let(first + self.warp * 16 + tirx.truncdiv(self.lane, 4))
-            positions = self.locate_rows(pack, row)
-            softmax = OnlineSoftmax(self.bound, b, positions, self.lane, keys, split=tirx.Not(self.has_all_keys))
+            positions, is_split = self.locate_rows(pack, row), tirx.Not(self.has_all_keys)
+            softmax = OnlineSoftmax(self.bound, b, positions, self.lane, self.tiles.kv, split=is_split)
             softmax.start()
             with T.unroll(self.problem.v_head_dim // 2) as n:
-                store_element(O, n, T.float32(0))
+                store_element(self.O, n, T.float32(0))
             self.Q.wait(iteration)
             with T.If(share.count > 0):
                 with T.Then():
-                    self.K.wait(fills[0])
-                    wgmma.begin_matmuls(S)
-                    self.scores(fills[0])
-                    mask = self.load_mask(softmax, share, T.int32(0))
-                    wgmma.wait_for_matmuls(0, S)
-                    self.release(self.K, fills[0])
-                    softmax.step(S, *self.tile(share, T.int32(0)), mask)
-                    softmax.pack(S, P)
-                    with T.serial(share.count - 1) as before:
-                        j, fill = before + 1, fills[0] + before
-                        self.clean(softmax, share.tiles.full(share.back(before)), fill)
-                        self.K.wait(fill + 1)
-                        self.V.wait(fill)
-                        self.wait_for_turn()
-                        wgmma.begin_matmuls(S, O, P)
-                        self.scores(fill + 1)
-                        self.accumulate(fill)
-                        self.signal_turn()
-                        mask = self.load_mask(softmax, share, j)
-                        wgmma.wait_for_matmuls(1, S)
-                        self.release(self.K, fill + 1)
-                        softmax.step(S, *self.tile(share, j), mask)
-                        # V arrived long ago. Without this barrier, which ptxas cannot move code across, it waits for O
-                        # first, and overlaps no exponential with the matmuls.
-                        self.V.wait(fill)
-                        wgmma.wait_for_matmuls(0, O, P)
-                        self.release(self.V, fill)
-                        softmax.rescale(O, softmax.alpha, self.problem.v_head_dim)
-                        softmax.pack(S, P)
-                    self.release_q(iteration)
-                    last = fills[0] + share.count - 1
-                    self.clean(softmax, share.tiles.full(share.back(share.count - 1)), last)
-                    self.V.wait(last)
-                    wgmma.begin_matmuls(O, P)
-                    self.accumulate(last)
-                    wgmma.wait_for_matmuls(0, O, P)
-                    self.release(self.V, last)
-                    store_element(fills, 0, fills[0] + share.count)
+                    self.attend(softmax, share, fills, iteration)
                 with T.Else():
                     self.release_q(iteration)
-            with T.If(self.has_all_keys):
-                with T.Then():
-                    self.store_y(softmax, (b, pack, first))
-                with T.Else():
-                    partial, lane = self.block.partial, launder(self.lane)
-                    row = let(first + self.warp * 16 + tirx.truncdiv(lane, 4))
-                    partial.store_fragment(softmax, O, b * partial.packs + pack, [row, row + 8], split, lane)
-            if not tiles.y_apart:
+            self.store_result(softmax, (b, pack, first), split)
+            if not self.tiles.y_apart:
                 self.release(self.Q, iteration)
-        self.end_ping_pong()
-        if tiles.y_apart:
+        self.ping_pong.end()
+        if self.tiles.y_apart:
             self.wait_for_y()
+
+    def attend(self, softmax: OnlineSoftmax, share: KeyShare, fills: tirx.Buffer, iteration: Expr) -> None:
+        """Compute m, l and O of a query tile from its share of the keys, the last tile first.
+
+        fills[0] is the number of fills of K and of V so far.
+        """
+        S, P, O = self.S, self.P, self.O
+        self.K.wait(fills[0])
+        wgmma.begin_matmuls(S)
+        self.scores(fills[0])
+        mask = self.load_mask(softmax, share, T.int32(0))
+        wgmma.wait_for_matmuls(0, S)
+        self.release(self.K, fills[0])
+        softmax.step(S, *self.tile(share, T.int32(0)), mask)
+        softmax.pack(S, P)
+        with T.serial(share.count - 1) as before:
+            self.attend_tile(softmax, share, before, fills[0] + before)
+        self.release_q(iteration)
+        last = fills[0] + share.count - 1
+        self.clean(softmax, share.tiles.full(share.back(share.count - 1)), last)
+        self.V.wait(last)
+        wgmma.begin_matmuls(O, P)
+        self.accumulate(last)
+        wgmma.wait_for_matmuls(0, O, P)
+        self.release(self.V, last)
+        store_element(fills, 0, fills[0] + share.count)
+
+    def attend_tile(self, softmax: OnlineSoftmax, share: KeyShare, before: Expr, fill: Expr) -> None:
+        """Issue S = Q K^T of a tile and O += P V of the one before it, at once.
+
+        `before` is the number of that one from the last, and `fill` that of its fill of V.
+        """
+        S, P, O, j = self.S, self.P, self.O, before + 1
+        self.clean(softmax, share.tiles.full(share.back(before)), fill)
+        self.K.wait(fill + 1)
+        self.V.wait(fill)
+        self.ping_pong.wait_for_turn()
+        wgmma.begin_matmuls(S, O, P)
+        self.scores(fill + 1)
+        self.accumulate(fill)
+        self.ping_pong.signal_turn()
+        mask = self.load_mask(softmax, share, j)
+        wgmma.wait_for_matmuls(1, S)
+        self.release(self.K, fill + 1)
+        softmax.step(S, *self.tile(share, j), mask)
+        # V arrived long ago. Without this barrier, which ptxas cannot move code across, it waits for O first, and
+        # overlaps no exponential with the matmuls.
+        self.V.wait(fill)
+        wgmma.wait_for_matmuls(0, O, P)
+        self.release(self.V, fill)
+        softmax.rescale(O, softmax.alpha, self.problem.v_head_dim)
+        softmax.pack(S, P)
 
     def locate_rows(self, pack: Expr, row: Expr) -> tuple[tuple[Expr, Expr], tuple[Expr, Expr]]:
         """Return query head and query row of a thread's packed rows, of which the first is one of the first eight of
@@ -296,12 +289,12 @@ class _Consumer:
         if self.tiles.y_apart:
             self.release(self.Q, iteration)
 
-    def tile(self, share: _KeyShare, j: Expr) -> tuple[Expr, Expr, Expr]:
+    def tile(self, share: KeyShare, j: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the first key of tile j from the last, whether it needs no mask code, and the index of its range."""
         u = share.back(j)
         return share.tiles.first(u), share.tiles.full(u), share.tiles.number(u)
 
-    def load_mask(self, softmax: OnlineSoftmax, share: _KeyShare, j: Expr) -> MaskFragment | None:
+    def load_mask(self, softmax: OnlineSoftmax, share: KeyShare, j: Expr) -> MaskFragment | None:
         """Load the elements of a mask tensor for tile j from the last, while the matmuls run."""
         if not self.bound.scores.has_tensor:
             return None
@@ -326,27 +319,6 @@ class _Consumer:
         """Release the slot, by every warp for itself: its share of the matmuls is done, another's may not be."""
         ring.release(fill, self.lane)
 
-    # Order at the tensor cores: consumer w waits at named barrier 1 + w for consumer w - 1.
-
-    def start_ping_pong(self) -> None:
-        if self.tiles.ping_pong and self.tiles.consumers > 1:
-            with T.If(tirx.EQ(self.w, self.tiles.consumers - 1)), T.Then():
-                named_arrive(1, 2 * WARPGROUP)
-
-    def wait_for_turn(self) -> None:
-        if self.tiles.ping_pong and self.tiles.consumers > 1:
-            named_sync(1 + self.w, 2 * WARPGROUP)
-
-    def signal_turn(self) -> None:
-        if self.tiles.ping_pong and self.tiles.consumers > 1:
-            named_arrive(1 + tirx.truncmod(self.w + 1, self.tiles.consumers), 2 * WARPGROUP)
-
-    def end_ping_pong(self) -> None:
-        """Drain the last barrier: no block may end with a barrier half full."""
-        if self.tiles.ping_pong and self.tiles.consumers > 1:
-            with T.If(tirx.EQ(self.w, 0)), T.Then():
-                named_sync(1, 2 * WARPGROUP)
-
     def clean(self, softmax: OnlineSoftmax, full: Expr, fill: Expr) -> None:
         """Mask non-finite values before V is used: no value of a key that some row does not see may be infinite or NaN.
 
@@ -365,6 +337,17 @@ class _Consumer:
                 softmax.invalidate(self.P, is_marked)
 
     # The result.
+
+    def store_result(self, softmax: OnlineSoftmax, position: tuple[Expr, Expr, Expr], split: Expr) -> None:
+        """Store Y_i at (batch, pack, packed row), or m, l and O with a split of the keys."""
+        b, pack, first = position
+        with T.If(self.has_all_keys):
+            with T.Then():
+                self.store_y(softmax, position)
+            with T.Else():
+                partial, lane = self.block.partial, launder(self.lane)
+                row = let(first + self.warp * 16 + tirx.truncdiv(lane, 4))
+                partial.store_fragment(softmax, self.O, b * partial.packs + pack, [row, row + 8], split, lane)
 
     def store_y(self, softmax: OnlineSoftmax, position: tuple[Expr, Expr, Expr]) -> None:
         """Store Y_i := diag(1 / l) O through shared memory."""

@@ -1,15 +1,17 @@
-"""The work list of each block of a persistent grid: which query tiles, or splits of their keys, and in which order."""
+"""The work list of each block of a persistent grid: which query tiles, or shares of their keys, and in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.codegen.bound import BoundAttention
+from lowering.attention.codegen.key_tiles import KeyTiles
 from lowering.attention.codegen.parameters import int64
 
 from ..primitives.device import Device
@@ -19,6 +21,21 @@ from .attention_tiles import WgmmaTiles
 
 _SHARE = 10  # pairs leave at most one block in so many without work
 _FAIR = 16  # iterations of a section after which blocks have about equal work
+
+
+@dataclass(frozen=True)
+class KeyShare:
+    """The `count` key tiles of a query tile up to number `last`, for one block. It uses as few registers as
+    possible.
+    """
+
+    tiles: KeyTiles
+    last: Expr
+    count: Expr
+
+    def back(self, j: Expr | int) -> Expr:
+        """Return the number of tile j from the last."""
+        return self.last - j
 
 
 class Scheduler:
