@@ -144,20 +144,7 @@ class SmallMBlock:
         depth = let(self.matmuls.depth.astype("int32"))
         c = chunks_per_load(self.bs[0].quantized)
         ahead = self.tiles.slices(c)
-
-        def make_slices(operand: Operand, outer: Expr, extent: Expr) -> KSlices:
-            position = (outer, outer < extent)
-            return KSlices(operand, self.type, self.epilogue.memory, self.batch_indices, position, self.slots, ahead, c)
-
-        end = let(self.m0 + rows)
-        b_slices = [
-            [make_slices(b, self.n0 + self.g + r * self.epilogue.apart, columns) for r in range(2)] for b in self.bs
-        ]
-        a_slices: Sequence[KSlices | PrologueSlices] = (
-            [make_slices(self.a, self.m0 + self.g + r * 8, end) for r in range(self.blocks)]
-            if self.prologue is None
-            else [PrologueSlices(self.prologue[0], self.slots, (self.g, self.g < rows), c)]
-        )
+        b_slices, a_slices = self.make_slices(rows, columns, c)
         all_slices = [*(slices for pair in b_slices for slices in pair), *a_slices]
         for accumulators in self.accumulators:
             with unrolled(self.blocks * 4) as n:
@@ -201,6 +188,27 @@ class SmallMBlock:
                 fetch(iteration + 1, index, all_slices)
                 ptx.commit_copies()
         self.finish(rows, columns)
+
+    def make_slices(
+        self, rows: Expr, columns: Expr, c: int
+    ) -> tuple[list[list[KSlices]], Sequence[KSlices | PrologueSlices]]:
+        """Return the k-slices of the thread's rows of each B, and those of A, c chunks each."""
+        ahead = self.tiles.slices(c)
+
+        def make_row(operand: Operand, outer: Expr, extent: Expr) -> KSlices:
+            position = (outer, outer < extent)
+            return KSlices(operand, self.type, self.epilogue.memory, self.batch_indices, position, self.slots, ahead, c)
+
+        end = let(self.m0 + rows)
+        b_slices = [
+            [make_row(b, self.n0 + self.g + r * self.epilogue.apart, columns) for r in range(2)] for b in self.bs
+        ]
+        a_slices: Sequence[KSlices | PrologueSlices] = (
+            [make_row(self.a, self.m0 + self.g + r * 8, end) for r in range(self.blocks)]
+            if self.prologue is None
+            else [PrologueSlices(self.prologue[0], self.slots, (self.g, self.g < rows), c)]
+        )
+        return b_slices, a_slices
 
     def emit_prologue(self, prologue: PrologueRows, stores_a: Expr | None, rows: Expr) -> None:
         """Compute A, in shared memory."""
