@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -32,8 +32,12 @@ from ..primitives.vector import (
     sum_vector_lanes,
 )
 from .operands import MatmulOperands
+from .results import Values
 
 _ZERO = tirx.const(0, "int64")
+
+_Side: TypeAlias = tuple[tirx.Buffer, Expr, tirx.Var]
+"""An operand in memory: its buffer, the offset of an element, and the variable of its row (A) or column (B)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,84 +109,133 @@ def is_gemv(o: MatmulOperands) -> bool:
 
 def emit_dots(o: MatmulOperands, tiles: GemvTiles, few_rows: bool) -> None:
     """Emit few rows of A, or few columns of B, times each column of B, or row of A, with k contiguous."""
-    lanes, few, many, acc = o.results.lanes, o.results.rows, o.results.columns, o.matmul.acc
-    sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
-    if not few_rows:
-        few, many, sides = many, few, sides[::-1]
-    (small, small_offset, small_var), (large, large_offset, large_var) = sides
-    in_place = is_int(o.stride(small_offset, o.k), 1)
-    max_few, chunk = min(tiles.few, lanes), tiles.chunk
-    chunks = let((many + (chunk - 1)) // chunk)
-    # Accumulators of a chunk [few, chunk] or [chunk, few]; duplicates are written after them.
-    row = chunk + lanes if few_rows else max_few
+    dots = _Dots(o, tiles, few_rows)
+    work = o.results.batch * dots.few * dots.many * o.depth
+    split_among_threads(o.results.batch * dots.chunks, work, tiles.parallel_work, dots.emit_task)
 
-    def task(index: Expr) -> None:
-        values = o.results.bind_batch(index // chunks)
-        first = let(index % chunks * chunk)
-        count = let(tirx.min(tirx.const(chunk, "int64"), many - first))
-        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (max_few * (chunk + lanes), acc)}
-        if not in_place:
-            sizes["copy"] = (few * o.depth, acc)
+
+class _Dots:
+    """The code of `emit_dots`: the few rows of the small side times each of the many rows of the large side."""
+
+    def __init__(self, o: MatmulOperands, tiles: GemvTiles, few_rows: bool) -> None:
+        self.o, self.few_rows, self.lanes, self.acc = o, few_rows, o.results.lanes, o.matmul.acc
+        few, many = o.results.rows, o.results.columns
+        sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
+        if not few_rows:
+            few, many, sides = many, few, sides[::-1]
+        self.few, self.many, (self.small, self.large) = few, many, sides
+        self.in_place = is_int(o.stride(self.small[1], o.k), 1)
+        self.max_few, self.chunk = min(tiles.few, self.lanes), tiles.chunk
+        self.chunks = let((many + (self.chunk - 1)) // self.chunk)
+        # Accumulators of a chunk [few, chunk] or [chunk, few]; duplicates are written after them.
+        self.row = self.chunk + self.lanes if few_rows else self.max_few
+
+    def emit_task(self, index: Expr) -> None:
+        """Emit one chunk of the large side."""
+        o, few, chunk = self.o, self.few, self.chunk
+        values = o.results.bind_batch(index // self.chunks)
+        first = let(index % self.chunks * chunk)
+        count = let(tirx.min(tirx.const(chunk, "int64"), self.many - first))
+        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (self.max_few * (chunk + self.lanes), self.acc)}
+        if not self.in_place:
+            sizes["copy"] = (few * o.depth, self.acc)
         scratch = allocate_workspace(**sizes)
         accumulators, copy = scratch["sums"], scratch.get("copy")
         if copy is not None:
-            with T.serial(few) as f, T.serial(o.depth) as k:
-                element = load_widened(small, substitute(small_offset, {**values, small_var: f, o.k: k}))
-                store(copy, element, f * o.depth + k)
-
-        def kernel(height: int) -> None:
-            """Emit `height` rows of the small side times the rows of the large side for whose results there are lanes.
-
-            If there are fewer rows, the last one is repeated.
-            """
-            width = lanes // height
-            with T.serial((count + (width - 1)) // width) as group:
-                n = let(group * width)
-                x_starts = [
-                    let(f * o.depth) if copy is not None else position(small_offset, small_var, f)
-                    for f in (tirx.min(few - 1, f) for f in range(height))
-                ]
-                last = let(first + count - 1)
-                y_starts = [position(large_offset, large_var, tirx.min(first + n + i, last)) for i in range(width)]
-                totals = [Register(splat(0.0, lanes, acc)) for _ in range(height * width)]
-
-                def step(k: Expr, is_new: Expr | None = None) -> None:
-                    def vector(memory: tirx.Buffer, start: Expr) -> Expr:
-                        x = convert(load(memory, lanes, start + k), acc, o.results.cpu)
-                        return T.bind(x if is_new is None else tirx.Select(is_new, x, splat(0.0, lanes, acc)))
-
-                    x = [vector(small if copy is None else copy, start) for start in x_starts]
-                    for i, start in enumerate(y_starts):
-                        y = vector(large, start)
-                        for f in range(height):
-                            totals[f * width + i].value += x[f] * y
-
-                with T.serial(o.depth // lanes) as k:
-                    step(k * lanes)
-                rest = let(o.depth % lanes)
-                with T.If(rest > 0), T.Then():  # the last vector, without the elements of the previous one
-                    step(o.depth - lanes, T.ramp(T.int64(0), 1, lanes) >= T.broadcast(lanes - rest, lanes))
-                unused = [splat(0.0, lanes, acc)] * (lanes - height * width)
-                reduced = Register(sum_vector_lanes([*(total.value for total in totals), *unused]))
-                for f in range(height):
-                    for i in range(width):
-                        offset = f * row + n + i if few_rows else (n + i) * row + f
-                        store(accumulators, reduced.buffer[f * width + i], offset)
-
-        def position(start: Expr, var: tirx.Var, at: Expr | int) -> Expr:
-            return let(substitute(start, {**values, var: at, o.k: _ZERO}))
-
+            self.copy_small(copy, values)
+        kernel = _DotChunk(self, values, first, count, accumulators, copy)
         if isinstance(few, tirx.IntImm):
-            kernel(few.value)
+            kernel.emit(few.value)
         else:
-            for height in (h for h in (1, 2, 4, 8) if h <= max_few):
+            for height in (h for h in (1, 2, 4, 8) if h <= self.max_few):
                 with T.If(tirx.all(few <= height, few > height // 2)), T.Then():
-                    kernel(height)
-        with T.serial(few if few_rows else count) as r:
-            m, column, columns = (r, first + o.results.c, count) if few_rows else (first + r, o.results.c, few)
-            o.results.store(o.memory, values, [(accumulators, let(r * row))], let(m), column, columns)
+                    kernel.emit(height)
+        with T.serial(few if self.few_rows else count) as r:
+            c = o.results.c
+            m, column, columns = (r, first + c, count) if self.few_rows else (first + r, c, few)
+            o.results.store(o.memory, values, [(accumulators, let(r * self.row))], let(m), column, columns)
 
-    split_among_threads(o.results.batch * chunks, o.results.batch * few * many * o.depth, tiles.parallel_work, task)
+    def copy_small(self, copy: tirx.Buffer, values: Values) -> None:
+        """Copy the small side, so that its k are contiguous."""
+        small, offset, var = self.small
+        with T.serial(self.few) as f, T.serial(self.o.depth) as k:
+            element = load_widened(small, substitute(offset, {**values, var: f, self.o.k: k}))
+            store(copy, element, f * self.o.depth + k)
+
+
+@dataclass(frozen=True)
+class _DotChunk:
+    """`count` rows of the large side from `first` on, which are multiplied by the small side or its copy."""
+
+    dots: _Dots
+    values: Values
+    first: Expr
+    count: Expr
+    accumulators: tirx.Buffer
+    copy: tirx.Buffer | None
+
+    def emit(self, height: int) -> None:
+        """Emit `height` rows of the small side times the rows of the large side for whose results there are lanes.
+
+        If there are fewer rows, the last one is repeated.
+        """
+        dots, o, lanes = self.dots, self.dots.o, self.dots.lanes
+        width = lanes // height
+        with T.serial((self.count + (width - 1)) // width) as group:
+            n = let(group * width)
+            x_starts, y_starts = self.find_starts(n, height)
+            totals = [Register(splat(0.0, lanes, dots.acc)) for _ in range(height * width)]
+            with T.serial(o.depth // lanes) as k:
+                self.add_step(totals, x_starts, y_starts, k * lanes)
+            rest = let(o.depth % lanes)
+            with T.If(rest > 0), T.Then():  # the last vector, without the elements of the previous one
+                is_new = T.ramp(T.int64(0), 1, lanes) >= T.broadcast(lanes - rest, lanes)
+                self.add_step(totals, x_starts, y_starts, o.depth - lanes, is_new)
+            unused = [splat(0.0, lanes, dots.acc)] * (lanes - height * width)
+            reduced = Register(sum_vector_lanes([*(total.value for total in totals), *unused]))
+            for f in range(height):
+                for i in range(width):
+                    offset = f * dots.row + n + i if dots.few_rows else (n + i) * dots.row + f
+                    store(self.accumulators, reduced.buffer[f * width + i], offset)
+
+    def find_starts(self, n: Expr, height: int) -> tuple[list[Expr], list[Expr]]:
+        """Return the offsets of the first k of `height` rows of the small side, and of rows n and up of the large."""
+        dots, o = self.dots, self.dots.o
+        x_starts = [
+            let(f * o.depth) if self.copy is not None else self.row_start(dots.small, f)
+            for f in (tirx.min(dots.few - 1, f) for f in range(height))
+        ]
+        last = let(self.first + self.count - 1)
+        width = dots.lanes // height
+        y_starts = [self.row_start(dots.large, tirx.min(self.first + n + i, last)) for i in range(width)]
+        return x_starts, y_starts
+
+    def row_start(self, side: _Side, at: Expr | int) -> Expr:
+        """Return the offset of the first k of a row of a side."""
+        _, offset, var = side
+        return let(substitute(offset, {**self.values, var: at, self.dots.o.k: _ZERO}))
+
+    def add_step(
+        self,
+        totals: list[Register],
+        x_starts: list[Expr],
+        y_starts: list[Expr],
+        k: Expr,
+        is_new: Expr | None = None,
+    ) -> None:
+        """Accumulate a vector of values of k; only its new values if `is_new` tells which."""
+        (small, *_), (large, *_), width = self.dots.small, self.dots.large, len(y_starts)
+        x = [self.load_vector(small if self.copy is None else self.copy, start + k, is_new) for start in x_starts]
+        for i, start in enumerate(y_starts):
+            y = self.load_vector(large, start + k, is_new)
+            for f, x_f in enumerate(x):
+                totals[f * width + i].value += x_f * y
+
+    def load_vector(self, memory: tirx.Buffer, start: Expr, is_new: Expr | None) -> Expr:
+        """Load a vector in the accumulator type, with zeros for values that are not new."""
+        lanes, acc = self.dots.lanes, self.dots.acc
+        x = convert(load(memory, lanes, start), acc, self.dots.o.results.cpu)
+        return T.bind(x if is_new is None else tirx.Select(is_new, x, splat(0.0, lanes, acc)))
 
 
 def emit_stream(o: MatmulOperands, tiles: GemvTiles) -> None:
