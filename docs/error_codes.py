@@ -8,9 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 
 PAGE = Path(__file__).parent / "reference" / "error_codes.md"
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # before this folder, whose file has the same name
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from error_codes import find_native_codes, find_raise_sites  # noqa: E402
+from tests.support.error_codes import find_native_codes, find_raise_sites  # noqa: E402
 
 HEADER = """# Error codes
 

@@ -1,5 +1,5 @@
 """Writes docs/operators.md from the registry, from what the importer says of the ONNX node cases, and from what
-tests/cuda/node_sweep.py found when it compiled them for CUDA (docs/cuda_cases.json).
+tests/cuda/elementwise/node_sweep.py found when it compiled them for CUDA (docs/cuda_cases.json).
 
 `python docs/operators.py` (needs the `test` extra).
 """
@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
-
-import node_cases  # noqa: E402
-import node_sweep  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from lowering import ops  # noqa: E402
 from lowering.graph.loading import legality  # noqa: E402
+from tests.cases import node_cases  # noqa: E402
+from tests.cuda.elementwise import node_sweep  # noqa: E402
 
 PAGE = ROOT / "docs" / "operators.md"
 

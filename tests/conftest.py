@@ -6,21 +6,15 @@
 
 import gc
 import os
-import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
-import records_of_runs
-import sampled
-import seeds
-from cuda_emulation import card
-
 from benchmarks.in_process import provide
 from lowering.compiling.cache import artifact_cache
+from tests.cuda_emulation import card
+from tests.support import records_of_runs, sampled, seeds
 
 provide()
 

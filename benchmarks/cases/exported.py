@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +20,8 @@ _STEP, _LARGEST = 1, 2
 
 
 def exports_module(name: str) -> Any:
-    """A module of tests/exports, which is a folder of scripts and no package."""
-    sys.path.append(str(Path(__file__).parents[2] / "tests" / "exports"))
-    try:
-        return import_module(name)
-    finally:
-        sys.path.pop()
+    """Return a module of tests/exports."""
+    return import_module(f"tests.exports.{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +56,7 @@ class ExportCase(Case):
         path = (self.folder or Path()) / self.export
         if not self.exists:
             raise FileNotFoundError(
-                f"'{path}' is missing: run `python tests/exports/export.py {self.export} --folder {self.folder}`"
+                f"'{path}' is missing: run `python -m tests.exports.export {self.export} --folder {self.folder}`"
                 f"{' with --published' if self.export.startswith('published') else ''}."
             )
         return path

@@ -1,6 +1,6 @@
 """Decoders as ONNX Runtime's exporter writes them, whose Attention nodes contain the caches: prefill, and a step.
 
-`python tests/exports/mobius_models.py llama@wide ... --folder F` writes them, and --exports is that folder.
+`python -m tests.exports.mobius_models llama@wide ... --folder F` writes them, and --exports is that folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DecoderCase(ExportCase):
         path = (self.folder or Path()) / f"{self.export}.onnx"
         if not self.exists:
             raise FileNotFoundError(
-                f"'{path}' is missing: run `python tests/exports/mobius_models.py {self.export} --folder F` for it."
+                f"'{path}' is missing: run `python -m tests.exports.mobius_models {self.export} --folder F` for it."
             )
         return path
 

@@ -20,7 +20,7 @@ import lowering
 from lowering.compiling import compiler
 from lowering.runtime import library
 from lowering.runtime.arrays import tensors
-from tests.pass_states import leave_out
+from tests.support.pass_states import leave_out
 
 from . import generators, plants
 from .attack import Case, declare_as, describe_array, make_case

@@ -43,7 +43,7 @@ FOUND = [
 ]
 
 
-# No model of one node has them: they take or give sequences or optional values (tests/ops/test_sequences.py).
+# No model of one node has them: they take or give sequences or optional values (tests/ops/control/test_sequences.py).
 OF_SEQUENCES = {
     ("", op)
     for op in (
@@ -52,7 +52,7 @@ OF_SEQUENCES = {
     )
 }  # fmt: skip
 
-# Operators of strings, which are not arrays of numbers (tests/ops/test_strings.py).
+# Operators of strings, which are not arrays of numbers (tests/ops/control/test_strings.py).
 OF_STRINGS = {("", op) for op in ("RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit")}
 
 

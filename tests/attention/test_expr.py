@@ -7,7 +7,6 @@ import json
 import random
 from typing import Any
 
-import formula_cases
 import numpy as np
 import pytest
 import tvm
@@ -20,6 +19,7 @@ from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.record.formula import Formula
 from lowering.attention.record.problem import AttentionProblem
 from schedules.cpu.primitives.vector import of_vectors
+from tests.cases import formula_cases
 
 SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
 KEYS = SIZES["j"]

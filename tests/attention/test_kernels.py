@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import tvm
-from attention_cases import TARGET, Case, arrays, check, draw_cases, run
-from record_cases import ON_CPU, PAGE, page
 
 import schedules
 from lowering.attention.codegen.plain import build_plain_attention
 from lowering.attention.record.problem import AttentionProblem
+from tests.cases.attention_cases import TARGET, Case, arrays, check, draw_cases, run
+from tests.cases.record_cases import ON_CPU, PAGE, page
 
 Make = Callable[[AttentionProblem], tvm.IRModule]
 CALLS = 5  # of every problem that is compiled
@@ -77,4 +77,4 @@ def test_equals_the_reference_at_length(make: Make, first: int) -> None:
 
 
 def test_the_page_of_records_is_generated_anew() -> None:
-    assert PAGE.read_text() == page(), "run `python tests/record_cases.py`"
+    assert PAGE.read_text() == page(), "run `python -m tests.cases.record_cases`"

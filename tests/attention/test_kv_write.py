@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from attention_cases import TARGET
-from kv_write_cases import Case, are_equal, arrays, draw_cases, expected
-from placed_arrays import borrow, guarded
 
 from lowering.attention.kv_write import copy_and_write, write_in_place
 from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
+from tests.cases.attention_cases import TARGET
+from tests.cases.kv_write_cases import Case, are_equal, arrays, draw_cases, expected
+from tests.support.placed_arrays import borrow, guarded
 
 CALLS = 6
 

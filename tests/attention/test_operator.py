@@ -9,16 +9,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from error_codes import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
-from onnx_oracle import attention
 
 import lowering
 from lowering.errors import NodeError
 from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
+from tests.attention.onnx_oracle import attention
+from tests.support.error_codes import raises
 
 INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "nonpad")
 TYPES = ("float32", "float16", "bfloat16", "float64")

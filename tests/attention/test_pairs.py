@@ -7,9 +7,7 @@ import math
 
 import numpy as np
 import tvm
-from attention_cases import TARGET, Case, arrays, cases, outputs
 from hypothesis import HealthCheck, given, settings
-from placed_arrays import borrow
 
 from lowering.attention.codegen.pairs import count_pairs
 from lowering.attention.codegen.scores import HIDDEN_BIAS
@@ -17,6 +15,8 @@ from lowering.attention.record.cache_layout import Pages
 from lowering.attention.record.problem import AttentionProblem
 from lowering.attention.reference import compute_scores, read_dense_inputs
 from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
+from tests.cases.attention_cases import TARGET, Case, arrays, cases, outputs
+from tests.support.placed_arrays import borrow
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

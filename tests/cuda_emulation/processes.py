@@ -14,7 +14,7 @@ _NVCC = """\
 #!{python}
 import sys
 sys.path[:0] = {path!r}
-from cuda_emulation.processes import nvcc
+from tests.cuda_emulation.processes import nvcc
 nvcc(sys.argv)
 """
 
@@ -24,7 +24,7 @@ def environment(arch: str) -> dict[str, str]:
     folder = cache_folder() / f"bin-{os.getpid()}"
     folder.mkdir(exist_ok=True)
     script = folder / "nvcc"
-    script.write_text(_NVCC.format(python=sys.executable, path=[str(Path(__file__).parents[1])]))
+    script.write_text(_NVCC.format(python=sys.executable, path=[str(Path(__file__).parents[2])]))
     script.chmod(0o755)
     return {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",

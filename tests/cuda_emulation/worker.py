@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import seeds
+
+from tests.support import seeds
 
 from . import accesses, card, device
 from .accesses import Access
@@ -30,7 +31,7 @@ class Worker:
     def __init__(self) -> None:
         own_end, worker_end = socket.socketpair()
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        code = f"from cuda_emulation.worker import serve; serve({worker_end.fileno()})"
+        code = f"from tests.cuda_emulation.worker import serve; serve({worker_end.fileno()})"
         environment = {**os.environ, "PYTHONPATH": path, "TVM_BACKTRACE": "0"}
         self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[worker_end.fileno()])
         worker_end.close()

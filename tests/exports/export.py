@@ -4,9 +4,9 @@ A folder of an export contains model.onnx (weights in model.onnx.data) and one n
 and outputs as `=name`. Narrow ones have half.json too: how far PyTorch itself is from that in half precision, by type,
 relative to the range of the output. Nothing is downloaded.
 
-`python tests/exports/export.py [names] --folder F` makes exports by name (all by default) where they are missing, with
+`python -m tests.exports.export [names] --folder F` makes exports by name (all by default) where they are missing, with
 `--published` those at the widths of published models (sizes.py), in every form (forms.py);
-`python tests/exports/export.py --samples` adds what tests/exports/samples lacks: tiny ones, tested without PyTorch.
+`python -m tests.exports.export --samples` adds what tests/exports/samples lacks: tiny ones, tested without PyTorch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import onnx
 import torch
-from forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published, published_half
-from models import BY_NAME, MODELS
-from sizes import PUBLISHED, Size, Width
-from wrappers import Wrapper, build
+
+from tests.exports.forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published, published_half
+from tests.exports.models import BY_NAME, MODELS
+from tests.exports.sizes import PUBLISHED, Size, Width
+from tests.exports.wrappers import Wrapper, build
 
 HALF = ("float16", "bfloat16")
 HALF_ERRORS = "half.json"

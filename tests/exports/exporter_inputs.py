@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from mobius_models import CAPACITY
+
+from tests.exports.mobius_models import CAPACITY
 
 # By the end of a symbol's name, its two sizes; the first that fits.
 SIZES = (

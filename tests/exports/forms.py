@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sizes import PUBLISHED, Kind, Width
+from tests.exports.sizes import PUBLISHED, Kind, Width
 
 Form = Literal["symbolic", "batch1", "fixed"]
 """Every size symbolic; the batch fixed at 1 and the others symbolic; every size fixed."""

@@ -1,6 +1,6 @@
 """Hash the TensorIR of every scheduled kernel of the sample exports, so that a refactoring can be shown to keep it.
 
-`python tests/exports/kernel_hashes.py FILE` writes the hashes; `--against OLD` lists the models whose kernels differ
+`python -m tests.exports.kernel_hashes FILE` writes the hashes; `--against OLD` lists the models whose kernels differ
 from those of another file. Names do not count: of variables, buffers, blocks, functions, and attributes.
 """
 

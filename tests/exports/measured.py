@@ -58,9 +58,8 @@ def measure_all(script: str, paths: Iterable[Path], records: Path, can_measure: 
 def _measured(script: str, path: Path, record: Path) -> dict[str, Any]:
     """Return the last line that `script --single path` prints, as JSON; "failed" if it fails."""
     try:
-        process = subprocess.run(
-            [sys.executable, script, "--single", path], capture_output=True, text=True, timeout=TIMEOUT
-        )
+        command = [sys.executable, "-m", f"tests.exports.{script}", "--single", path]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         lines = process.stdout.splitlines()
         result = (
             json.loads(lines[-1]) if process.returncode == 0 and lines else {"failed": one_line(process.stderr[-300:])}

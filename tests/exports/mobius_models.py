@@ -1,6 +1,6 @@
 """Tiny models of all types that ONNX Runtime's own exporter registers (package mobius-onnx), with random weights.
 
-`python tests/exports/mobius_models.py llama gemma3_text@cpu llama@static --folder F` writes F/llama.onnx and so on.
+`python -m tests.exports.mobius_models llama gemma3_text@cpu llama@static --folder F` writes F/llama.onnx and so on.
 A type of several graphs gives one file each: `whisper` is the decoder, `whisper@encoder` what it reads. After a last @
 stands the form: an execution provider of the exporter, "static" for caches of a static capacity, "int4" for weights in
 4 bits, or "wide" for four layers of width 768; forms are written of the decoder only. Without names it writes the files
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from architectures import architecture, registered, wide
 from onnx_ir.passes import common
+
+from tests.exports.architectures import architecture, registered, wide
 
 CAPACITY = 48  # of static caches
 PROVIDERS = ("cpu", "cuda", "dml", "mlx", "onnx-standard", "openvino", "qnn", "trt-rtx", "webgpu")

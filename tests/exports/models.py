@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from sizes import PUBLISHED, Kind, Size, has_past
 from transformers import PretrainedConfig
+
+from tests.exports.sizes import PUBLISHED, Kind, Size, has_past
 
 
 @dataclass(frozen=True)

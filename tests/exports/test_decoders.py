@@ -11,15 +11,15 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from error_codes import raises
-from mobius_models import CAPACITY, COMMITTED
-from sampled import sampled
 
 import lowering
 from lowering.compiling.options import CompileOptions
 from lowering.compiling.prepare import PreparedModel, prepare_model
 from lowering.runtime.decoding.decoder import Decoder
 from lowering.target import resolve
+from tests.exports.mobius_models import CAPACITY, COMMITTED
+from tests.support.error_codes import raises
+from tests.support.sampled import sampled
 
 Tokens: TypeAlias = dict[str, np.ndarray]  # by input: [S], [S, H], or the same of several sequences
 

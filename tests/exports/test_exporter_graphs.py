@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from exporter_table import measure, verdict
-from mobius_models import COMMITTED_GRAPHS
-from sampled import sampled
+
+from tests.exports.exporter_table import measure, verdict
+from tests.exports.mobius_models import COMMITTED_GRAPHS
+from tests.support.sampled import sampled
 
 FOLDER = Path(__file__).parent / "graphs"
 

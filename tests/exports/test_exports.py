@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import table
-from forms import PARTIAL, Export, Setting, find_exports, published
-from sampled import sampled
+
+from tests.exports import table
+from tests.exports.forms import PARTIAL, Export, Setting, find_exports, published
+from tests.support.sampled import sampled
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from forms import Setting
-from models import Model
-from sizes import Size
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
+
+from tests.exports.forms import Setting
+from tests.exports.models import Model
+from tests.exports.sizes import Size
 
 
 def build(model: Model, past: bool, size: Size, half: bool) -> nn.Module:

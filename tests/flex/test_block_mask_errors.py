@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from errors_said import assert_says
 
 from lowering import flex
 from lowering.errors import InputError
+from tests.flex.errors_said import assert_says
 
 Q = np.ones((1, 2, 5, 8), "f")
 BIAS = np.ones((2, 5), "f")

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_reference import assert_close, compute_naive, compute_reference
 
 from lowering import flex
+from tests.flex.flex_reference import assert_close, compute_naive, compute_reference
 
 RNG = np.random.default_rng(0)
 

@@ -10,13 +10,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from error_codes import raises
-from sampled import sampled
 
 import lowering
 import schedules
 from lowering import flex
 from lowering.flex.mod import ModSignature
+from tests.support.error_codes import raises
+from tests.support.sampled import sampled
 
 Arrays = dict[str, np.ndarray]
 

@@ -11,11 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_reference import Table, assert_close, compute_block_states, compute_naive, compute_reference, make_grid
-from placed_arrays import guarded, unaligned
-from sampled import sampled
 
 from lowering import flex
+from tests.flex.flex_reference import (
+    Table,
+    assert_close,
+    compute_block_states,
+    compute_naive,
+    compute_reference,
+    make_grid,
+)
+from tests.support.placed_arrays import guarded, unaligned
+from tests.support.sampled import sampled
 
 RNG = np.random.default_rng(0)
 EXTREMES = [0, 1, -1, 4, 5, -5, -6, 2**31 - 1, 2**31, -(2**31), 2**62, -(2**62), 2**63 - 1, -(2**63)]

@@ -13,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from sampled import sampled
 
 from lowering import flex
+from tests.support.sampled import sampled
 
 RNG = np.random.default_rng(0)
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from library_cases import (
+
+from lowering import InputError, flex
+from lowering.flex import masks, mods
+from lowering.flex.fingerprint import fingerprint
+from tests.flex.library_cases import (
     BATCHES,
     HEADS,
     KEYS,
@@ -23,11 +27,7 @@ from library_cases import (
     add_t5_bias,
     t5_bucket,
 )
-from sampled import sampled
-
-from lowering import InputError, flex
-from lowering.flex import masks, mods
-from lowering.flex.fingerprint import fingerprint
+from tests.support.sampled import sampled
 
 RNG = np.random.default_rng(0)
 BLOCK = (3, 5)

@@ -10,11 +10,17 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
 import numpy as np
 import pytest
-from flex_reference import assert_close, compute_block_states, compute_naive, compute_reference, compute_visible
-from mod_cases import COMBINATIONS, MASKS, SCORES, Case
-from sampled import sampled
 
 from lowering import flex
+from tests.flex.flex_reference import (
+    assert_close,
+    compute_block_states,
+    compute_naive,
+    compute_reference,
+    compute_visible,
+)
+from tests.flex.mod_cases import COMBINATIONS, MASKS, SCORES, Case
+from tests.support.sampled import sampled
 
 LENGTHS = [(1, 1), (1, 77), (7, 131), (64, 64), (130, 257), (257, 130)]
 HEADS = [(1, 1), (4, 1), (8, 2), (6, 2)]

@@ -7,11 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_reference import call_mod, compute_block_states, compute_naive, compute_reference, compute_visible, make_grid
-from random_mods import NEAR, RandomMods
-from sampled import sampled
 
 from lowering import flex
+from tests.flex.flex_reference import (
+    call_mod,
+    compute_block_states,
+    compute_naive,
+    compute_reference,
+    compute_visible,
+    make_grid,
+)
+from tests.flex.random_mods import NEAR, RandomMods
+from tests.support.sampled import sampled
 
 CALLS = [(2, 1, 1), (1, 1, 77), (2, 7, 60), (1, 64, 64), (3, 33, 20), (1, 130, 65), (2, 5, 0), (0, 3, 3), (1, 2, 40)]
 CALLS += [(4, 12, 12), (1, 16, 129), (2, 40, 1), (1, 0, 9), (3, 8, 24)]

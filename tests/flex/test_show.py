@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from error_codes import raises
 from rich.console import Console
 
 from lowering import InputError, flex
 from lowering.flex.show import MaskWork
+from tests.support.error_codes import raises
 
 RNG = np.random.default_rng(0)
 

@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from error_codes import raises
-from flex_reference import compute_reference
 
 from lowering import flex
+from tests.flex.flex_reference import compute_reference
+from tests.support.error_codes import raises
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((1, 2, 5, 8)).astype(np.float32) for _ in range(3))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from error_codes import raises
-from errors_said import assert_says
 
 from lowering import flex
 from lowering.errors import InputError
+from tests.flex.errors_said import assert_says
+from tests.support.error_codes import raises
 
 Q = np.ones((1, 2, 5, 8), "f")
 BIAS = np.ones((2, 5), "f")

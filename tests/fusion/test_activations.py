@@ -7,7 +7,8 @@ import math
 import numpy as np
 import onnx
 import pytest
-from graphs import check_fused, check_untouched, parse_graph
+
+from tests.fusion.graphs import check_fused, check_untouched, parse_graph
 
 WEIGHTS = {
     name: np.array(number, np.float32)

@@ -6,9 +6,17 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import check_fused, check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 import lowering
+from tests.fusion.graphs import (
+    check_fused,
+    check_untouched,
+    count_operators,
+    draw_feeds,
+    fuse_model,
+    parse_graph,
+    run_model,
+)
 
 INPUTS = "(float[B, 2, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 6] v"
 KT = "kt = Transpose <perm = [0, 1, 3, 2]> (k)"

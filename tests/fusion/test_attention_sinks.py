@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 import lowering
+from tests.fusion.graphs import check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 INPUTS = "float[B, 4, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 6] v"
 REPEATED = """

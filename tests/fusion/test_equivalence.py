@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from graphs import SIZES, count_operators, draw_feeds, fuse_model, run_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
+
+from tests.fusion.graphs import SIZES, count_operators, draw_feeds, fuse_model, run_model
 
 HEAD, V_HEAD = 8, 6
 

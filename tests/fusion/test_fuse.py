@@ -9,13 +9,21 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import check_fused, check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 import lowering
 from lowering.commands.cli import main
 from lowering.fusion import fuse
 from lowering.fusion.sizes import InferSizesPass
 from lowering.graph.loading.model import load_model
+from tests.fusion.graphs import (
+    check_fused,
+    check_untouched,
+    count_operators,
+    draw_feeds,
+    fuse_model,
+    parse_graph,
+    run_model,
+)
 
 ATTENTION = """
     (float[B, 2, S, 8] q, float[B, 2, T, 8] k, float[B, 2, T, 8] v) => (float[B, 2, S, 8] y) {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from graphs import check_fused, check_untouched, parse_graph
+
+from tests.fusion.graphs import check_fused, check_untouched, parse_graph
 
 SIZE = {"k": "8", "v": "6"}
 

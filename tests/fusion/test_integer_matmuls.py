@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from graphs import check_fused, check_untouched, count_operators, fuse_model, parse_graph
+
+from tests.fusion.graphs import check_fused, check_untouched, count_operators, fuse_model, parse_graph
 
 RNG = np.random.default_rng(0)
 SCALES = {"s": np.array(0.03, np.float32), "z": np.array(113, np.uint8), "t": np.array([0.02], np.float32)}

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import onnx
 import pytest
-from graphs import check_fused, check_untouched, count_operators, fuse_model, parse_graph
+
+from tests.fusion.graphs import check_fused, check_untouched, count_operators, fuse_model, parse_graph
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from graphs import parse_graph
 
 import lowering
 from lowering.fusion.opset import UpgradeOpsetPass, opset
 from lowering.graph.loading.model import load_model
+from tests.fusion.graphs import parse_graph
 
 RNG = np.random.default_rng(0)
 X, SQUARE = RNG.standard_normal((2, 3, 4, 4)).astype(np.float32), RNG.standard_normal((2, 3)).astype(np.float32)

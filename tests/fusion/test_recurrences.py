@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from graphs import check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 import lowering
+from tests.fusion.graphs import check_untouched, count_operators, draw_feeds, fuse_model, parse_graph, run_model
 
 WEIGHTS = {
     "w": np.random.default_rng(0).standard_normal((4, 1, 3)).astype(np.float32),

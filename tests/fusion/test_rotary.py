@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from graphs import check_fused, check_untouched, parse_graph
+
+from tests.fusion.graphs import check_fused, check_untouched, parse_graph
 
 HALVES = "x1 = Slice ({x}, i0, i{h}, last, i1) x2 = Slice ({x}, i{h}, i{r}, last, i1)"
 SPLIT = "x1, x2 = Split <axis = -1, num_outputs = 2> ({x})"

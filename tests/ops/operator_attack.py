@@ -15,7 +15,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
-from tests.placed_arrays import guarded
+from tests.support.placed_arrays import guarded
 
 
 @dataclass(frozen=True)

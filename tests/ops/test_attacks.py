@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from error_codes import raises
 
 import lowering
+from tests.support.error_codes import raises
 
 from .attacks import ATTACKS
 

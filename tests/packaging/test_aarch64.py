@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 import pytest
 from packaging.utils import parse_wheel_filename
-from test_package import check_host, clean, make_model
-from test_runtime_wheel import MODEL, check_record, commands
 
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
+from tests.packaging.test_package import check_host, clean, make_model
+from tests.packaging.test_runtime_wheel import MODEL, check_record, commands
 
 # Where .ci/run installs the wheels of TVM for AArch64.
 LIBRARIES = Path(sys.prefix) / "aarch64"

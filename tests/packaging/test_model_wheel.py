@@ -12,12 +12,12 @@ from pathlib import Path
 
 import onnx
 import pytest
-from test_runtime_wheel import check_record
 
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import Manifest, TensorSpec
 from lowering.packaging.module import generate_module, make_identifiers
+from tests.packaging.test_runtime_wheel import check_record
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import modules
 import pytest
 
 import lowering
+from tests.runtime import modules
 
 
 @pytest.fixture(scope="session")

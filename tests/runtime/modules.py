@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import tvm
-from pass_states import make_state
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
@@ -24,6 +23,7 @@ from lowering.passes.memory.release import add_release
 from lowering.passes.memory.size_classes import size_classes
 from lowering.passes.tvm_workarounds.alignment import assume_alignment
 from lowering.target import resolve
+from tests.support.pass_states import make_state
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import modules
 import numpy as np
 import pytest
 import tvm
-from pass_states import make_state
-from this_machine import LEVELS
 from tvm.script import tirx as T
 
 import lowering
 from lowering.passes.tvm_workarounds.alignment import assume_alignment
+from tests.runtime import modules
+from tests.support.pass_states import make_state
+from tests.support.this_machine import LEVELS
 
 TARGETS = [f"cpu:{level}" for level in LEVELS[1:]]
 

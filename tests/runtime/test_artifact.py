@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import modules
 import numpy as np
 import pytest
-from error_codes import raises
 
 import lowering
 import lowering.runtime
@@ -25,6 +23,8 @@ from lowering.errors import ArtifactError
 from lowering.manifest import BLOCK, Manifest, compute_block_digests, digest
 from lowering.runtime import library
 from lowering.runtime.artifact import checks
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 
 @pytest.fixture

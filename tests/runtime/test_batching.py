@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import onnx
 import pytest
-from error_codes import raises
 
 import lowering
 from lowering.errors import InputError
+from tests.support.error_codes import raises
 
 
 def model(text: str = "(float[n, 4] x, float[n, k] z) => (float[n, 4] y, float[n, k] w) { y = Exp (x) w = Neg (z) }"):

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import modules
 import numpy as np
 import onnx
 from tvm_ffi import libinfo
@@ -15,6 +14,7 @@ from tvm_ffi import libinfo
 import lowering
 from lowering.compiling.cpp_header import model_header
 from lowering.manifest import Manifest
+from tests.runtime import modules
 
 NAMES = [
     "a\nb", "\n#error from a name", "x\r\n#include </etc/passwd>", 'quo"te', '");}; int evil; ({("', "back\\slash",

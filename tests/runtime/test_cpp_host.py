@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import modules
 import numpy as np
 import tvm
 from tvm_ffi import libinfo
 
 import lowering
+from tests.runtime import modules
 
 
 def test_host_header(artifact: Callable[..., Path], tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import array_api_strict as xp
-import modules
 import numpy as np
 import pytest
-from error_codes import raises
 from tvm import relax
 
 import lowering
 from lowering.errors import InputError
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 Load = Callable[..., lowering.Model]
 

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import modules
 import numpy as np
 import pytest
-from error_codes import raises
 
 import lowering
 from lowering.runtime.artifact import folders
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 
 @pytest.fixture

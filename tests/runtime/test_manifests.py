@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
-from error_codes import raises
 
 import lowering
 from lowering.errors import ArtifactError, LoweringError
@@ -23,6 +22,7 @@ from lowering.manifest import Manifest, ServedCache, StatePool, TensorSpec
 from lowering.records import decode
 from lowering.runtime.arrays.elements import STORAGE_TYPES
 from lowering.runtime.artifact.manifest_rules import find_contradictions
+from tests.support.error_codes import raises
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import modules
 import numpy as np
 import pytest
-from error_codes import raises
 
 import lowering
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 TEXT = "(float[n, 4] x) => (float[n, 4] y) { y = Exp (x) }"
 X = np.ones((2, 4), np.float32)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import modules
 import numpy as np
 import pytest
-from error_codes import raises
 from tvm import relax
 
 import lowering
 from lowering.errors import InputError
 from lowering.manifest import SlotCaches
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 Load = Callable[..., lowering.Model]
 ONES = np.ones((2, 3), "f")

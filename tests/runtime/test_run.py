@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import array_api_strict as xp
 import ml_dtypes
-import modules
 import numpy as np
 import pytest
-from error_codes import raises
 from tvm import relax
 
 import lowering
 from lowering.errors import InputError
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 # Two libraries' dtypes with one hash meet in a dictionary.
 pytestmark = pytest.mark.filterwarnings("ignore:You are comparing a array_api_strict dtype")

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from error_codes import raises
 
 import lowering
 from lowering.manifest import Manifest
 from lowering.runtime.artifact import checks
+from tests.support.error_codes import raises
 
 PRIVATE = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = PRIVATE.public_key()
@@ -101,7 +101,7 @@ def test_every_file_is_covered(name: str, folder: Path) -> None:
 
 def test_a_signed_load_reads_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples, of what is large, would miss a change between them."""
-    import modules
+    from tests.runtime import modules
 
     shape = (5, 2**20)
     outputs = [modules.spec("w", "float32", *shape)]

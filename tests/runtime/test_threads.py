@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import modules
 import numpy as np
 import onnx.parser
 import pytest
-from error_codes import raises
 from tvm import relax
 from tvm.script import tirx as T
 
 import lowering
 from lowering.errors import InputError
+from tests.runtime import modules
+from tests.support.error_codes import raises
 
 Load = Callable[..., lowering.Model]
 

@@ -12,9 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from placed_arrays import borrow, guarded, unaligned
-from sampled import sampled
-from this_machine import LEVELS, WIDEST
 
 import schedules
 from lowering.attention.codegen.plain import build_plain_attention
@@ -23,6 +20,9 @@ from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
 from schedules.cpu.attention.attention_tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.primitives.vector import read_cpu_features
+from tests.support.placed_arrays import borrow, guarded, unaligned
+from tests.support.sampled import sampled
+from tests.support.this_machine import LEVELS, WIDEST
 
 Arrays = dict[str, Any]
 Allocator = Callable[[np.ndarray], tvm.runtime.Tensor]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from test_matmul import RUNS, check, compile_main, draw
 from tvm import relax, tirx
 
 from lowering.importing.quantized_matrix import QuantizedMatrix
+from tests.schedules.test_matmul import RUNS, check, compile_main, draw
 
 
 def draw_quantized_matrix(

@@ -8,15 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from sampled import sampled
-from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, call, draw, problem, tensor_at_end, unaligned_tensor
-from this_machine import WIDEST
 
 import schedules
 from lowering.attention.codegen.plain import build_plain_attention
 from lowering.attention.record.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import compute_reference
 from lowering.target import host_features
+from tests.schedules.test_attention_cpu import (
+    BF16,
+    CAUSAL,
+    SIZES,
+    THREE_D,
+    call,
+    draw,
+    problem,
+    tensor_at_end,
+    unaligned_tensor,
+)
+from tests.support.sampled import sampled
+from tests.support.this_machine import WIDEST
 
 PROBLEMS = {
     "full": problem(**BF16),

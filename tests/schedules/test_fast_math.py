@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import tvm
-from this_machine import LEVELS
 from tvm import te, tirx
 
 from schedules.cpu.elementwise.elementwise import elementwise
+from tests.support.this_machine import LEVELS
 
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import tvm
 from onnx import parser
-from pass_states import make_state
-from placed_arrays import unaligned
-from this_machine import LEVELS, WIDEST
 from tvm import relax, tirx
 
 import lowering
@@ -20,6 +17,9 @@ from lowering.importing.quantized_matrix import QuantizedMatrix
 from lowering.passes.graph.fold_transposes import fold_transposes
 from lowering.passes.graph.pack_weights import pack_weights
 from schedules.cpu.matmul.matmul import matmul
+from tests.support.pass_states import make_state
+from tests.support.placed_arrays import unaligned
+from tests.support.this_machine import LEVELS, WIDEST
 
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 V3, WIDE = RUNS["x86-64-v3"], RUNS[WIDEST]

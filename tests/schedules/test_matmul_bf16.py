@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 import tvm
-from pass_states import make_state
-from test_matmul import check, compile_main, draw
-from this_machine import WIDEST
 from tvm import relax, te, tirx
 
 from lowering.passes.graph.pack_weights import pack_weights
 from lowering.target import host_features
 from schedules.cpu.matmul.matmul import matmul
+from tests.schedules.test_matmul import check, compile_main, draw
+from tests.support.pass_states import make_state
+from tests.support.this_machine import WIDEST
 
 TARGETS = {
     name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": features})

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
-from random_graphs import BINARY, UNARY
 
 import lowering
+from tests.schedules.random_graphs import BINARY, UNARY
 
 FORMS = {"fixed": (1, 7), "batch fixed": (1, "n"), "one row": ("b", 1), "symbolic": ("b", "n")}
 SIZES = {"b": (3, 1), "n": (5, 130)}

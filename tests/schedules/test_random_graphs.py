@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from random_graphs import Graph
 
 import lowering
+from tests.schedules.random_graphs import Graph
 
 # Rounding of one step relative to the largest value, with room for steps that enlarge an error: norms of nearly equal
 # channels do so tenfold.

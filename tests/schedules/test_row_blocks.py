@@ -9,11 +9,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from pass_states import leave_out
-from placed_arrays import guarded, unaligned
-from this_machine import TARGETS
 
 import lowering
+from tests.support.pass_states import leave_out
+from tests.support.placed_arrays import guarded, unaligned
+from tests.support.this_machine import TARGETS
 
 RNG = np.random.default_rng(0)
 

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from this_machine import LEVELS, WIDEST
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules.cpu.primitives import vector
+from tests.support.this_machine import LEVELS, WIDEST
 
 TARGETS = {name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": name}) for name in LEVELS}
 

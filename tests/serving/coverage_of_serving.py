@@ -1,6 +1,6 @@
 """The random cases that cover each feature of the serving operators on each target.
 
-`python tests/serving/coverage_of_serving.py` writes docs/serving_coverage.md: the cases of the tests, which follow from
+`python -m tests.serving.coverage_of_serving` writes docs/serving_coverage.md: the cases of the tests, which follow from
 seeds.
 """
 
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import importlib
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
-import cache_attention_cases
-import gpt_attention_cases
-from gpt_case_features import DOMAINS, NA, TRAPS
-
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]  # for the modules of tests.ops
+from tests.serving.cache_attention import cache_attention_cases
+from tests.serving.gpt_attention import gpt_attention_cases
+from tests.serving.gpt_attention.gpt_case_features import DOMAINS, NA, TRAPS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving_coverage.md"
 
@@ -167,7 +164,7 @@ HEADER = (
     "(`-m slow`). Attention is compared with float64, codes and scales bit for bit. `CUDA` is the emulator of",
     "`tests/cuda_emulation`, which runs whole artifacts on the CPU; what its few cases leave out shares the record and",
     "the kernels with what they have ([The record, field by field](records.md)). This page is written by",
-    "`python tests/serving/coverage_of_serving.py` from the seeds of the tests; [serving.md](serving.md) says what",
+    "`python -m tests.serving.coverage_of_serving` from the seeds of the tests; [serving.md](serving.md) says what",
     "each feature is.",
 )
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from digest_models import VOCABULARY, Carrier, Picky, Recorder, compute_digest, generate_alone
-from error_codes import raises
 
 from lowering import Batcher, InputError, PoolFullError, RequestError
+from tests.serving.digest_models import VOCABULARY, Carrier, Picky, Recorder, compute_digest, generate_alone
+from tests.support.error_codes import raises
 
 
 def generate_together(

@@ -8,17 +8,17 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import cache_attention_cases as cases
 import numpy as np
 import onnx
 import pytest
-from error_codes import raises
 from onnx import TensorProto, helper
-from test_cache_attention import is_equal_bitwise, make_model
 
 import lowering
 from lowering.errors import InputError
 from lowering.importing.checks import OPENPPL
+from tests.serving.cache_attention import cache_attention_cases as cases
+from tests.serving.cache_attention.test_cache_attention import is_equal_bitwise, make_model
+from tests.support.error_codes import raises
 
 Inputs: TypeAlias = "dict[str, np.ndarray]"
 # The argument that the error must name, and the requests, one of which it must name; None: no room for the defect.

@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from error_codes import raises
-from paged_caches import DIM, HEADS, list_blocks, snapshot_state
 
 from lowering.errors import InputError
 from lowering.serving import PagedKVCache
+from tests.serving.paged_caches import DIM, HEADS, list_blocks, snapshot_state
+from tests.support.error_codes import raises
 
 
 def make_cache(blocks: int = 8, size: int = 4, dtype: Any = "float32") -> PagedKVCache:

@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
-from paged_caches import (
+
+from lowering.errors import InputError
+from lowering.serving import PagedKVCache, PoolFullError
+from tests.serving.paged_caches import (
     ANY,
     DIM,
     HEADS,
@@ -25,9 +28,6 @@ from paged_caches import (
     snapshot_state,
     write_values,
 )
-
-from lowering.errors import InputError
-from lowering.serving import PagedKVCache, PoolFullError
 
 
 @dataclass

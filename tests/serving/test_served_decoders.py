@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from error_codes import raises
 from onnx import helper, numpy_helper
 
 import lowering
+from tests.support.error_codes import raises
 
 EXPORTS = Path(__file__).parents[1] / "exports"
 SAMPLES = EXPORTS / "samples"
@@ -121,7 +121,7 @@ def test_packed_requests_equal_each_alone(decoder: Decoder) -> None:
 def test_exports_of_every_architecture(name: str, opset: int, tmp_path: Path) -> None:
     """Needs torch and transformers, which make the exports. Those with learned positions have 40 of them."""
     export = f"{name}-past-dynamo{opset}"
-    subprocess.run([sys.executable, EXPORTS / "export.py", export, "--folder", tmp_path], check=True)
+    subprocess.run([sys.executable, "-m", "tests.exports.export", export, "--folder", tmp_path], check=True)
     path = tmp_path / export / "model.onnx"
     model = lowering.compile(path, serve=lowering.Serve(40, BLOCK), threads=2)
     assert measure_error(path, model, (37, 3, 17, 40)) < 1e-5

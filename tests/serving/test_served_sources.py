@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from error_codes import raises
 
 import lowering
 from lowering import Batcher, InputError
 from lowering.manifest import CachePool, SourceCache
 from lowering.runtime.artifact.manifest_rules import find_contradictions
+from tests.support.error_codes import raises
 
 EXPORTS = Path(__file__).parents[1] / "exports"
 BART = EXPORTS / "decoders" / "bart.onnx"

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from error_codes import raises
-from linear_cases import RULES, TOLERANCE, LinearCase
 from onnx import helper, numpy_helper
 
 import lowering
+from tests.cases.linear_cases import RULES, TOLERANCE, LinearCase
+from tests.support.error_codes import raises
 
 VOCABULARY, CONTEXT, SLOTS = 20, 60, 5
 LENGTHS = (41, 1, 23, 9)

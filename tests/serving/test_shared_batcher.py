@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from digest_models import Carrier, Picky, Recorder, generate_alone
 
 from lowering import Batcher, InputError, PoolFullError, RequestError
+from tests.serving.digest_models import Carrier, Picky, Recorder, generate_alone
 
 THREADS, REQUESTS = 8, 200
 # A token that the model cannot read, and one outside the vocabulary.

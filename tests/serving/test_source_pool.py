@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm_ffi
-from error_codes import raises
 
 from lowering import Batcher, InputError
 from lowering.manifest import CachePool, ServedCache, SourceCache, TensorSpec
 from lowering.runtime.arrays.inputs import InputPort
 from lowering.runtime.arrays.strings import StringTable
+from tests.support.error_codes import raises
 
 
 class Translator:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import cache_attention_reference as reference
 import numpy as np
 import onnx
 import pytest
-from error_codes import raises
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
+from tests.serving.cache_attention import cache_attention_reference as reference
+from tests.support.error_codes import raises
 
 DOMAIN = "opmx.dynamic_batching"
 HEADS, SIZE, LAYERS = 2, 8, 2

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import pytest
 import tvm_ffi
-from error_codes import raises
 from tvm import ir, tirx
 
 import lowering
@@ -20,6 +19,7 @@ from lowering.compiling import own_device
 from lowering.compiling.compiler import compile_to
 from lowering.runtime.gpu import choose_architecture, runs_on
 from lowering.target import resolve
+from tests.support.error_codes import raises
 
 MODEL = onnx.parser.parse_model("""
 <ir_version: 10, opset_import: ["" : 21]>
@@ -66,7 +66,6 @@ def test_without_a_gpu_a_model_can_be_saved_and_says_why_it_cannot_run(tmp_path:
     """One sentence says so, also in the process that built it, where stub libraries refuse everything."""
     code = f"""
 import sys, onnx, lowering
-sys.path.append("tests")
 from tests.targets.test_cuda_targets import MODEL
 module = lowering.compile(MODEL, "cuda:sm_90a")
 module.save({str(tmp_path / "out")!r})

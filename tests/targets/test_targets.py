@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 import pytest
 import tvm_ffi.libinfo
-from error_codes import raises
 from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.compiling.compiler import compile_to
 from lowering.runtime.artifact import checks
 from lowering.target import host_features, resolve
+from tests.support.error_codes import raises
 
 HERE = Path(__file__).parent
 MODEL = onnx.parser.parse_model("""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from error_codes import raises
 
 from lowering.tuning.records import database, lookup
+from tests.support.error_codes import raises
 
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"
 PRESETS = sorted(lookup.PRESETS.glob("*/best"))

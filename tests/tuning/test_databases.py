@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
@@ -18,6 +17,7 @@ from lowering.tuning.records import database, upkeep
 from lowering.tuning.records.database import list_records, open_database, open_writable, read_best_records, read_journal
 from lowering.tuning.search.choices import read_trace_choice
 from lowering.tuning.search.ranks import compute_rank_correlation
+from tests.tuning.models import matmul
 
 
 @pytest.fixture(scope="module")

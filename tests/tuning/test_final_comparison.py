@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import matmul
 
 import lowering
 from lowering.measuring.isolated import CandidateFailure
@@ -17,6 +16,7 @@ from lowering.tuning.records.database import read_best_records, read_journal
 from lowering.tuning.search.final_comparison import FinalComparison
 from lowering.tuning.search.scheduler import TaskSearch
 from lowering.tuning.search.whole_runs import WholeRunTimes, compare_whole_runs
+from tests.tuning.models import matmul
 
 SIZES = {"n": 64}
 

@@ -13,9 +13,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cuda_emulation.processes import environment
-from error_codes import raises
-from models import matmul
 from tvm.rpc import connect_tracker
 from tvm.rpc.tracker import Tracker
 
@@ -24,6 +21,9 @@ from lowering.errors import InputError
 from lowering.fleet import devices as fleet
 from lowering.tuning.records.database import read_journal
 from lowering.tuning.search.session import TuningState
+from tests.cuda_emulation.processes import environment
+from tests.support.error_codes import raises
+from tests.tuning.models import matmul
 
 ROOT = Path(__file__).parents[2]
 

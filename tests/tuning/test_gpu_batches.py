@@ -13,15 +13,15 @@ from pathlib import Path
 
 import onnx
 import pytest
-from cuda_emulation.processes import environment
-from error_codes import raises
-from models import matmul
 from onnx import TensorProto, helper
 
 import lowering
 from lowering.measuring.batch import read_batch, read_results
 from lowering.tuning.records.database import read_journal
 from lowering.tuning.search.choices import DEFAULT
+from tests.cuda_emulation.processes import environment
+from tests.support.error_codes import raises
+from tests.tuning.models import matmul
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from models import matmul
 
 import lowering
 from lowering.tuning.records import upkeep
 from lowering.tuning.records.database import BEST, TRIALS, open_database, read_journal
 from lowering.tuning.records.shared_records import RECORDS, WORKLOADS
+from tests.tuning.models import matmul
 
 ROOT = Path(__file__).parents[2]
 KILLS = 20

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from error_codes import raises
 
 from lowering.errors import InputError
 from lowering.fleet import devices
 from lowering.measuring.measure import Measurement
 from lowering.tuning import local
 from lowering.tuning.search import scheduler
+from tests.support.error_codes import raises
 
 
 class LateQueue(queue.SimpleQueue[Any]):

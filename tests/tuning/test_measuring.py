@@ -11,11 +11,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from models import SIZE, crashes, hangs, library, right, slow, spoils_what_it_reads, wants_memory, wrong
 
 from lowering.measuring import answers, arguments
 from lowering.measuring.isolated import CandidateFailure, Helper
 from lowering.measuring.measure import Job, expect, measure_job
+from tests.tuning.models import SIZE, crashes, hangs, library, right, slow, spoils_what_it_reads, wants_memory, wrong
 
 
 @pytest.fixture(scope="module")

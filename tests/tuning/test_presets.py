@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import K, expected, matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
@@ -19,6 +18,7 @@ from lowering.tuning.records.database import ARCHITECTURE, BEST, TRIALS, open_wr
 from lowering.tuning.search.choices import read_trace_choice
 from lowering.tuning.search.task import has_kernel, is_current
 from lowering.tuning.search.tile_space import TileSpace
+from tests.tuning.models import K, expected, matmul
 
 
 @pytest.fixture(scope="module")

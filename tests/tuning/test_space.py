@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import tvm
-from models import K, N, matmul
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
@@ -30,6 +29,7 @@ from lowering.tuning.search.task import (
     specialize_sizes,
 )
 from lowering.tuning.search.tile_space import TileSpace
+from tests.tuning.models import K, N, matmul
 
 TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}
 V4 = TARGETS["cpu:x86-64-v4"]

@@ -15,9 +15,6 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from error_codes import raises
-from models import expected, matmul
-from this_machine import WIDEST
 from tvm import tirx
 
 import lowering
@@ -32,6 +29,9 @@ from lowering.tuning.records.lookup import choose_by_size
 from lowering.tuning.search.choices import read_trace_choice
 from lowering.tuning.search.session import TuningState
 from schedules.variant import BySize, Choice, RuntimeSize
+from tests.support.error_codes import raises
+from tests.support.this_machine import WIDEST
+from tests.tuning.models import expected, matmul
 
 ROOT = Path(__file__).parents[2]
 

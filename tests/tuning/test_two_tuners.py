@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.target import resolve
 from lowering.tuning.records import database, lookup, upkeep
 from lowering.tuning.records.database import TuningDatabase, hash_task, open_database, read_journal
+from tests.tuning.models import matmul
 
 TARGET = resolve("cpu")[0]
 PRESETS = sorted(lookup.PRESETS.glob("*/best"))

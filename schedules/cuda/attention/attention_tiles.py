@@ -277,7 +277,7 @@ class WgmmaTiles(Tiles):
         """Return untuned but good tiles.
 
         They are those that FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc keeps
-        them in registers. tests/cuda/test_machine_code.py checks that for every kind of problem.
+        them in registers. tests/cuda/audits/test_machine_code.py checks that for every kind of problem.
         """
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None

@@ -38,7 +38,7 @@ def recurrent(d: Draw, op: str) -> Attack:
         require(bias is None or bias.shape == (directions, 2 * w.shape[1]), "B")
         require(lengths is None or lengths.shape == (x.shape[1],), "lengths")
         require(state is None or state.shape == (directions, x.shape[1], r.shape[2]), "state")
-        raise Unspecified("the values are those of tests/ops/test_recurrent.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_recurrent.py")
 
     return Attack(
         op, feed, rule, attributes=attributes, parameters=[1, 2, 3],
@@ -65,11 +65,11 @@ def resize(d: Draw, op: str) -> Attack:
     def rule(x: np.ndarray, roi: None, scales: np.ndarray | None, sizes: np.ndarray | None) -> Answer:
         if scales is not None:
             require(bool((scales > 0).all() and np.isfinite(scales).all() and (scales < 2**20).all()), "scales")
-            raise Unspecified("the values are those of tests/ops/test_resize.py")
+            raise Unspecified("the values are those of tests/ops/nn/test_resize.py")
         assert sizes is not None
         require(bool((sizes >= 0).all()) and int(np.prod(sizes, dtype=object)) < 2**31, "sizes")
         require(all(n or not m for n, m in zip(x.shape, sizes)), "samples of nothing")
-        raise Unspecified("the values are those of tests/ops/test_resize.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_resize.py")
 
     return Attack(op, feed, rule, attributes={"mode": mode}, parameters=[2, 3], opset=19)
 
@@ -85,7 +85,7 @@ def suppression(d: Draw, op: str) -> Attack:
 
     def rule(boxes: np.ndarray, scores: np.ndarray, limit: np.ndarray, iou: np.ndarray) -> Answer:
         require(boxes.shape == (scores.shape[0], scores.shape[2], 4), "boxes")
-        raise Unspecified("the values are those of tests/ops/test_places.py")
+        raise Unspecified("the values are those of tests/ops/tensor/test_places.py")
 
     return Attack(op, feed, rule, parameters=[2, 3], numbers=[(0, 2)], opset=11)
 
@@ -104,7 +104,7 @@ def grid_sample(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, grid: np.ndarray) -> Answer:
         require(x.shape[0] == grid.shape[0] and 0 not in x.shape[2:], "sizes")
-        raise Unspecified("the values are those of tests/ops/test_places.py")
+        raise Unspecified("the values are those of tests/ops/tensor/test_places.py")
 
     return Attack(op, feed, rule, attributes=attributes, numbers=[(1, 3)], opset=20)
 
@@ -121,7 +121,7 @@ def upsample(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, scales: np.ndarray) -> Answer:
         require(bool((scales > 0).all() and np.isfinite(scales).all()), "scales")
-        raise Unspecified("the values are those of tests/ops/test_resize.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_resize.py")
 
     return Attack(op, feed, rule, attributes={"mode": mode}, parameters=[1], opset=9)
 
@@ -139,7 +139,7 @@ def transforms(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, *rest: np.ndarray | None) -> Answer:
         require(x.shape[2] in (1, 2), "components")
-        raise Unspecified("the values are those of tests/ops/test_spectral.py")
+        raise Unspecified("the values are those of tests/ops/math/test_spectral.py")
 
     return Attack(op, feed, rule, parameters=[1, 2, 3], numbers=[(0, 2)], opset=20)
 
@@ -162,7 +162,7 @@ def quantized_lstm(d: Draw, op: str) -> Attack:
         require(r.shape[2] == 4 * r.shape[1] and r.shape[1] and w.shape[2] == r.shape[2], "R and W")
         require(w.shape[:2] == (1, x.shape[2]) and r.shape[0] == 1, "W")
         require(rest[5] is None or rest[5].ndim == 1 or rest[5].shape == (1, w.shape[2]), "scales")
-        raise Unspecified("the values are those of tests/ops/test_recurrent.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_recurrent.py")
 
     return Attack(
         op, feed, rule, domain=MICROSOFT, attributes={"hidden_size": units}, parameters=[1, 2], fixed=[8, 9, 10, 11],

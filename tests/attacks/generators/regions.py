@@ -26,7 +26,7 @@ def roi_align(d: Draw, op: str) -> Attack:
         require(rois.shape[1] == 4 and rois.shape[0] == batch.shape[0], "regions")
         require(not batch.size or (batch.min() >= 0 and batch.max() < x.shape[0]), "batches")
         require(not batch.size or 0 not in x.shape[2:], "samples of nothing")
-        raise Unspecified("the values are those of tests/ops/test_regions.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_regions.py")
 
     return Attack(op, feed, rule, attributes=attributes, numbers=[(1, 1)], opset=16)
 
@@ -46,7 +46,7 @@ def affine_grid(d: Draw, op: str) -> Attack:
         require(bool((size >= 0).all()), "negative size")
         require(int(size[0]) == theta.shape[0], "batches")
         check_elements([*map(int, (size[0], *size[2:])), axes])
-        raise Unspecified("the values are those of tests/ops/test_regions.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_regions.py")
 
     return Attack(op, feed, rule, parameters=[1], numbers=[(0, 1), (0, 2), (1, 0)], opset=20)
 
@@ -155,7 +155,7 @@ def deform_conv(d: Draw, op: str) -> Attack:
         require(w.shape[1] * group % groups == 0, "groups")
         require(offset.shape[0] == len(x) and offset.shape[1] == 2 * groups * kernel * kernel, "offsets")
         require(mask is None or len(mask) == len(x), "masks")
-        raise Unspecified("the values are those of tests/ops/test_deform_conv.py")
+        raise Unspecified("the values are those of tests/ops/nn/test_deform_conv.py")
 
     return Attack(
         op, feed, rule, attributes=attributes, parameters=[1], numbers=[(0, 1), *((1, a) for a in range(4)), (2, 1)],

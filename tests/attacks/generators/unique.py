@@ -72,6 +72,6 @@ def tfidf_vectorizer(d: Draw, op: str) -> Attack:
         return [d.rng.integers(-2, 4, d.shape(rank)).astype(np.int64)]
 
     def rule(x: np.ndarray) -> Answer:
-        raise Unspecified("the values are those of tests/ops/test_strings.py")
+        raise Unspecified("the values are those of tests/ops/control/test_strings.py")
 
     return Attack(op, feed, rule, attributes=attributes, results=[("float32", rank)])

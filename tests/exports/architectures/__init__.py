@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from architectures import decoders, diffusion, encoder_decoders, encoders, multimodal
+from tests.exports.architectures import decoders, diffusion, encoder_decoders, encoders, multimodal
 
 _TABLES: tuple[Any, ...] = (decoders, encoders, encoder_decoders, multimodal)
 

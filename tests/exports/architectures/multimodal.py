@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from architectures.decoders import DELTA_LAYERS, EXPERTS, GEMMA3, GEMMA4, GEMMA4_UNIFIED, LONG_ROPE, SHARED_EXPERTS
+from tests.exports.architectures.decoders import (
+    DELTA_LAYERS,
+    EXPERTS,
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_UNIFIED,
+    LONG_ROPE,
+    SHARED_EXPERTS,
+)
 
 _VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,

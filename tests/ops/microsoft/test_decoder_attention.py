@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from error_codes import raises
 from onnx import helper
 
 import lowering
 from lowering.errors import NodeError
+from tests.support.error_codes import raises
 
 from ..expectations import value_info
 from .comparison import import_node, opsets

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import onnx
 import pytest
-from error_codes import raises
 from onnx import helper
-from sampled import sampled
 
 import lowering
+from tests.support.error_codes import raises
+from tests.support.sampled import sampled
 
 from .comparison import Comparison, assert_close, import_node, opsets
 

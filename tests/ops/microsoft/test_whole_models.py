@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from error_codes import raises
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
+from tests.support.error_codes import raises
 
 from .comparison import assert_close, opsets
 

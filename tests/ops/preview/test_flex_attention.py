@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from error_codes import raises
 from onnx.reference import ReferenceEvaluator
-from sampled import sampled
 
 import lowering
 from lowering.errors import NodeError
 from lowering.importing.importer import Importer, import_model
+from tests.support.error_codes import raises
+from tests.support.sampled import sampled
 
 from .flex_models import HEADS, KV_HEADS, NUMPY, D, attend, draw_operands, make_model
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from error_codes import raises
 
 import lowering
 import schedules
 from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem
 from lowering.runtime.model import Model
+from tests.support.error_codes import raises
 
 from .flex_models import HEADS, KV_HEADS, D, attend, draw_operands, make_model
 

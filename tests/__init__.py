@@ -1,0 +1,1 @@
+"""Tests: `pytest` runs those that are not slow."""

@@ -1,0 +1,1 @@
+"""Attention of ONNX, FlexAttention and com.microsoft."""

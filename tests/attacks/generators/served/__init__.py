@@ -1,0 +1,1 @@
+"""Attention of OpenPPL and TensorRT-LLM."""

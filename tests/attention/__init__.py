@@ -1,0 +1,1 @@
+"""The record of an attention, and its kernels."""

@@ -1,0 +1,1 @@
+"""Passes, memory plans and caches of compiled code."""

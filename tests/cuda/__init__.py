@@ -1,0 +1,1 @@
+"""CUDA kernels, emulated or on the GPU of this machine."""

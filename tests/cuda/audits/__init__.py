@@ -1,0 +1,1 @@
+"""Machine code, models of loops and estimates."""

@@ -1,0 +1,1 @@
+"""Matmuls, their fusions and mixtures of experts."""

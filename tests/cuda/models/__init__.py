@@ -1,0 +1,1 @@
+"""Whole models, steps, graphs and benchmarks."""

@@ -1,0 +1,1 @@
+"""Static caches and the parts of decoders."""

@@ -1,0 +1,1 @@
+"""Models of exporters, and the tables that they give."""

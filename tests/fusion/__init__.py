@@ -1,0 +1,1 @@
+"""Recognizing decomposed operators."""

@@ -1,0 +1,1 @@
+"""Loading and importing of models."""

@@ -1,0 +1,170 @@
+"""compile(weights=...): constant matrices of matmuls in fewer bits, what it costs, and what is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import lowering
+from lowering.choices import Scheme
+from lowering.importing.quantized_matrix import quantize_matrix
+from tests.support.error_codes import raises
+
+
+def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
+    """Table -> MatMul, Gelu -> Gemm with a transposed weight -> MatMul with too few columns to be packed."""
+    shapes = {"table": (50, 96), "up": (96, 150), "down": (70, 150), "bias": (70,), "last": (70, 2)}
+    arrays = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x"]),
+        helper.make_node("MatMul", ["x", "up"], ["a"]),
+        helper.make_node("Gelu", ["a"], ["b"]),
+        helper.make_node("Gemm", ["b", "down", "bias"], ["c"], transB=1, alpha=0.01),
+        helper.make_node("MatMul", ["c", "last"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "perceptron",
+        [helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["n"])],
+        [
+            helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
+            for name, size in (("c", 70), ("y", 2))
+        ],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def replaced(model: onnx.ModelProto, change: dict[str, Callable[[np.ndarray], np.ndarray]]) -> onnx.ModelProto:
+    """The model with other initializers."""
+    new = onnx.ModelProto()
+    new.CopyFrom(model)
+    for k, tensor in enumerate(new.graph.initializer):
+        if tensor.name in change:
+            array = change[tensor.name](numpy_helper.to_array(tensor))
+            new.graph.initializer[k].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+    return new
+
+
+ROUNDED = {
+    "f16": lambda w: w.astype(np.float16).astype(np.float32),
+    "int8": lambda w: quantize_matrix(w, 8).array(),
+    "int4": lambda w: quantize_matrix(w, 4).array(),
+}
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
+def test_matmuls_of_compressed_weights(scheme: Scheme, limit: float, tmp_path: Path) -> None:
+    """As with the rounded weights, up to rounding; smaller; said in a note."""
+    rng = np.random.default_rng(0)
+    model = perceptron(rng)
+    module = lowering.compile(model, weights=scheme)
+    module.save(tmp_path / "out")
+    size = (tmp_path / "out" / "weights.bin").stat().st_size
+    assert size < limit * sum(numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer)
+    (note,) = module.manifest.notes
+    assert note.startswith(f"2 constant matrices of matmuls are {scheme}")
+
+    rounded = ROUNDED[scheme]
+    same = replaced(model, {"up": rounded, "down": lambda w: rounded(w.T).T})
+    ids = {"ids": rng.integers(0, 50, 7)}
+    for actual, expected in zip(module.run(ids).values(), ReferenceEvaluator(same).run(None, ids)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "limit"), [("f16", "float16", 5e-4), ("int8", "int8", 4e-3), ("int4", "int8", 4e-3)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_tables_are_quantized_by_rows(scheme: Scheme, name: str, limit: float, dtype: str, tmp_path: Path) -> None:
+    """Also one that a matmul reads as well; wrong ids are errors as before, and zeros stay zeros."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        tied (int64[N] ids) => (T[N, 96] x, T[N, 500] y, T[500, 96] same) {
+          x = Gather (table, ids)
+          across = Transpose (table)
+          y = MatMul (x, across)
+          same = Identity (table)
+        }"""
+    model = onnx.parser.parse_model(text.replace("T[", {"float32": "float[", "float16": "float16["}[dtype]))
+    table = np.random.default_rng(0).standard_normal((500, 96)).astype(dtype)
+    table[3] = 0
+    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    before = onnx.ModelProto.FromString(model.SerializeToString())
+    module = lowering.compile(model, weights=scheme)
+    assert model == before
+    smaller = scheme != "f16" or dtype == "float32"
+    assert any(note.startswith(f"1 table of embeddings is {name}") for note in module.manifest.notes) is smaller
+    ids = np.array([499, 3, -500, 0, -1])
+    x, y, same = module.run({"ids": ids}).values()
+    assert x.dtype == y.dtype == np.dtype(dtype) and (same == table).all() and not x[1].any()
+    largest = np.abs(table[ids]).max(axis=1, keepdims=True)
+    assert (np.abs(x.astype(np.float64) - table[ids]) <= (limit + 5e-4) * largest).all()
+    with raises("run.index_out_of_range"):
+        module.run({"ids": np.array([500])})
+
+
+def test_angles_are_no_embeddings() -> None:
+    """Cosines and sines of a rotary embedding, looked up by position."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        m (float[B, 2, T, 64] x, int64[B, T] at) => (float[B, 2, T, 64] y) {
+          c = Gather (cos, at)
+          cut = Slice (c, start, end, axis)
+          s = Gather (sin, at)
+          y = RotaryEmbedding (x, cut, s)
+        }"""
+    model = onnx.parser.parse_model(text)
+    angles = np.arange(600)[:, None] / 100 ** (np.arange(32) / 32)
+    arrays = {"cos": np.cos(angles).astype("f"), "sin": np.sin(angles).astype("f")}
+    arrays |= {"start": np.array([0]), "end": np.array([32]), "axis": np.array([2])}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    module = lowering.compile(model, weights="int8")
+    assert not any("embeddings" in note for note in module.manifest.notes)
+    call = {"x": np.random.default_rng(0).standard_normal((1, 2, 3, 64), "f"), "at": np.array([[5, 599, 0]])}
+    (want,) = ReferenceEvaluator(model).run(None, call)
+    np.testing.assert_allclose(module.run(call)["y"], want, atol=1e-5)
+
+
+def test_a_table_of_values_that_int8_cannot_represent_stays() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (int64[N] ids) => (float[N, 96] x) { x = Gather (table, ids) }'
+    )
+    table = np.full((500, 96), 1e6, np.float32)
+    table[2, 2] = np.inf
+    for scheme, stays in (("int8", True), ("f16", True)):
+        del model.graph.initializer[:]
+        model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+        module = lowering.compile(model, weights=scheme)
+        np.testing.assert_array_equal(module.run({"ids": np.array([2, 7])})["x"], table[[2, 7]])
+        assert stays is not any("tables" in note or "table of" in note for note in module.manifest.notes)
+
+
+def test_verify_shows_what_it_costs() -> None:
+    """Scales that float16 cannot represent are float32."""
+    model = replaced(
+        perceptron(np.random.default_rng(0)), {"down": lambda w: w * np.float32(1e-9), "bias": lambda w: w * 0}
+    )
+    comparisons = lowering.verify(model, weights="int4").comparisons
+    assert all(0.01 < c.rms < 0.3 for c in comparisons)
+
+
+def test_values_that_float16_cannot_represent_stay() -> None:
+    rng = np.random.default_rng(0)
+    model = replaced(perceptron(rng), {"up": lambda w: w * 1e6})
+    module = lowering.compile(model, weights="f16")
+    assert "1 constant matrices" in module.manifest.notes[0] and "1 could not be" in module.manifest.notes[0]
+    ids = {"ids": rng.integers(0, 50, 5)}
+    for actual, expected in zip(module.run(ids).values(), ReferenceEvaluator(model).run(None, ids)):
+        np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
+def test_unknown_scheme() -> None:
+    unknown: Any = "int3"
+    with raises("weights.scheme_unknown"):
+        lowering.compile(perceptron(np.random.default_rng(0)), weights=unknown)

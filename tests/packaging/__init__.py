@@ -1,0 +1,1 @@
+"""Wheels, packages and releases."""

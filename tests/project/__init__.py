@@ -1,0 +1,1 @@
+"""The words, imports, docs and examples of the project."""

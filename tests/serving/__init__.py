@@ -1,0 +1,1 @@
+"""Serving: batches of requests, paged caches and their operators."""

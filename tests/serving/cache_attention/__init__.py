@@ -1,0 +1,1 @@
+"""MultiHeadCacheAttention of OpenPPL."""

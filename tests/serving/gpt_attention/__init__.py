@@ -1,0 +1,1 @@
+"""gpt_attention of TensorRT-LLM."""

@@ -1,0 +1,1 @@
+"""Fixed, symbolic and undeclared sizes."""
