@@ -20,9 +20,11 @@ from ..notebook import format_table
 class Finding:
     """A node that cannot be lowered.
 
-    `where` holds domain, operator, version and node name; `what` the problem; `remedy` the action to take.
+    `where` holds domain, operator, version and node name; `what` the problem; `remedy` the action to take; `code` is
+    the stable code of docs/reference/error_codes.md.
     """
 
+    code: str
     where: str
     what: str
     remedy: str
@@ -92,7 +94,7 @@ def check(model: ModelLike, *, dims: Dims | None = None) -> Report:
         keep_declared_outputs(fused, inferred)
         importer = _run_importer(inferred)
     errors = importer.errors or []
-    findings = tuple(Finding(e.where, e.what, e.remedy) for e in errors)
+    findings = tuple(Finding(e.code, e.where, e.what, e.remedy) for e in errors)
     return Report(findings, tuple(importer.warnings), nodes, importer.unexamined)
 
 

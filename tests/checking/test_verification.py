@@ -101,6 +101,17 @@ def test_a_sound_model_agrees(tmp_path: Path, how: str, capsys: pytest.CaptureFi
     assert how in ("", "f16") or y["rms"] > 1e-5  # what is allowed is something that there is
 
 
+def test_arguments_of_compile(tmp_path: Path) -> None:
+    """They compile the model that is compared: sizes are fixed, records name tiles, and a linker is called."""
+    result = lowering.verify(encoder(), dims={"B": 1, "T": (5, 8)}, cc="gcc", checks=False, database=tmp_path / "tuned")
+    assert result.first_difference is None
+    assert result.inputs["ids"].shape[0] == 1 and 5 <= result.inputs["ids"].shape[1] <= 8
+    with pytest.raises(TypeError, match="no_such"):
+        lowering.verify(encoder(), no_such=1)  # type: ignore[call-arg]
+    with raises("toolchain.linker_missing"):
+        lowering.verify(encoder(), cc="no-such-linker")
+
+
 @pytest.mark.parametrize("against", ["reference", "onnxruntime"])
 def test_weights_in_a_file_of_their_own(tmp_path: Path, against: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is; and for ONNX Runtime again in a file, if they are too many for a protobuf."""

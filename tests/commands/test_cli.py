@@ -87,6 +87,7 @@ def test_check_lists_every_blocked_node(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["check", str(path), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False and report["findings"][0]["where"].endswith("'odd'")
+    assert report["findings"][0]["code"] == "node.operator_unsupported"
 
 
 def test_check_of_a_good_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
