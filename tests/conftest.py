@@ -7,6 +7,7 @@
 import gc
 import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
         request.module.RNG = np.random.default_rng(seed)
 
 
-EXPENSIVE = ("tuning", "packaging", "serving")
+EXPENSIVE = {"tuning", "packaging", "serving"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules with expensive fixtures come first: toward the end workers take tests from each other, and what two of
     them have of one module, both make fixtures for."""
-    items.sort(key=lambda item: item.path.parent.name not in EXPENSIVE)
+    items.sort(key=lambda item: EXPENSIVE.isdisjoint(_folders(item)))
     if config.getoption("gpu"):
         config.hook.pytest_deselected(items=[item for item in items if not _needs_a_gpu(item)])
         items[:] = filter(_needs_a_gpu, items)
@@ -86,8 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
+def _folders(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names of the folders that a test is in, below that of this file."""
+    return item.path.relative_to(Path(__file__).parent).parts[:-1]
+
+
 def _needs_a_gpu(item: pytest.Item) -> bool:
-    return item.path.parent.name == "cuda" and item.get_closest_marker("no_gpu") is None
+    return "cuda" in _folders(item) and item.get_closest_marker("no_gpu") is None
 
 
 def pytest_collection_finish() -> None:

@@ -270,6 +270,8 @@ class TestTorch:
 class Foreign:
     """An array of a library that knows DLPack but no from_dlpack."""
 
+    __module__ = "foreign_library"
+
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
         self.dtype, self.shape = array.dtype, array.shape
@@ -283,6 +285,8 @@ class Foreign:
 
 class OnDevice(Foreign):
     """Says that its memory is a CUDA device's."""
+
+    __module__ = "foreign_library"
 
     def __dlpack__(self, **options: object) -> object:
         capsule = self._array.__dlpack__()

@@ -57,7 +57,7 @@ ARGUMENTS = {
 
 
 # Features without random cases: the tests on the CPU, and on the emulated GPU or the reason why there are none.
-_DECODERS, _ON_GPU = "serving/test_served_decoders.py", "cuda/test_models.py::test_a_served_decoder"
+_DECODERS, _ON_GPU = "serving/test_served_decoders.py", "cuda/models/test_models.py::test_a_served_decoder"
 _HOST, _UNREAD = "the same code, on the host", "the host does not read a GPU's tables"
 OTHERS = [
     ("exports of 12 architectures, packed and ragged", f"{_DECODERS}::test_exports_of_every_architecture", _ON_GPU),
@@ -65,18 +65,18 @@ OTHERS = [
     ("int8 cache of a served decoder", f"{_DECODERS}::test_int8_cache", _ON_GPU),
     ("only blocks of the requests are written", f"{_DECODERS}::test_only_own_blocks_are_written", _ON_GPU),
     ("tables of any numbers stay inside", f"{_DECODERS}::test_hostile_tables_stay_inside",
-     "cuda/test_microsoft.py::test_equals_the_reference"),
+     "cuda/attention/test_microsoft.py::test_equals_the_reference"),
     ("wrong tables are refused", f"{_DECODERS}::test_tables_that_do_not_fit", _UNREAD),
     ("states of linear attention", "serving/test_served_states.py::test_linear_attention_of_packed_requests",
-     "cuda/test_linear.py::test_packed_sequences"),
+     "cuda/attention/test_linear.py::test_packed_sequences"),
     ("states of convolutions", "serving/test_served_states.py::test_convolutions_of_packed_requests",
-     "cuda/test_exported_decoders.py::test_served"),
+     "cuda/models/test_exported_decoders.py::test_served"),
     ("saved and loaded", f"{_DECODERS}::test_a_served_model_is_saved_and_loaded", _HOST),
     ("Batcher", "serving/test_batcher.py::test_every_request_gets_what_it_gets_alone", _ON_GPU),
     ("prefixes are shared", "serving/test_batcher.py::test_equal_beginnings_share_blocks", _HOST),
     ("PagedKVCache, any history", "serving/test_paged_cache_histories.py::test_histories", _HOST),
     ("KV write: bias, rotation and codes at once", "attention/test_kv_write.py::test_writes_new_rows_and_nothing_else",
-     "cuda/test_kv_write_kernels.py::test_writes_new_rows_and_nothing_else"),
+     "cuda/attention/test_kv_write_kernels.py::test_writes_new_rows_and_nothing_else"),
     ("layers share a cache", "serving/test_written_inputs.py::test_layers_share_a_cache", _HOST),
     ("checks in compiled models", "serving/test_compiled_checks.py::test_illegal_tables_are_refused", _UNREAD),
 ]  # fmt: skip

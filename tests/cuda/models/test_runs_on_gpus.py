@@ -19,7 +19,7 @@ pytestmark = pytest.mark.no_gpu
 ROOT = Path(__file__).parents[3]
 
 CONFTEST = """
-import records_of_runs
+from tests.support import records_of_runs
 def pytest_addoption(parser): records_of_runs.add_options(parser)
 def pytest_configure(config): config.pluginmanager.register(records_of_runs.Records(config))
 """
@@ -60,7 +60,7 @@ def test_a_gpu_runs_what_the_emulation_would(tmp_path: Path) -> None:
 
 def run(folder: Path, *options: object) -> list[str]:
     """Return the tests that ran, in their order."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), seeds.VARIABLE: "7"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), seeds.VARIABLE: "7"}
     before = len(lines(folder / "runs")) if (folder / "runs").exists() else 0
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", folder / "runs", *options]
     subprocess.run(command, cwd=folder, env=environment, capture_output=True)
