@@ -33,11 +33,6 @@ def translate(source: str) -> str:
     return "".join([*chunks, source[end:]])
 
 
-def kernel_names(source: str) -> list[str]:
-    """Return the names of the kernels that a source defines."""
-    return [kernel["name"] for kernel in _KERNEL.finditer(source)]
-
-
 def _kernel(match: re.Match, text: str) -> str:
     """Return the function of a kernel, and the record that the emulated driver looks for."""
     arrays: list[str] = []

@@ -253,10 +253,6 @@ def _positions(high, dtype="i4"):
     return lambda rng, shape: rng.integers(0, high, max(shape[2:])).astype(dtype)
 
 
-def _sequences_by_batch(rng, shape):
-    return rng.integers(0, 3, (shape[0], max(shape[2:])))
-
-
 def _sequences(rng, shape):
     """Draw consecutive sequences: the one each position belongs to, and where they begin."""
     count = max(shape[2:])

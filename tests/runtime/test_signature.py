@@ -129,7 +129,7 @@ def test_what_is_no_key(folder: Path, tmp_path: Path) -> None:
     for key in (b"short", curve, locked, PUBLIC, 5, folder / "model.h"):
         with raises("signature.key_invalid"):
             module.save(tmp_path / "no", sign_key=key)
-    for key in (b"", curve, PRIVATE, None if False else 5.0):
+    for key in (b"", curve, PRIVATE, 5.0):
         with raises("signature.key_invalid"):
             lowering.load(folder, verify_key=key)
     with raises("signature.key_unreadable"):

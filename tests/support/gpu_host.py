@@ -8,7 +8,8 @@
 * setup.sh DIRECTORY: joins and unpacks both there;
 * run.sh DIRECTORY RESULTS MINUTES [pytest's arguments]: runs the tests, and keeps results in RESULTS.
 
-The host itself has nvcc, gcc, and of Python's packages HOST_PACKAGES. docs/howto/gpu_host.md shows a visit.
+The host itself has nvcc, gcc, numpy, onnx, ml_dtypes, rich, packaging, pytest with xdist and timeout, and hypothesis.
+docs/howto/gpu_host.md shows a visit.
 """
 
 from __future__ import annotations
@@ -25,17 +26,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PART = 30 << 20
 MOST_OF_PROJECT = 10 << 20
-HOST_PACKAGES = (
-    "numpy",
-    "onnx",
-    "ml_dtypes",
-    "rich",
-    "packaging",
-    "pytest",
-    "pytest-xdist",
-    "pytest-timeout",
-    "hypothesis",
-)
 _WHEELS = ("apache-tvm-ffi", "onnx-ir")
 _LEFT_OUT = ("include", "3rdparty", "src", "web", "__pycache__", "*.pyc")
 

@@ -14,7 +14,6 @@ from tests import cuda_emulation as emulated
 from tests.cuda_emulation import EmulationError, TensorMap
 
 DTYPES = {"f16": np.dtype("float16"), "bf16": np.dtype(ml_dtypes.bfloat16)}
-CTYPES = {"f16": "half", "bf16": "__nv_bfloat16"}
 K = 64
 
 

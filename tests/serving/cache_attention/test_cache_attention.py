@@ -94,6 +94,12 @@ def test_equals_the_reference_at_length(operator: str, first: int) -> None:
         check(case, number, calls)
 
 
+@pytest.mark.parametrize("operator", cases.INPUTS)
+def test_every_two_features_meet_in_the_long_run(operator: str) -> None:
+    seed, count, _ = PPL["CPU, long"]
+    assert cases.find_missing_pairs(cases.cases(seed, count, operator)) == set()
+
+
 def test_every_argument_of_gpt_attention_is_described() -> None:
     text = PAGE.with_name("serving.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
