@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
+from ..records import Record
 from .expr.node import Expr
 
 DOMAIN = "lowering.flex"
@@ -24,7 +23,7 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class FlexAttentionSettings:
+class FlexAttentionSettings(Record):
     """The attribute `settings`, as JSON.
 
     score is the new score over (b, h, i, j, s), mask whether a pair is visible, over (b, h, i, j); None stands for
@@ -37,16 +36,3 @@ class FlexAttentionSettings:
     mask: Expr | None = None
     captures: tuple[str, ...] = ()
     block_size: tuple[int, int] | None = None
-
-    def to_json(self) -> str:
-        data: dict[str, Any] = {"scale": self.scale, "captures": self.captures, "block_size": self.block_size}
-        for name, expr in (("score", self.score), ("mask", self.mask)):
-            data[name] = None if expr is None else expr.to_data()
-        return json.dumps(data, sort_keys=True)
-
-    @staticmethod
-    def from_json(text: str) -> FlexAttentionSettings:
-        data = json.loads(text)
-        score, mask = (None if data[name] is None else Expr.from_data(data[name]) for name in ("score", "mask"))
-        blocks = None if data["block_size"] is None else tuple(data["block_size"])
-        return FlexAttentionSettings(data["scale"], score, mask, tuple(data["captures"]), blocks)

@@ -17,8 +17,6 @@ x * factor, rounded to even and saturated, where `factor` is an input, the inver
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..records import Record
 from ..tensorir.regions import full_region
 from .cache_elements import compute_group_scale, quantize_in_group, quantize_value, round_to_dtype
 from .codegen.parameters import SymbolicSizes, TensorSpec, declare_buffer, describe_cache_tables, describe_cache_tensors
@@ -67,7 +66,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class KvWrite:
+class KvWrite(Record):
     """The parameters of a KV write. batch None is symbolic. With v_head_dim 0 there are keys but no values.
 
     New rows are buffers new_k [N, H, D] and new_v [N, H, Dv], or one, new [N, width], with `columns`; bias is a [width]
@@ -124,17 +123,6 @@ class KvWrite:
     def dims(self) -> tuple[int, ...]:
         """Return the elements of a row of a head of the keys, and of the values if there are any."""
         return (self.head_dim, self.v_head_dim) if self.v_head_dim else (self.head_dim,)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self) | {"layout": self.layout.to_data()})
-
-    @staticmethod
-    def from_json(text: str) -> KvWrite:
-        data = json.loads(text)
-        for name, kind in (("columns", Columns), ("rotary", Rotary)):
-            if data[name] is not None:
-                data[name] = kind(**data[name])
-        return KvWrite(**{**data, "layout": CacheLayout.from_data(data["layout"])})
 
 
 class BoundKvWrite:

@@ -12,8 +12,6 @@ rule (Schlag et al., arXiv:2102.11174; with gates Yang et al., arXiv:2412.06464)
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +20,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..records import Record
 from ..tensorir.regions import full_region
 from .codegen.parameters import SymbolicSizes, TensorSpec, declare_buffer
 from .expr.emit import cast, widen_to
@@ -32,7 +31,7 @@ _TABLES = ("first_rows", "row_counts", "past", "pages")
 
 
 @dataclass(frozen=True)
-class LinearAttention:
+class LinearAttention(Record):
     """The parameters of a linear attention. batch and length are None if they are symbolic.
 
     q [B, L, Hq D], k [B, L, Hk D], v [B, L, Hv Dv] and y are of type dtype, the state [B, Hv, D, Dv] of type
@@ -85,13 +84,6 @@ class LinearAttention:
         """Return the names of the parameters that are read, the state first."""
         is_present = {"decay": self.decay, "beta": self.betas} | dict.fromkeys(_TABLES, self.packed)
         return ("state", "q", "k", "v", *(name for name, is_used in is_present.items() if is_used))
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> LinearAttention:
-        return LinearAttention(**json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ A function that does one of these without a schedule has a record as its attribu
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from tvm import tirx
 from tvm.ir import Expr
+
+from ..records import decode, encode
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ _KINDS = {kind.__name__: kind for kind in (RunningSum, Top, Grouped)}
 
 def to_json(record: AlongRows) -> str:
     """Return the value of the attribute."""
-    return json.dumps([type(record).__name__, dataclasses.asdict(record)])
+    return json.dumps([type(record).__name__, encode(record)])
 
 
 def read_along_rows(func: tirx.PrimFunc) -> AlongRows | None:
@@ -64,7 +65,7 @@ def read_along_rows(func: tirx.PrimFunc) -> AlongRows | None:
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     kind, fields = json.loads(str(func.attrs[ATTRIBUTE]))
-    return _KINDS[kind](**fields)
+    return decode(_KINDS[kind], fields, kind)
 
 
 def is_less(a: Expr, b: Expr) -> Expr:

@@ -11,8 +11,6 @@ R may be int8, four successive units packed in a 32-bit lane: then each step qua
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +19,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..records import Record
 from .quantized_states import PACKED_VALUES, PLAIN_DOT, PackedDot, QuantizedStates
 from .regions import full_region
 
@@ -40,7 +39,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class Recurrence(Record):
     """One direction of H units. Gates are those of ONNX in its order: i, o, f, c of an LSTM, z, r, h of a GRU.
 
     Parameters are float32: x, r, recurrent [blocks, BLOCK] (a GRU's bias of h within its reset, `linear_before_reset`),
@@ -85,14 +84,6 @@ class Recurrence:
 
     def outputs(self) -> tuple[str, ...]:
         return ("y", "last_h", *(["last_c"] if self.kind == "LSTM" else []))
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Recurrence:
-        data = json.loads(text)
-        return Recurrence(**{**data, "activations": tuple(Activation(**a) for a in data["activations"])})
 
 
 def make_plain_recurrence(record: Recurrence) -> tirx.PrimFunc:

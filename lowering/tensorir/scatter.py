@@ -7,9 +7,7 @@ batch's write index: (w + s) mod max_len if circular. Otherwise rows outside [0,
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..records import Record
 from .regions import full_region
 
 ATTRIBUTE = "lowering.scatter"
@@ -29,7 +28,7 @@ _PARALLEL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class CacheUpdate:
+class CacheUpdate(Record):
     """The record of a cache update.
 
     dims are the cache's, length is L; None is symbolic. Bits are copied, dtype is the storage type.
@@ -54,14 +53,6 @@ class CacheUpdate:
     def row_axis(self) -> int:
         """The axis of the update's rows."""
         return 1 if self.rows_first else self.axis
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> CacheUpdate:
-        data = json.loads(text)
-        return CacheUpdate(**{**data, "dims": tuple(data["dims"])})
 
 
 def make_copying_update(update: CacheUpdate) -> tirx.PrimFunc:

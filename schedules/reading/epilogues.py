@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tvm import s_tir, tirx
 
+from lowering.records import decode, encode
 from lowering.tensorir.expressions import Expr
 from lowering.tensorir.scatter import BoundUpdate, CacheUpdate
 
@@ -81,14 +82,14 @@ class FusedEpilogue:
 
 
 def to_json(epilogues: Sequence[EpilogueSpec]) -> str:
-    return json.dumps([asdict(epilogue) for epilogue in epilogues])
+    return json.dumps(encode(list(epilogues)))
 
 
 def read_epilogues(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[FusedEpilogue]] | None:
     """Return the row segments of the matmuls, and the epilogues, of a function that has some; else None."""
     if func.attrs is None or EPILOGUES not in func.attrs:
         return None
-    specs = [EpilogueSpec(**fields) for fields in json.loads(str(func.attrs[EPILOGUES]))]
+    specs = decode(tuple[EpilogueSpec, ...], json.loads(str(func.attrs[EPILOGUES])), EPILOGUES)
     segments = split_segments(_remove_updates(func, sum(bool(spec.update) for spec in specs)))
     if segments is None:
         return None

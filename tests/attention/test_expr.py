@@ -18,6 +18,7 @@ from lowering.attention.expr.bound import BoundExpr
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.record.formula import Formula
 from lowering.attention.record.problem import AttentionProblem
+from lowering.records import decode, encode
 from schedules.cpu.primitives.vector import of_vectors
 from tests.cases import formula_cases
 
@@ -44,8 +45,8 @@ def test_names_and_order_of_parameters_make_no_difference() -> None:
     assert records[0] == records[1] and hash(records[0]) == hash(records[1])
     assert records[0].index_names == ("i", "j") and records[0].scalars() == ("size_0", "size_1")
     assert records[0].tables() == {"table_0": (1, "int64"), "table_1": (1, "int64")}
-    text = json.dumps(records[0].to_data())
-    assert len(text) < 800 and Formula.from_data(json.loads(text)) == records[0]
+    text = json.dumps(encode(records[0]))
+    assert len(text) < 800 and decode(Formula, json.loads(text), "mask") == records[0]
 
 
 def test_other_expressions_are_other_records() -> None:

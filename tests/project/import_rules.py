@@ -51,7 +51,7 @@ RULES = {
         },
         True,
     ),
-    "lowering/tensorir": ({"lowering.tensorir"}, True),
+    "lowering/tensorir": ({"lowering.tensorir", "lowering.records"}, True),
     "lowering/profiling": (
         {
             "lowering.profiling",
@@ -108,7 +108,10 @@ RULES = {
         {"lowering.fleet", "lowering.machine", "lowering.measuring", "lowering.runtime", "lowering.errors"},
         True,
     ),
-    "lowering/attention": ({"lowering.attention", "lowering.arithmetic", "lowering.tensorir"}, True),
+    "lowering/attention": (
+        {"lowering.attention", "lowering.arithmetic", "lowering.records", "lowering.tensorir"},
+        True,
+    ),
     "lowering/serving": ({"lowering.serving", "lowering.manifest", "lowering.errors"}, False),
     "lowering/functions": (
         {"lowering.functions", "lowering.ops", "lowering.compiling", "lowering.runtime", "lowering.errors"},
@@ -133,6 +136,7 @@ RULES = {
         {
             "schedules",
             "lowering.attention",
+            "lowering.records",
             "lowering.tensorir",
         },
         True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tvm import ir, tirx
 
@@ -74,11 +73,3 @@ class Formula:
     def names(self) -> tuple[str, ...]:
         """Return the names of the kernel's parameters for it, in their order: the tables, then the scalars."""
         return (*self.tables(), *self.scalars())
-
-    def to_data(self) -> dict[str, Any]:
-        """Return data that JSON can represent."""
-        return {"value": self.value.to_data(), "short": self.short}
-
-    @staticmethod
-    def from_data(data: dict[str, Any]) -> Formula:
-        return Formula(Expr.from_data(data["value"]), data["short"])

@@ -14,11 +14,10 @@ most_rows and most_keys.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from ...records import Record
 from .cache_layout import DENSE, Axes, CacheLayout, KvQuantization
 from .formula import Formula
 
@@ -76,7 +75,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(Record):
     """softmax(score(softcap(scale * Q K^T)) + mask, visible keys only) V; rows without visible keys give 0.
 
     Arithmetic is in acc_dtype: float32, or float64 if any operand or the requested softmax is float64. Y and qk are
@@ -260,25 +259,3 @@ class AttentionProblem:
 
     def _formulas(self) -> tuple[Formula, ...]:
         return tuple(formula for formula in (self.mask, self.score) if isinstance(formula, Formula))
-
-    def to_json(self) -> str:
-        data = dataclasses.asdict(self) | {"layout": self.layout.to_data()}
-        for name in ("mask", "score"):
-            if isinstance(formula := getattr(self, name), Formula):
-                data[name] = formula.to_data()
-        return json.dumps(data)
-
-    @staticmethod
-    def from_json(text: str) -> AttentionProblem:
-        data: dict[str, Any] = json.loads(text)
-        data["layout"] = CacheLayout.from_data(data["layout"])
-        if data["window"] is not None:
-            data["window"] = Window(**data["window"])
-        if data["score"] is not None:
-            data["score"] = Formula.from_data(data["score"])
-        mask = data["mask"]
-        if mask is not None and "value" in mask:
-            data["mask"] = Formula.from_data(mask)
-        elif mask is not None:
-            data["mask"] = Mask(**{**mask, "dims": tuple(mask["dims"]), "broadcasts": tuple(mask["broadcasts"])})
-        return AttentionProblem(**data)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import tvm
 
 from ...measuring.machine import TuningMachine, caches
+from ...records import Record
 from ...target import Target
 
 _OWN_CACHES = 2  # cache levels that are private to a core
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(Record):
     """The architecture that records apply to.
 
     kind is that of the CPU, or the GPU's architecture. features are those that code may use. caches are bytes by level,
@@ -49,9 +49,6 @@ class Architecture:
         """Return whether tiles for one suit the other: the same vectors and private caches of a core."""
         own_caches, other_caches = ((a.kind, a.vector_feature, a.caches[:_OWN_CACHES]) for a in (self, other))
         return own_caches == other_caches and len(self.caches) >= _OWN_CACHES
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def detect_architecture(target: Target, measured_on: TuningMachine | None = None) -> Architecture:
