@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tvm
@@ -16,7 +17,7 @@ from tvm.support import cc
 from tvm.tirx import compilation_pipeline
 
 from ..errors import TargetError
-from ..target import Target
+from ..target import Target, resolve
 from ..target.building import load_cuda_runtime
 from . import objects, progress
 from .bundled_sources import compile_bundled_sources
@@ -47,19 +48,40 @@ def build(module: tvm.IRModule, target: Target, kernels: objects.KernelCompiler)
             relax_pipeline=tvm.transform.Sequential([]),
             tir_pipeline=get_tir_pipeline(target),
         )
-    with progress.stage("linking"), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.so"
+    with progress.stage("linking"), _link_in_folder(target) as folder:
+        path = folder / "model.so"
+        options = [
+            *compile_bundled_sources(target.linker, folder, external_calls),
+            *objects.link_objects(objects_to_link, folder),
+        ]
+        executable.export_library(str(path), fcompile=_Linker(target, options))
+        return path.read_bytes()
+
+
+def load_bundled_functions(names: Collection[str]) -> tvm_ffi.Module:
+    """Return a module of the C functions of these names, which compiled models call, for this machine.
+
+    Raises:
+        TargetError: the linker is missing, or fails.
+    """
+    (target,) = resolve("cpu")
+    check_linker(target)
+    with _link_in_folder(target) as folder:
+        options = compile_bundled_sources(target.linker, folder, names)
+        cc.create_shared(str(folder / "functions.so"), [], options, cc=target.linker)
+        return tvm_ffi.load_module(str(folder / "functions.so"))
+
+
+@contextmanager
+def _link_in_folder(target: Target) -> Iterator[Path]:
+    """Provide a temporary folder to link in, and report that the linker fails."""
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            options = [
-                *compile_bundled_sources(target.linker, folder, external_calls),
-                *objects.link_objects(objects_to_link, folder),
-            ]
-            executable.export_library(str(path), fcompile=_Linker(target, options))
+            yield Path(folder)
         except (RuntimeError, OSError) as error:
             raise TargetError(
                 "toolchain.link_failed", f"'{target.linker}' could not link for target '{target.name}': {error}"
             ) from error
-        return path.read_bytes()
 
 
 def _add_empty_kernel(module: tvm.IRModule) -> tvm.IRModule:

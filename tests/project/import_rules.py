@@ -114,7 +114,14 @@ RULES = {
     ),
     "lowering/serving": ({"lowering.serving", "lowering.manifest", "lowering.errors"}, False),
     "lowering/functions": (
-        {"lowering.functions", "lowering.ops", "lowering.compiling", "lowering.runtime", "lowering.errors"},
+        {
+            "lowering.functions",
+            "lowering.ops",
+            "lowering.importing.checks",
+            "lowering.compiling",
+            "lowering.runtime",
+            "lowering.errors",
+        },
         True,
     ),
     "lowering/flex": (

@@ -4,11 +4,8 @@ arrays of a call. Importing takes a fraction of the time of compiling."""
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,9 @@ import onnx
 import tvm_ffi
 from tvm import relax
 
-from lowering.compiling.bundled_sources import compile_bundled_sources
+from lowering.compiling.build import load_bundled_functions
 from lowering.functions.gpt_attention import gpt_attention
+from lowering.functions.gpt_inputs import collect_inputs
 from lowering.graph.loading.model import load_model
 from lowering.graph.loading.written_inputs import name_written_inputs
 from lowering.importing.checks import OPENPPL, TENSORRT_LLM, read_callee_name
@@ -40,7 +38,7 @@ def make_gpt_node(
     call_arguments = {
         name: value for name, value in call_arguments.items() if name not in ("return_lse", "check", "target")
     }
-    arrays = _FUNCTION._collect_inputs(call_arguments.pop("qkv"), call_arguments)
+    arrays = collect_inputs(call_arguments.pop("qkv"), call_arguments)
     dims = {name: _FUNCTION._name_dims(name, arrays) if symbolic else array.shape for name, array in arrays.items()}
     inputs = tuple((name, arrays[name].dtype.name, tuple(dims[name])) for name in _FUNCTION.INPUTS if name in arrays)
     width = call_arguments["num_heads"] * call_arguments["hidden_size_per_head"]
@@ -72,9 +70,5 @@ def _convert_argument(argument: Any, bindings: Mapping[relax.Var, np.ndarray]) -
 
 
 @functools.cache
-def _load_checks() -> Any:
-    """Return the C code that every model.so contains."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checks.so"
-        subprocess.run(["cc", "-shared", "-o", path, *compile_bundled_sources("cc", folder)], check=True)
-        return tvm_ffi.load_module(str(path))
+def _load_checks() -> tvm_ffi.Module:
+    return load_bundled_functions((OPENPPL, TENSORRT_LLM))

@@ -46,6 +46,7 @@ FORWARDING = frozenset(
     [
         "lowering/flex/mod.py",
         "lowering/flex/problem.py",
+        "lowering/functions/gpt_checks/contents.py",
         "lowering/functions/gpt_checks/values.py",
         "lowering/importing/node.py",
         "lowering/ops/helpers/assertions.py",

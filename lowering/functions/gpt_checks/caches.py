@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -16,24 +15,10 @@ from .values import FLOAT32, INTEGERS, check_array, check_shape, refuse
 _QUANTIZED_DTYPES = {INT8: np.dtype(np.int8), FP8: np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
-@dataclass(frozen=True)
-class CacheLocation:
-    """The location of the keys and values of a layer.
-
-    A contiguous cache has `slots` slots in each row. A paged one has blocks of `block` tokens, found by `offsets`, a
-    view (requests, beams, 2, columns) of kv_cache_block_offsets, whose entries are below `entries`.
-    """
-
-    slots: int
-    block: int | None = None
-    offsets: np.ndarray | None = None
-    entries: int = 0
-
-
-def check_cache(arguments: Mapping[str, Any], settings: CallSettings, rows: QkvShape) -> CacheLocation | None:
-    """Check the cache and return its location, or None without a cache. Only the pool of the layer is checked."""
+def check_cache(arguments: Mapping[str, Any], settings: CallSettings, rows: QkvShape) -> None:
+    """Check the cache. Only the pool of the layer is checked."""
     if not settings.has_cache:
-        return None
+        return
     if settings.mode:
         for name in ("kv_orig_quant_scale", "kv_quant_orig_scale"):
             _check_scale(name, arguments[name], arguments["kv_cache_quant_mode"])
@@ -52,17 +37,18 @@ def check_cache(arguments: Mapping[str, Any], settings: CallSettings, rows: QkvS
                 "host_kv_cache_pool_pointers is given without kv_cache_block_offsets",
                 "give the table of blocks, or a contiguous cache as past_key_value",
             )
-        return _check_contiguous(cache, settings, rows)
+        _check_contiguous(cache, settings, rows)
+        return
     if cache is not None and pools is not None:
         refuse(
             "gpt_attention.conflicting_caches",
             "past_key_value and host_kv_cache_pool_pointers are both given",
             "give the pools once",
         )
-    return _check_paged(arguments, settings, rows)
+    _check_paged(arguments, settings, rows)
 
 
-def _check_contiguous(value: Any, settings: CallSettings, rows: QkvShape) -> CacheLocation:
+def _check_contiguous(value: Any, settings: CallSettings, rows: QkvShape) -> None:
     name, heads, size = "past_key_value", settings.kv_heads, settings.size
     if isinstance(value, np.ndarray) and value.ndim == 6:
         refuse(
@@ -81,10 +67,9 @@ def _check_contiguous(value: Any, settings: CallSettings, rows: QkvShape) -> Cac
             f"{name} has {len(cache)} rows, and {rows.requests} requests of {rows.beams} beams need {needed}",
             "give a row for each beam of each request",
         )
-    return CacheLocation(slots=cache.shape[3])
 
 
-def _check_paged(arguments: Mapping[str, Any], settings: CallSettings, rows: QkvShape) -> CacheLocation:
+def _check_paged(arguments: Mapping[str, Any], settings: CallSettings, rows: QkvShape) -> None:
     name, pools = "host_kv_cache_pool_pointers", arguments["host_kv_cache_pool_pointers"]
     if pools is None:
         name, pools = "past_key_value", arguments["past_key_value"]
@@ -131,10 +116,7 @@ def _check_paged(arguments: Mapping[str, Any], settings: CallSettings, rows: Qkv
             f"{layers}",
             "count layers of a pool from 0",
         )
-    offsets = _check_offsets(arguments["kv_cache_block_offsets"], len(pools), pool_index, rows)
-    return CacheLocation(
-        slots=offsets.shape[3] * tokens, block=tokens, offsets=offsets, entries=len(pool) * layers * 2 - 2 * layer
-    )
+    _check_offsets(arguments["kv_cache_block_offsets"], len(pools), pool_index, rows)
 
 
 def _check_writable(name: str, value: Any, settings: CallSettings, rows: QkvShape) -> np.ndarray:
@@ -195,7 +177,7 @@ def _find_pool(mapping: Any, layer: int, pools: int) -> tuple[int, int | None]:
     return index, layer_index
 
 
-def _check_offsets(value: Any, pools: int, pool_index: int, rows: QkvShape) -> np.ndarray:
+def _check_offsets(value: Any, pools: int, pool_index: int, rows: QkvShape) -> None:
     name = "kv_cache_block_offsets"
     offsets = check_array(name, value, INTEGERS)
     shape = (rows.requests, "beams", 2, "columns")
@@ -216,7 +198,6 @@ def _check_offsets(value: Any, pools: int, pool_index: int, rows: QkvShape) -> n
             f"{'is missing, which means one' if rows.beams == 1 else f'has {rows.beams}'}",
             "give the blocks of each beam, or of beam 0 alone to requests in the context phase",
         )
-    return layer_offsets
 
 
 def _check_scale(name: str, value: Any, mode: Any) -> None:

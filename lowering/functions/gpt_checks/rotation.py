@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...ops.tensorrt_llm.settings import SCALINGS
-from .rows import RequestLengths
-from .values import FLOAT32, check_array, check_integer, check_member, check_number, check_shape, find_first, refuse
+from ...ops.tensorrt_llm.settings import SCALINGS, Rotation
+from .values import FLOAT32, check_array, check_integer, check_member, check_number, check_shape, refuse
 
 _ROTATED = ("rope_gptj", "rope_gpt_neox", "long_rope", "yarn")
 _IMPLIED = {"long_rope": "longrope", "yarn": "yarn"}
@@ -21,22 +19,7 @@ _POSITIVE = {
 _ORIGINAL = "rotary_embedding_original_max_positions"
 
 
-@dataclass(frozen=True)
-class RotationSettings:
-    dim: int
-    scaling: str
-    original: int  # longrope: longer sequences use the long factors and tables
-
-
-@dataclass(frozen=True)
-class AngleTables:
-    """The numbers of positions of rotary_cos_sin and of long_rope_rotary_cos_sin; None for a table that is not read."""
-
-    short: int | None
-    long: int | None
-
-
-def check_rotation(arguments: Mapping[str, Any], position: str, size: int) -> RotationSettings | None:
+def check_rotation(arguments: Mapping[str, Any], position: str, size: int) -> Rotation | None:
     """Return the settings of the rotation, or None if nothing is rotated; its other arguments are ignored then."""
     scaling = check_member("rotary_embedding_scale_type", arguments["rotary_embedding_scale_type"], SCALINGS)
     if scaling == "mrope":
@@ -64,12 +47,12 @@ def check_rotation(arguments: Mapping[str, Any], position: str, size: int) -> Ro
     if scaling == "longrope":
         original = check_integer(_ORIGINAL, arguments[_ORIGINAL], 1)
         _check_longrope(arguments, config or {}, dim, original)
-        return RotationSettings(dim, scaling, original)
+        return Rotation(dim=dim, scaling=scaling, original=original)
     if is_computed:
         _check_scaling(arguments, scaling, config or {})
     if scaling == "yarn" and arguments["rotary_cos_sin"] is None:
         _check_yarn(arguments, config or {}, is_computed)
-    return RotationSettings(dim, scaling, 0)
+    return Rotation(dim=dim, scaling=scaling, original=0)
 
 
 def _list_prefixes(scaling: str) -> tuple[str, ...]:
@@ -154,44 +137,18 @@ def _check_longrope(arguments: Mapping[str, Any], config: Mapping[str, Any], dim
             )
 
 
-def check_angle_tables(arguments: Mapping[str, Any], rotation: RotationSettings) -> AngleTables:
-    """Check shapes and types of the tables that are used, and return their numbers of positions."""
-    positions: dict[str, int | None] = {"": None, "long_rope_": None}
+def check_angle_tables(arguments: Mapping[str, Any], rotation: Rotation) -> None:
+    """Check shapes and types of the tables that are used."""
     for prefix in _list_prefixes(rotation.scaling):
         name = _find_table(arguments, prefix)
         if name is None:
             continue
         if name.endswith("inv_freq"):
             check_shape(name, arguments[name], FLOAT32, (rotation.dim // 2,), "half of rotary_embedding_dim")
-            continue
-        table = check_array(name, arguments[name], FLOAT32)
-        if table.size % rotation.dim:
+        elif check_array(name, arguments[name], FLOAT32).size % rotation.dim:
             refuse(
                 "gpt_attention.angle_table_size_mismatch",
-                f"{name} has {table.size} elements",
+                f"{name} has {arguments[name].size} elements",
                 f"make them a multiple of rotary_embedding_dim, {rotation.dim}: a cosine and a sine for each position "
                 f"and pair of dimensions",
-            )
-        positions[prefix] = table.size // rotation.dim
-    return AngleTables(positions[""], positions["long_rope_"])
-
-
-def check_positions(rotation: RotationSettings, angles: AngleTables, requests: RequestLengths) -> None:
-    """Check that the tables have the positions of all requests."""
-    reach, longest = requests.reach, requests.longest_reach
-    if longest <= min(longest if positions is None else positions for positions in (angles.short, angles.long)):
-        return
-    beyond = np.zeros(len(reach), bool)
-    if rotation.scaling == "longrope":
-        beyond = requests.rotated_length > rotation.original
-    for name, positions, users in (
-        ("rotary_cos_sin", angles.short, ~beyond),
-        ("long_rope_rotary_cos_sin", angles.long, beyond),
-    ):
-        if positions is not None and (wrong := users & (reach > positions)).any():
-            b = find_first(wrong)
-            refuse(
-                "gpt_attention.table_too_small",
-                f"{name} has {positions} positions, and request {b} needs position {reach[b] - 1}",
-                f"give a table of at least {reach[b]} positions",
             )

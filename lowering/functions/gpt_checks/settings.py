@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...ops.tensorrt_llm.settings import MASKS, POSITIONS
-from .rotation import RotationSettings, check_rotation
+from ...ops.tensorrt_llm.settings import MASKS, POSITIONS, CommonSettings
+from .rotation import check_rotation
 from .values import INTEGERS, check_array, check_flag, check_integer, check_member, check_number, refuse
 
 INT8, FP8 = 64, 128  # flags of kv_cache_quant_mode; its other bits are ignored
@@ -30,25 +30,12 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class CallSettings:
-    heads: int
-    kv_heads: int
-    size: int  # hidden_size_per_head
-    layer: int
+@dataclass(frozen=True, kw_only=True)
+class CallSettings(CommonSettings):
+    """The settings of a call of the function."""
+
     position: str
-    mask: str
-    rotation: RotationSettings | None
-    has_cache: bool  # use_cache
-    is_cross: bool
-    is_streaming: bool
-    is_trt_compatible: bool  # trt_mmha_compat
-    has_spare_block: bool
     mode: int  # INT8, FP8 or 0
-    window: int | None  # W of this layer; None: there is no window, or it is ignored
-    sinks: int
-    max_distance: int
-    is_bidirectional: bool  # relative_attention_bidirectional
 
     @property
     def queries(self) -> int:
@@ -59,10 +46,6 @@ class CallSettings:
     def keys(self) -> int:
         """Return the number of columns of K, which is that of V."""
         return self.kv_heads * self.size
-
-    @property
-    def columns(self) -> int:
-        return self.queries + 2 * self.keys
 
 
 def refuse_unknown(unknown: Mapping[str, Any]) -> None:
@@ -84,10 +67,7 @@ def refuse_unknown(unknown: Mapping[str, Any]) -> None:
 
 
 def check_settings(arguments: Mapping[str, Any]) -> CallSettings:
-    """Check and return the settings.
-
-    The window and the number of sinks are read here from arrays, since the host needs these numbers.
-    """
+    """Check and return the settings."""
     flags = {name: check_flag(name, arguments[name]) for name in _FLAGS}
     heads = check_integer("num_heads", arguments["num_heads"], 1)
     num_kv_heads = arguments["num_kv_heads"]
@@ -114,7 +94,7 @@ def check_settings(arguments: Mapping[str, Any]) -> CallSettings:
     if cross:
         _check_cross(arguments, position)
     layer = check_integer("layer_idx", arguments["layer_idx"], 0)
-    window, sinks = _check_window(arguments, layer, cross)
+    _check_window(arguments)
     _check_numbers(arguments)
     return CallSettings(
         heads=heads,
@@ -123,15 +103,13 @@ def check_settings(arguments: Mapping[str, Any]) -> CallSettings:
         layer=layer,
         position=position,
         mask=mask,
-        rotation=check_rotation(arguments, position, size),
+        rotary=check_rotation(arguments, position, size),
         has_cache=cached,
         is_cross=cross,
         is_streaming=flags["streamingllm"],
         is_trt_compatible=flags["trt_mmha_compat"],
         has_spare_block=flags["use_one_more_block"],
         mode=mode,
-        window=window,
-        sinks=sinks,
         max_distance=check_integer("max_distance", arguments["max_distance"], 0),
         is_bidirectional=flags["relative_attention_bidirectional"],
     )
@@ -211,44 +189,24 @@ def _check_cross(arguments: Mapping[str, Any], position: str) -> None:
         )
 
 
-def _check_window(arguments: Mapping[str, Any], layer: int, cross: bool) -> tuple[int | None, int]:
+def _check_window(arguments: Mapping[str, Any]) -> None:
     name, sink_name = "host_max_attention_window_sizes", "host_sink_token_length"
-    sink_argument, window, sinks = arguments[sink_name], None, 0
-    if sink_argument is not None:
-        if getattr(sink_argument, "ndim", 0):
-            length = check_array(sink_name, sink_argument, INTEGERS)
-            if length.shape != (1,):
-                refuse(
-                    "gpt_attention.shape_mismatch",
-                    f"{sink_name} has the shape {length.shape}",
-                    "give one integer, or an array of shape (1,)",
-                )
-            sink_argument = length[0]
-        sinks = check_integer(sink_name, sink_argument, 0)
-    sizes = arguments[name]
-    if sizes is not None:
-        if check_array(name, sizes, INTEGERS).ndim != 1 or not sizes.size:
+    sinks, sizes = arguments[sink_name], arguments[name]
+    if getattr(sinks, "ndim", 0):
+        if check_array(sink_name, sinks, INTEGERS).shape != (1,):
             refuse(
                 "gpt_attention.shape_mismatch",
-                f"{name} has the shape {sizes.shape}",
-                "give one size for each layer, or one for all, of shape (n,)",
+                f"{sink_name} has the shape {sinks.shape}",
+                "give one integer, or an array of shape (1,)",
             )
-        window = int(sizes[layer % len(sizes)])
-    if cross:  # cross attention ignores both
-        return None, 0
-    if window is not None and window < 1:
+    elif sinks is not None:
+        check_integer(sink_name, sinks, 0)
+    if sizes is not None and (check_array(name, sizes, INTEGERS).ndim != 1 or not sizes.size):
         refuse(
-            "gpt_attention.window_not_positive",
-            f"{name} gives layer {layer} a window of {window} tokens",
-            "make it at least 1, or leave it out",
+            "gpt_attention.shape_mismatch",
+            f"{name} has the shape {sizes.shape}",
+            "give one size for each layer, or one for all, of shape (n,)",
         )
-    if window is not None and sinks >= window:
-        refuse(
-            "gpt_attention.sinks_exceed_window",
-            f"{sink_name} is {sinks}, and {name} gives layer {layer} a window of {window} tokens, sinks included",
-            "make the window larger, or the sinks fewer",
-        )
-    return window, sinks
 
 
 def _check_numbers(arguments: Mapping[str, Any]) -> None:

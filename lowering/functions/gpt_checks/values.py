@@ -100,16 +100,6 @@ def check_member(name: str, value: Any, names: Sequence[str]) -> str:
     refuse("gpt_attention.name_unknown", f"{name} is {value!r}, which is not one of its values", f"use one of {listed}")
 
 
-def as_int64(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.int64)
-
-
-def find_outside(values: np.ndarray, count: int) -> np.ndarray:
-    """Return where values, int32 or int64, are not from 0 to count - 1."""
-    unsigned: Any = np.uint32 if values.dtype.itemsize == 4 else np.uint64
-    return np.asarray(values.view(unsigned) >= count)  # negative values are large then
-
-
 def find_first(wrong: np.ndarray) -> int:
     """Return the first index where a bool array of one axis is true."""
     return int(np.argmax(wrong))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ def compute_angles_at(
     rotary = settings.rotary
     assert rotary is not None
     half = rotary.dim // 2
-    tables = {name: _read_table(node, inputs[name], name, half) for name in list_angle_tables(rotary, inputs)}
+    tables = {name: _read_table(node, inputs[name], name, half) for name in list_angle_tables(rotary.scaling, inputs)}
     constants = {} if "rotary_cos_sin" in tables or "rotary_inv_freq" in tables else _compute_frequencies(node, rotary)
     arrays = {**tables, **{name: node.constant(x) for name, x in constants.items()}}
     names = list(arrays)
@@ -90,7 +90,7 @@ class _LongRopeChooser:
         return tirx.if_then_else(self.is_long, element(self.read[long_name], long_name), element(self.read[name], name))
 
 
-def list_angle_tables(rotary: RotarySettings, inputs: Mapping[str, Value]) -> list[str]:
+def list_angle_tables(scaling: str, inputs: Collection[str]) -> list[str]:
     """Return the names of the tables that are used.
 
     Tables of cosines and sines are preferred to frequencies, and both to computed angles.
@@ -98,7 +98,7 @@ def list_angle_tables(rotary: RotarySettings, inputs: Mapping[str, Value]) -> li
     for name in ("rotary_cos_sin", "rotary_inv_freq"):
         if name in inputs:
             long_name = f"long_rope_{name}"
-            return [name, *([long_name] if rotary.scaling == "longrope" and long_name in inputs else [])]
+            return [name, *([long_name] if scaling == "longrope" and long_name in inputs else [])]
     return []
 
 

@@ -31,20 +31,23 @@ _IMPLIED = {"long_rope": "longrope", "yarn": "yarn"}
 _QUANTIZED_DTYPES: dict[int, QuantizedType] = {64: "int8", 128: "float8_e4m3fn"}
 
 
-@dataclass(frozen=True)
-class RotarySettings:
-    """Settings of the rotation of the first dim elements of each head.
-
-    `scaling` is one of SCALINGS, config the dictionary of Hugging Face.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """The rotation of the first `dim` elements of each head; `scaling` is one of SCALINGS."""
 
     dim: int
+    scaling: str
+    original: int  # longrope: longer sequences use the long factors and tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySettings(Rotation):
+    """All settings of the rotation; config is the dictionary of Hugging Face."""
+
     is_interleaved: bool
     base: float
-    scaling: str
     scale: float
     max_positions: int
-    original: int
     m_scales: tuple[float, float]  # longrope: factors for short and for long sequences
     config: dict[str, Any]
 
@@ -59,38 +62,45 @@ class BlockSparse:
     stride: int
 
 
-@dataclass(frozen=True)
-class GptSettings:
-    """All attributes; quantized_dtype is the type of a quantized cache, or None."""
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """What the operator and the function of that name both know of a call, without its arrays."""
 
     heads: int
     kv_heads: int
-    size: int
-    scale: float
-    softcap: float
-    rotary: RotarySettings | None
-    alibi: float | None  # factor of the slopes
+    size: int  # hidden_size_per_head
+    rotary: Rotation | None
     mask: str
-    sparse: BlockSparse
     max_distance: int
     is_bidirectional: bool  # relative_attention_bidirectional
     layer: int
-    tp_size: int
-    tp_rank: int
-    quantized_dtype: QuantizedType | None
-    has_cache: bool
+    has_cache: bool  # use_cache
     is_cross: bool
     is_streaming: bool
     has_spare_block: bool
-    has_fp8_context: bool
-    attends_unquantized: bool  # attend_current_unquantized
     is_trt_compatible: bool  # trt_mmha_compat
-    splits: int | None  # multi_block_mode
 
     @property
     def width(self) -> int:
         """Return the number of columns of qkv with keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptSettings(CommonSettings):
+    """All attributes; quantized_dtype is the type of a quantized cache, or None."""
+
+    rotary: RotarySettings | None
+    scale: float
+    softcap: float
+    alibi: float | None  # factor of the slopes
+    sparse: BlockSparse
+    tp_size: int
+    tp_rank: int
+    quantized_dtype: QuantizedType | None
+    has_fp8_context: bool
+    attends_unquantized: bool  # attend_current_unquantized
+    splits: int | None  # multi_block_mode
 
 
 def read_settings(node: Node) -> GptSettings:

@@ -1,18 +1,23 @@
-"""A run-time check that the tables of a GptAttention fit each other, its rows and its cache."""
+"""The check that the tables of a GptAttention fit each other, its rows and its cache: its operands.
+
+Compiled models call it at run time (runtime/native/requests_tensorrt_llm.c), and the function gpt_attention before it
+runs a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from ...importing.checks import TENSORRT_LLM
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_one, prod
 from ..helpers.assertions import assert_requests
 from .rotary import list_angle_tables
-from .settings import GptSettings
+from .settings import CommonSettings, GptSettings, Rotation
 
 # The order is that of runtime/native/requests_tensorrt_llm.c.
-_TABLES = (
+TABLES = (
     "context_lengths", "host_request_types", "host_past_key_value_lengths", "sequence_length", "host_context_lengths",
     "host_max_attention_window_sizes", "host_sink_token_length", "cache_indirection", "kv_cache_block_offsets",
     "host_kv_cache_pool_mapping", "encoder_input_lengths",
@@ -25,14 +30,18 @@ def check_tables(node: Node, settings: GptSettings, inputs: Mapping[str, Value],
     inputs are the node's inputs by name, as they are in the model, so that layers share a check. `block` is the number
     of tokens in a block of a paged cache. Ranks that do not fit are errors of the import, reported elsewhere.
     """
-    tables = [inputs.get(name) for name in _TABLES]
-    return assert_requests(node, TENSORRT_LLM, tables, _list_numbers(settings, inputs, beams, block))
+    shapes = {name: value.shape for name, value in inputs.items()}
+    layer = settings.layer if _is_layer_dependent(shapes) else 0
+    tables = [inputs.get(name) for name in TABLES]
+    return assert_requests(node, TENSORRT_LLM, tables, list_numbers(settings, shapes, beams, block, layer))
 
 
-def _list_numbers(settings: GptSettings, inputs: Mapping[str, Value], beams: int, block: int) -> list[Size]:
+Shapes: TypeAlias = Mapping[str, Sequence[Size]]  # of the inputs that are present, by name
+
+
+def list_numbers(settings: CommonSettings, shapes: Shapes, beams: int, block: int, layer: int) -> list[Size]:
     """Return the numbers of the check, in the order of runtime/native/requests_tensorrt_llm.h."""
-    qkv, cross = inputs["qkv"], _find_input(inputs, "cross_kv", 2, 3)
-    padded, padded_cross = qkv.rank == 3, cross is not None and cross.rank == 3
+    qkv, cross = shapes["qkv"], _find_shape(shapes, "cross_kv", 2, 3)
     flags = (
         settings.has_cache,
         settings.is_cross,
@@ -41,44 +50,42 @@ def _list_numbers(settings: GptSettings, inputs: Mapping[str, Value], beams: int
         settings.has_spare_block,
     )
     numbers: list[Size] = [int(flag) for flag in flags]
-    numbers += [-1, *qkv.shape[:2]] if padded else [qkv.shape[0], -1, -1]
-    numbers += [beams, settings.layer if _is_layer_dependent(inputs) else 0, block, *_list_cache_sizes(inputs, block)]
-    numbers += [-1, -1, -1] if cross is None else [0, *cross.shape[:2]] if padded_cross else [cross.shape[0], -1, -1]
-    mask, packed_mask = (_find_input(inputs, name, 2) for name in ("attention_mask", "attention_packed_mask"))
-    numbers += [-1 if mask is None else mask.shape[1], -1 if packed_mask is None else packed_mask.shape[1] * 32]
-    logn, bias = _find_input(inputs, "logn_scaling", 1), _find_input(inputs, "relative_attention_bias", 3)
-    numbers += [-1 if logn is None else logn.shape[0], *((-1, -1) if bias is None else bias.shape[1:])]
-    return [*numbers, *_list_angle_sizes(settings, inputs)]
+    numbers += [-1, *qkv[:2]] if len(qkv) == 3 else [qkv[0], -1, -1]
+    numbers += [beams, layer, block, *_list_cache_sizes(shapes, block)]
+    numbers += [-1, -1, -1] if cross is None else [0, *cross[:2]] if len(cross) == 3 else [cross[0], -1, -1]
+    mask, packed_mask = (_find_shape(shapes, name, 2) for name in ("attention_mask", "attention_packed_mask"))
+    numbers += [-1 if mask is None else mask[1], -1 if packed_mask is None else packed_mask[1] * 32]
+    logn, bias = _find_shape(shapes, "logn_scaling", 1), _find_shape(shapes, "relative_attention_bias", 3)
+    numbers += [-1 if logn is None else logn[0], *((-1, -1) if bias is None else bias[1:])]
+    return [*numbers, *_list_angle_sizes(settings.rotary, shapes)]
 
 
-def _is_layer_dependent(inputs: Mapping[str, Value]) -> bool:
+def _is_layer_dependent(shapes: Shapes) -> bool:
     """Return whether the check depends on the node's layer."""
-    windows = inputs.get("host_max_attention_window_sizes")
-    pool = inputs.get("past_key_value")
-    has_layers = "host_kv_cache_pool_mapping" in inputs or (pool is not None and pool.rank == 6)
-    return has_layers or (windows is not None and not (windows.rank == 1 and is_one(windows.shape[0])))
+    windows = shapes.get("host_max_attention_window_sizes")
+    has_layers = "host_kv_cache_pool_mapping" in shapes or len(shapes.get("past_key_value", ())) == 6
+    return has_layers or (windows is not None and not (len(windows) == 1 and is_one(windows[0])))
 
 
-def _list_cache_sizes(inputs: Mapping[str, Value], block: int) -> tuple[Size, Size, Size]:
+def _list_cache_sizes(shapes: Shapes, block: int) -> tuple[Size, Size, Size]:
     """Return the slots in a row of a contiguous cache, the blocks of a pool, and the pool's layers."""
-    pool = inputs.get("past_key_value")
-    if pool is None or pool.rank not in (5, 6):
+    pool = _find_shape(shapes, "past_key_value", 5, 6)
+    if pool is None:
         return -1, -1, -1
     if not block:
-        return pool.shape[-2], -1, -1
-    return -1, pool.shape[0], pool.shape[1] if pool.rank == 6 else 0
+        return pool[-2], -1, -1
+    return -1, pool[0], pool[1] if len(pool) == 6 else 0
 
 
-def _list_angle_sizes(settings: GptSettings, inputs: Mapping[str, Value]) -> list[Size]:
+def _list_angle_sizes(rotary: Rotation | None, shapes: Shapes) -> list[Size]:
     """Return the numbers of positions of the cosine and sine tables, and the longest length for the first of two."""
-    rotary = settings.rotary
-    names = [] if rotary is None else [name for name in list_angle_tables(rotary, inputs) if name.endswith("cos_sin")]
+    names = [] if rotary is None else [n for n in list_angle_tables(rotary.scaling, shapes) if n.endswith("cos_sin")]
     if rotary is None or not names:
         return [-1, -1, -1]
-    positions = [prod(inputs[name].shape) // rotary.dim for name in names]
+    positions = [prod(shapes[name]) // rotary.dim for name in names]
     return [*positions, rotary.original] if len(names) > 1 else [*positions, -1, -1]
 
 
-def _find_input(inputs: Mapping[str, Value], name: str, *ranks: int) -> Value | None:
-    value = inputs.get(name)
-    return value if value is not None and value.rank in ranks else None
+def _find_shape(shapes: Shapes, name: str, *ranks: int) -> Sequence[Size] | None:
+    shape = shapes.get(name)
+    return shape if shape is not None and len(shape) in ranks else None

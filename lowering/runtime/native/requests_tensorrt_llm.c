@@ -1,5 +1,5 @@
 /* Check that the tables of a GptAttention fit each other and its rows; linked into every model.so.
- * lowering/functions/gpt_checks has the same rules for the function over NumPy arrays. */
+ * The function gpt_attention calls it, too (lowering/functions/gpt_checks/contents.py). */
 #define _GNU_SOURCE
 #include "requests_tensorrt_llm.h"
 
@@ -81,7 +81,7 @@ static int check_lengths(const Call* call) {
         if (r.is_context && (r.new_tokens < 1 || r.new_tokens > MAX_LENGTH)) {
             return reject("gpt_attention.context_length_not_positive", call->node,
                           "context_lengths of request " N ", which is in the context phase, is " N
-                          ": give it at least one token, or leave it out.",
+                          ": give it 1 to 2^40 tokens, or leave it out.",
                           b, r.new_tokens);
         }
         if (r.past < 0 || r.past > MAX_LENGTH) {

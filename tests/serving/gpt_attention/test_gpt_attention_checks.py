@@ -238,7 +238,7 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[Drawing], None]]] = [
     ("context_lengths is of type list", {}, change("context_lengths", lambda x: x.tolist())),
     ("context_lengths is an array of >i4", {}, change("context_lengths", lambda x: x.astype(">i4"))),
     ("host_past_key_value_lengths of request 0", CONTIGUOUS | WIDE, lengths_that_overflow),
-    ("qkv .*context_lengths", CONTIGUOUS | WIDE, rows_that_overflow),
+    ("context_lengths of request 0", CONTIGUOUS | WIDE, rows_that_overflow),
     ("host_request_types of request 0", CONTIGUOUS, change("host_request_types", lambda x: x + 2)),
     ("q_scaling is nan", {}, change("q_scaling", lambda x: float("nan"))),
     ("attn_logit_softcapping_scale is inf", {}, change("attn_logit_softcapping_scale", lambda x: float("inf"))),
