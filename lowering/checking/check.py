@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from ..errors import NodeError
 from ..fusion import fuse, keep_declared_outputs
-from ..fusion.sizes import InferSizesPass
 from ..graph.loading.declared_sizes import Dims, ranges
 from ..graph.loading.list_inputs import split_list_inputs
 from ..graph.loading.model import ModelLike, load_model
+from ..graph.rewriting.sizes import InferSizesPass
 from ..importing.importer import Importer
 from ..notebook import format_table
 

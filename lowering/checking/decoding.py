@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
-from ..fusion.matching import read_static_sizes
 from ..graph.caches.joint_kv_caches import find_joint_caches
+from ..graph.rewriting.matching import read_static_sizes
 from ..manifest import DecoderSpec, Manifest, SlotCaches, TensorSpec
 from ..runtime.artifact.checks import check_fixed_dimensions
 from ..runtime.decoding.decoder_sources import list_fixed_inputs

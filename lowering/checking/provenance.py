@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from ..errors import ArtifactError
-from ..fusion.matching import dims, read_static_sizes
 from ..graph.caches.joint_kv_caches import create_half_caches, find_joint_caches
 from ..graph.loading.model import dtype_name
 from ..graph.paged.served_states import is_state_operator, past_state
+from ..graph.rewriting.matching import dims, read_static_sizes
 from ..manifest import SOURCE_TABLE, ListSpec, Manifest, ServedCache, TensorSpec
 
 _HALVES = ("float16", "bfloat16")  # types of caches that `precision` halves

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..fusion.sizes import InferSizesPass
+from ..graph.rewriting.sizes import InferSizesPass
 from .references import Against, Feeds, load_reference
 
 _MAX_SIZE_ELEMENTS = 64  # elements of an array that is taken for shape arithmetic

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
-from ..fusion.sizes import InferSizesPass
+from ..graph.rewriting.sizes import InferSizesPass
 
 if TYPE_CHECKING:
     from ..runtime import Model

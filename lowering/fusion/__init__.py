@@ -12,6 +12,8 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..graph.loading.legality import import_own_domain
+from ..graph.rewriting.opset import MIN_LOWERED_OPSET, UpgradeOpsetPass, opset
+from ..graph.rewriting.sizes import InferSizesPass
 from .attention.attention import FuseAttentionPass
 from .attention.grouped_heads import GroupHeadsPass
 from .attention.linear_attention import FuseLinearAttentionPass
@@ -21,11 +23,9 @@ from .gelu import FuseGeluPass
 from .no_ops import RemoveNoOpsPass
 from .norms.layer_norm import FuseLayerNormPass
 from .norms.rms_norm import FuseRmsNormPass
-from .opset import MIN_LOWERED_OPSET, UpgradeOpsetPass, opset
 from .quantized.integer_matmuls import FuseIntegerMatmulsPass
 from .quantized.quantized_moves import MoveQuantizedValuesPass
 from .rotary.rotary import FuseRotaryPass
-from .sizes import InferSizesPass
 from .stateful_conv import FuseStatefulConvPass
 from .swish import FuseSwishPass
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import Rewrite, attribute, dims, only_reader, operand, producer
+from ..graph.rewriting.matching import Rewrite, attribute, dims, only_reader, operand, producer
+from ..graph.rewriting.opset import ATTENTION_OPSET
 from .node_pass import NodePass
-from .opset import ATTENTION_OPSET
 
 
 class UnflattenMatmulsPass(NodePass):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from .matching import Rewrite, dims, is_op, only_reader, operand, operand_orders, read_number
+from ..graph.rewriting.matching import Rewrite, dims, is_op, only_reader, operand, operand_orders, read_number
 from .node_pass import NodePass
 from .polynomial import Polynomial, has_equal_coefficients, multiply_polynomials, read_polynomial
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import can_drop, dims, is_op, operand
+from ..graph.rewriting.matching import can_drop, dims, is_op, operand
 
 
 class RemoveNoOpsPass(ir.passes.InPlacePass):

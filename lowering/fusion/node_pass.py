@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from .matching import is_op
-from .opset import opset
+from ..graph.rewriting.matching import is_op
+from ..graph.rewriting.opset import opset
 
 MICROSOFT_DOMAIN = "com.microsoft"
 """Domain of operators that ai.onnx lacks, or has in another form than exporters write."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from .matching import dims, is_op, operand, read_number
+from ..graph.rewriting.matching import dims, is_op, operand, read_number
 
 # Coefficients by power.
 Polynomial = dict[int, float]

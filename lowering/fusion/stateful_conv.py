@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import Rewrite, attribute, dims, is_op, operand, producer, read_array, read_integers
+from ..graph.rewriting.matching import Rewrite, attribute, dims, is_op, operand, producer, read_array, read_integers
 from .node_pass import MICROSOFT_DOMAIN, NodePass
 
 _LENGTH = 2  # axis of [batch, channels, length]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import Rewrite, dims, only_reader, operand, operand_orders, producer, read_number
+from ..graph.rewriting.matching import Rewrite, dims, only_reader, operand, operand_orders, producer, read_number
+from ..graph.rewriting.opset import TARGET_OPSET
 from .node_pass import NodePass
-from .opset import TARGET_OPSET
 from .polynomial import read_polynomial
 
 

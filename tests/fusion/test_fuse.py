@@ -13,8 +13,8 @@ import pytest
 import lowering
 from lowering.commands.cli import main
 from lowering.fusion import fuse
-from lowering.fusion.sizes import InferSizesPass
 from lowering.graph.loading.model import load_model
+from lowering.graph.rewriting.sizes import InferSizesPass
 from tests.fusion.graphs import (
     check_fused,
     check_untouched,

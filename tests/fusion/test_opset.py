@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 import lowering
-from lowering.fusion.opset import UpgradeOpsetPass, opset
 from lowering.graph.loading.model import load_model
+from lowering.graph.rewriting.opset import UpgradeOpsetPass, opset
 from tests.fusion.graphs import parse_graph
 
 RNG = np.random.default_rng(0)

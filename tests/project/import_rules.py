@@ -30,7 +30,6 @@ RULES = {
     "lowering/graph": (
         {
             "lowering.graph",
-            "lowering.fusion",
             "lowering.arithmetic",
             "lowering.choices",
             "lowering.errors",
@@ -149,7 +148,7 @@ RULES = {
         True,
     ),
     "lowering/fusion": (
-        {"lowering.errors", "lowering.fusion", "lowering.graph.loading.fold", "lowering.graph.loading.legality"},
+        {"lowering.errors", "lowering.fusion", "lowering.graph.loading.legality", "lowering.graph.rewriting"},
         False,
     ),
     "lowering/ops": (

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..matching import (
+from ...graph.rewriting.attention_node import emit_attention
+from ...graph.rewriting.matching import (
     Rewrite,
     Size,
     attribute,
@@ -21,11 +22,10 @@ from ..matching import (
     producer,
     read_number,
 )
+from ...graph.rewriting.opset import ATTENTION_OPSET
 from ..node_pass import NodePass
-from ..opset import ATTENTION_OPSET
 from .attention_groups import drop_group_axis, flatten_queries, read_groups, split_queries
 from .attention_keys import Heads, emit_keys, restore_heads
-from .attention_node import emit_attention
 from .attention_scores import AttentionScores, find_scores
 from .attention_sinks import AttentionSink, find_sink, find_subtracted_maximum, is_sink_removal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..matching import Rewrite, Size, attribute, can_broadcast, dims, operand, producer
+from ...graph.rewriting.matching import Rewrite, Size, attribute, can_broadcast, dims, operand, producer
 
 _GROUP = 2  # the axis
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from ..matching import Rewrite, Size, attribute, dims, operand, producer
+from ...graph.rewriting.matching import Rewrite, Size, attribute, dims, operand, producer
 
 Heads = tuple[Size, int] | None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import Rewrite, Size, can_broadcast, dims, read_number
+from ...graph.rewriting.matching import Rewrite, Size, can_broadcast, dims, read_number
 from .attention_keys import restore_heads
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from ..matching import dims, is_op, is_widening_cast, operand, operand_orders, producer, read_number
+from ...graph.rewriting.matching import dims, is_op, is_widening_cast, operand, operand_orders, producer, read_number
 from .attention_masks import ScoreMask, ScoreMasks
 
 _NO_MASKS = ScoreMasks()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import (
+from ...graph.rewriting.matching import (
     Rewrite,
     Size,
     attribute,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import Rewrite, Size, attribute, dims, is_op, operand, producer, read_array
+from ...graph.rewriting.attention_node import PAST_KEY, PAST_VALUE, is_attention
+from ...graph.rewriting.matching import Rewrite, Size, attribute, dims, is_op, operand, producer, read_array
+from ...graph.rewriting.opset import ATTENTION_OPSET
 from ..node_pass import NodePass
-from ..opset import ATTENTION_OPSET
-from .attention_node import PAST_KEY, PAST_VALUE, is_attention
 
 
 class GroupHeadsPass(NodePass):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..matching import (
+from ...graph.rewriting.matching import (
     Rewrite,
     Size,
     attribute,
@@ -16,8 +16,8 @@ from ..matching import (
     read_integers,
     read_static_sizes,
 )
+from ...graph.rewriting.sizes import InferSizesPass
 from ..node_pass import MICROSOFT_DOMAIN, NodePass
-from ..sizes import InferSizesPass
 
 _TOKENS_PERM = (1, 0, 2, 3)  # permutation of [T, B, H, D] to [B, T, H, D], and back
 _TYPES = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..matching import Rewrite, dims, is_widening_cast, operand, producer
+from ...graph.rewriting.matching import Rewrite, dims, is_widening_cast, operand, producer
 from ..node_pass import NodePass
 from .normalization import ParameterChain, emit_ones, find_narrow_source, match_division, match_mean
 

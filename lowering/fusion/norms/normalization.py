@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import (
+from ...graph.rewriting.matching import (
     Rewrite,
     attribute,
     dims,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..matching import Rewrite, dims
+from ...graph.rewriting.matching import Rewrite, dims
+from ...graph.rewriting.opset import ATTENTION_OPSET
 from ..node_pass import NodePass
-from ..opset import ATTENTION_OPSET
 from .normalization import ParameterChain, emit_ones, find_narrow_source, match_division
 
 

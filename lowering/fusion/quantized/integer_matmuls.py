@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import (
+from ...graph.rewriting.matching import (
     Rewrite,
     Size,
     attribute,

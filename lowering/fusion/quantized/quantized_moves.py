@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import Rewrite, attribute, dims, is_closed, operand, producer, read_array
+from ...graph.rewriting.matching import Rewrite, attribute, dims, is_closed, operand, producer, read_array
 from ..node_pass import NodePass
 
 _TYPES = {

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..matching import Rewrite, can_broadcast, dims, is_op, only_reader, operand, operand_orders, producer
+from ...graph.rewriting.matching import (
+    Rewrite,
+    can_broadcast,
+    dims,
+    is_op,
+    only_reader,
+    operand,
+    operand_orders,
+    producer,
+)
+from ...graph.rewriting.opset import ATTENTION_OPSET
 from ..node_pass import NodePass
-from ..opset import ATTENTION_OPSET
 from .rotary_angles import emit_distinct_angles, has_doubled_angles
 from .rotary_pairs import AxisSlice, read_concatenation, read_rotated_pairs, read_slice
 

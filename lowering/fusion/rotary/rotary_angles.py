@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import Rewrite, attribute, dims, is_op, operand, read_array, read_integers
+from ...graph.rewriting.matching import Rewrite, attribute, dims, is_op, operand, read_array, read_integers
 
 _MAX_DEPTH = 24  # more nodes than lie between any table and its use
 

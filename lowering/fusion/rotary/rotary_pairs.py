@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..matching import attribute, dims, is_op, operand, operand_orders, producer, read_integers, read_number
+from ...graph.rewriting.matching import (
+    attribute,
+    dims,
+    is_op,
+    operand,
+    operand_orders,
+    producer,
+    read_integers,
+    read_number,
+)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from collections.abc import Collection
 import onnx
 import onnx_ir as ir
 
-from ...fusion.attention.attention_node import (
+from ..loading.legality import import_own_domain, record_opset
+from ..rewriting.attention_node import (
     MASK,
     NONPAD,
     PAST_KEY,
@@ -26,10 +27,9 @@ from ...fusion.attention.attention_node import (
     emit_attention,
     is_attention,
 )
-from ...fusion.matching import Rewrite, Size, attribute, dims, is_op, is_static, operand
-from ...fusion.opset import ATTENTION_OPSET, UpgradeOpsetPass, opset
-from ...fusion.sizes import InferSizesPass
-from ..loading.legality import import_own_domain, record_opset
+from ..rewriting.matching import Rewrite, Size, attribute, dims, is_op, is_static, operand
+from ..rewriting.opset import ATTENTION_OPSET, UpgradeOpsetPass, opset
+from ..rewriting.sizes import InferSizesPass
 from .joint_kv_caches import split_joint_caches
 from .microsoft_caches import LENGTH_AXIS, MICROSOFT_DOMAIN, to_attention
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from ...fusion.matching import dims, operand
-from ...fusion.sizes import InferSizesPass
 from ...manifest import DecoderSpec, SlotCaches
+from ..rewriting.matching import dims, operand
+from ..rewriting.sizes import InferSizesPass
 from .cache_forms import drop_unused_inputs, is_growing_cache
 from .roles import InputRoles, find_roles
 from .scattered_caches import check_capacity, find_scattered_caches

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import onnx_ir as ir
 
-from ...fusion.matching import Rewrite, attribute, dims, is_static, operand, read_static_sizes
+from ..rewriting.matching import Rewrite, attribute, dims, is_static, operand, read_static_sizes
 from .microsoft_caches import MICROSOFT_DOMAIN
 
 _MASK, _PAST, _BIAS, _PAST_LENGTH = 3, 4, 5, 6

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import MASK, attention_input
-from ...fusion.matching import attribute
+from ..rewriting.attention_node import MASK, attention_input
+from ..rewriting.matching import attribute
 from .positions import Positions
 
 # The longest context checked in one chunk; the longest context of which all tokens are checked, and the number of

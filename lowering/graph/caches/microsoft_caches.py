@@ -16,8 +16,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import emit_attention
-from ...fusion.matching import Rewrite, attribute, dims, is_op, is_static, read_number, read_static_sizes
+from ..rewriting.attention_node import emit_attention
+from ..rewriting.matching import Rewrite, attribute, dims, is_op, is_static, read_number, read_static_sizes
 
 MICROSOFT_DOMAIN = "com.microsoft"
 LENGTH_AXIS = 2  # axis of caches

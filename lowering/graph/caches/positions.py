@@ -14,8 +14,8 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from ...errors import ModelError
-from ...fusion.matching import Size, attribute, dims, is_op, operand, read_static_sizes
-from ...fusion.opset import opset
+from ..rewriting.matching import Size, attribute, dims, is_op, operand, read_static_sizes
+from ..rewriting.opset import opset
 from .cache_forms import LENGTH_AXIS
 
 # Numbers of earlier and of new tokens for which rows of one position are compared; and the maximum of these positions.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ...errors import InputError
-from ...fusion.matching import Size, attribute, dims, is_op
+from ..rewriting.matching import Size, attribute, dims, is_op
 
 _NAMES = {
     "ids": ("input_ids", "decoder_input_ids"),

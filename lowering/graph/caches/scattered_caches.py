@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import NONPAD, PAST_KEY, attention_input, is_attention
-from ...fusion.matching import Size, attribute, dims, is_op, operand, read_static_sizes
-from ...fusion.sizes import InferSizesPass
+from ..rewriting.attention_node import NONPAD, PAST_KEY, attention_input, is_attention
+from ..rewriting.matching import Size, attribute, dims, is_op, operand, read_static_sizes
+from ..rewriting.sizes import InferSizesPass
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from enum import IntEnum
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from ...fusion.attention.attention_node import is_attention
-from ...fusion.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused
-from ...fusion.sizes import InferSizesPass
 from ...manifest import SOURCE_LENGTHS
 from ..options.random_seed import RANDOM
+from ..rewriting.attention_node import is_attention
+from ..rewriting.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused
+from ..rewriting.sizes import InferSizesPass
 from .cache_forms import LENGTH_AXIS, MASK, NONPAD, K, V, split_heads, use_opset_24
 
 _MATMULS = (

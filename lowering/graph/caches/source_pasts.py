@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ...fusion.attention.attention_node import PAST_KEY, PAST_VALUE, attention_input, is_attention
-from ...fusion.matching import dims, operand
-from ...fusion.sizes import InferSizesPass
+from ..rewriting.attention_node import PAST_KEY, PAST_VALUE, attention_input, is_attention
+from ..rewriting.matching import dims, operand
+from ..rewriting.sizes import InferSizesPass
 from .cache_forms import K, V, is_growing_cache
 from .roles import InputRoles, find_roles
 

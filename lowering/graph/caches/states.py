@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ...fusion.matching import Size, dims
+from ..rewriting.matching import Size, dims
 
 Kind = tuple[str, tuple[Size, ...]]
 

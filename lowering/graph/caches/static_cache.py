@@ -18,10 +18,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import NONPAD, is_attention
-from ...fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
-from ...fusion.opset import opset
-from ...fusion.sizes import InferSizesPass
+from ..rewriting.attention_node import NONPAD, is_attention
+from ..rewriting.matching import Rewrite, Size, attribute, dims, is_op, operand
+from ..rewriting.opset import opset
+from ..rewriting.sizes import InferSizesPass
 from .cache_forms import LENGTH_AXIS, OPSET, K, can_read_slots, is_growing_cache, use_opset_24
 from .roles import InputRoles
 from .windowed_caches import find_windows, mask_by_slot, ring_slots

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ...fusion.attention.attention_node import MASK, attention_input
-from ...fusion.matching import Rewrite, attribute, dims, is_op, operand
-from ...fusion.sizes import InferSizesPass
 from ..loading.declared_sizes import set_sizes
+from ..rewriting.attention_node import MASK, attention_input
+from ..rewriting.matching import Rewrite, attribute, dims, is_op, operand
+from ..rewriting.sizes import InferSizesPass
 from .cache_forms import K, V
 from .mask_patterns import find_left_windows
 from .positions import Positions

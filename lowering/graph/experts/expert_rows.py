@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ...fusion.matching import Rewrite, attribute, dims, is_op, operand, read_integers
 from ..loading.legality import OWN_DOMAIN
+from ..rewriting.matching import Rewrite, attribute, dims, is_op, operand, read_integers
 
 Values = tuple[ir.Value, ...]  # a value of each expert, at the same position of its subgraph
 

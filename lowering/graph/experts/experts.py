@@ -20,7 +20,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from ...fusion.matching import (
+from ..loading.legality import import_own_domain
+from ..rewriting.matching import (
     Rewrite,
     attribute,
     dims,
@@ -33,9 +34,8 @@ from ...fusion.matching import (
     read_number,
     read_static_sizes,
 )
-from ...fusion.opset import opset
-from ...fusion.sizes import InferSizesPass
-from ..loading.legality import import_own_domain
+from ..rewriting.opset import opset
+from ..rewriting.sizes import InferSizesPass
 from .expert_rows import ExpertRows
 from .gathered_matrices import count_choices, group_gathered_matmuls
 

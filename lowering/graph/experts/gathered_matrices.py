@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ...fusion.matching import Rewrite, attribute, dims, is_op, operand
+from ..rewriting.matching import Rewrite, attribute, dims, is_op, operand
 from .expert_rows import SortedRows, read_constant
 
 

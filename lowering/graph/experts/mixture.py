@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ...fusion.matching import Rewrite, dims
+from ..rewriting.matching import Rewrite, dims
 from .expert_rows import ExpertRows
 
 ACTIVATIONS = ("relu", "relu2", "gelu", "silu", "identity", "swiglu", "geglu")

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.sizes import InferSizesPass
+from ..rewriting.sizes import InferSizesPass
 from .legality import iterate_graphs
 
 _MAX_RANK = 8

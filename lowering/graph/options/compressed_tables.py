@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ...fusion.matching import Rewrite, operand
+from ..rewriting.matching import Rewrite, operand
 
 _MIN_ELEMENTS = 1 << 14  # elements; smaller tables are not worth the operators
 _ROWS_PER_STEP = 1 << 12  # rows that are quantized at a time

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ...fusion.matching import Rewrite, dims, is_op, operand, read_array, remove_unused
+from ..rewriting.matching import Rewrite, dims, is_op, operand, read_array, remove_unused
 
 _MICROSOFT = "com.microsoft"
 _FLOAT = ir.DataType.FLOAT

@@ -23,11 +23,11 @@ import onnx
 import onnx_ir as ir
 
 from ...choices import Precision
-from ...fusion.attention.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
-from ...fusion.matching import is_op
-from ...fusion.opset import opset
-from ...fusion.sizes import InferSizesPass
 from ..caches.cache_forms import is_growing_cache
+from ..rewriting.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
+from ..rewriting.matching import is_op
+from ..rewriting.opset import opset
+from ..rewriting.sizes import InferSizesPass
 
 TYPES: dict[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "fast": ir.DataType.BFLOAT16,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ...errors import InputError
-from ...fusion.matching import can_drop
 from ..loading.legality import iterate_graphs
+from ..rewriting.matching import can_drop
 
 RANDOM = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 

@@ -20,9 +20,6 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import is_attention
-from ...fusion.matching import Rewrite, Size, attribute, dims, is_op, operand, read_static_sizes
-from ...fusion.sizes import InferSizesPass
 from ...manifest import (  # fmt: skip
     BLOCK_TABLE,
     CACHE,
@@ -40,6 +37,9 @@ from ..caches.mask_patterns import MaskPattern, find_patterns
 from ..caches.positions import Positions, evaluate_rows
 from ..caches.setup_split import Setup, split_setup
 from ..loading.legality import OWN_DOMAIN, import_own_domain
+from ..rewriting.attention_node import is_attention
+from ..rewriting.matching import Rewrite, Size, attribute, dims, is_op, operand, read_static_sizes
+from ..rewriting.sizes import InferSizesPass
 from .row_wise import check_row_wise, row_axis
 from .serve import Serve
 from .served_caches import CacheLayer, assign_cache_layers, build_cache_pools, check_attention

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.matching import Size, attribute, dims, operand, read_integers, read_static_sizes
-from ...fusion.size_rules import canonicalize_size
+from ..rewriting.matching import Size, attribute, dims, operand, read_integers, read_static_sizes
+from ..rewriting.size_rules import canonicalize_size
 
 _BY_ELEMENT = {
     "Abs", "Add", "And", "BiasGelu", "Cast", "CastLike", "Ceil", "Clip", "Cos", "DequantizeLinear", "Div", "Dropout",

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import MASK, SINK, attention_input
-from ...fusion.matching import attribute, dims, operand, read_static_sizes
 from ...manifest import CACHE, CachePool
 from ..caches.cache_forms import K, V, can_read_slots
 from ..caches.positions import Positions
+from ..rewriting.attention_node import MASK, SINK, attention_input
+from ..rewriting.matching import attribute, dims, operand, read_static_sizes
 
 
 @dataclass(frozen=True)

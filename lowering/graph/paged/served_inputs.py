@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ...errors import InputError, ModelError
-from ...fusion.matching import dims
-from ...fusion.sizes import InferSizesPass
 from ..caches.roles import InputRoles, find_roles, read_table_rows
+from ..rewriting.matching import dims
+from ..rewriting.sizes import InferSizesPass
 from .serve import Serve
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import SINK, attention_input
-from ...fusion.matching import Rewrite, Size, attribute, dims, operand
 from ...manifest import CachePool
 from ..loading.legality import OWN_DOMAIN
+from ..rewriting.attention_node import SINK, attention_input
+from ..rewriting.matching import Rewrite, Size, attribute, dims, operand
 from .served_caches import CacheLayer
 
 KV_WRITE_TABLES = ("first_rows", "row_counts", "past", "entries")

@@ -17,15 +17,15 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ...errors import ModelError
-from ...fusion.attention.attention_node import MASK, NONPAD, PAST_KEY, PAST_VALUE, attention_input
-from ...fusion.matching import Rewrite, attribute, dims, is_op, operand
-from ...fusion.opset import opset
 from ...manifest import SOURCE_CACHE, SOURCE_LENGTHS, SOURCE_SCALE, SOURCE_TABLE, CachePool, SourceCache
 from ..caches.cache_forms import LENGTH_AXIS, K, V, drop_unused_inputs
 from ..caches.mask_patterns import convert_to_bias
 from ..caches.positions import Positions
 from ..caches.setup_split import Setup
 from ..loading.legality import OWN_DOMAIN, import_own_domain
+from ..rewriting.attention_node import MASK, NONPAD, PAST_KEY, PAST_VALUE, attention_input
+from ..rewriting.matching import Rewrite, attribute, dims, is_op, operand
+from ..rewriting.opset import opset
 from .served_caches import CacheLayer, assign_cache_layers, build_cache_pools
 from .served_pools import ServedPool, add_input, set_graph_outputs
 

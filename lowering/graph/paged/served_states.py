@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ...errors import ModelError
-from ...fusion.matching import Rewrite, attribute, dims, operand, read_static_sizes
 from ...manifest import STATES, StatePool
 from ..caches.microsoft_caches import MICROSOFT_DOMAIN
 from ..loading.legality import OWN_DOMAIN
+from ..rewriting.matching import Rewrite, attribute, dims, operand, read_static_sizes
 
 _PAST, _PRESENT = 3, 1  # input and output of both operators
 _LINEAR, _CONVOLUTION = "LinearAttention", "CausalConvWithState"

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
-from ..graph.loading.legality import record_opset
+from ..loading.legality import record_opset
 from .sizes import InferSizesPass
 
 # Before 13, a Softmax flattens its axis and all following ones. The converter needs the rank to find the last axis.

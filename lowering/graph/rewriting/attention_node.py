@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ...graph.loading.legality import OWN_DOMAIN
-from ..matching import Rewrite, Size, is_op
+from ..loading.legality import OWN_DOMAIN
+from .matching import Rewrite, Size, is_op
 
 MASK, PAST_KEY, PAST_VALUE, NONPAD, SINK = range(3, 8)
 """Inputs of Attention."""

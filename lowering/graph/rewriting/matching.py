@@ -1,4 +1,4 @@
-"""Helpers shared by the passes of this folder: queries about a graph, and one way to rewrite it.
+"""Helpers shared by all rewrites: queries about a graph, and one way to rewrite it.
 
 Every value has a type, a shape and, if it is a small constant array, a `const_value`: `InferSizesPass` ran before.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..errors import ModelError
+from ...errors import ModelError
 
 Size = int | ir.SymbolicDim
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ..graph.loading.fold import fold_node
+from ..loading.fold import fold_node
 from .matching import Size, dims, is_op, read_array
 from .size_rules import (
     BROADCAST_OPERATORS,
