@@ -14,6 +14,7 @@ from ..graph.loading.model import ModelLike, load_model
 from ..graph.rewriting.sizes import InferSizesPass
 from ..importing.importer import Importer
 from ..notebook import format_table
+from ..ops import lookup
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,6 @@ def check(model: ModelLike, *, dims: Dims | None = None) -> Report:
 
 def _run_importer(model: ir.Model) -> Importer:
     errors: list[NodeError] = []
-    importer = Importer(model, errors)
+    importer = Importer(model, lookup, errors)
     importer.run()
     return importer

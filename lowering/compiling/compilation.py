@@ -23,6 +23,7 @@ from ..importing.imported_model import ImportedModel, Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
 from ..manifest import SETUP, Manifest, TensorSpec
+from ..ops import lookup
 from ..passes.compile_state import CompileState, PassOptions
 from ..profiling.expected import list_slow_kernels
 from ..target import Target, resolve
@@ -114,7 +115,7 @@ class _ArtifactCompiler:
         # The host does not read data in GPU memory.
         checks = options.checks and not any(target.architecture for target in self.targets)
         with progress.stage("importing"):
-            imported = import_model(model, tuple(lengths), checks, options.seed)
+            imported = import_model(model, lookup, tuple(lengths), checks, options.seed)
         inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
         pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
         notes += imported.warnings

@@ -21,7 +21,7 @@ from ..graph.loading.model import dtype_name
 from .function_body import read_function_body
 from .imported_model import ImportedModel, Port
 from .node import Node, read_array
-from .node_lowering import lower_operator
+from .node_lowering import Lookup, lower_operator
 from .origins import OriginBuilder
 from .outputs import find_shape_contradiction, find_type_problem, make_output_ports
 from .random_streams import RandomStreams
@@ -31,12 +31,13 @@ from .values import AbsentValue, Shape, Value, flatten_values, storage_dtype, st
 
 
 def import_model(
-    model: ir.Model, sizes: Collection[str] = (), checks: bool = True, seed: int | str = 0
+    model: ir.Model, lookup: Lookup, sizes: Collection[str] = (), checks: bool = True, seed: int | str = 0
 ) -> ImportedModel:
     """Lower the model's graph to Relax.
 
     Args:
         model: The model.
+        lookup: The registry of lowerings.
         sizes: Names of inputs (int64 scalars) that the model uses as sizes.
         checks: Whether each run checks the tables of serving operators.
         seed: The seed of random nodes, or the name of the input (int64 scalar) that has it.
@@ -47,7 +48,7 @@ def import_model(
     Raises:
         NodeError: at the first node that cannot be lowered.
     """
-    return Importer(model, sizes=sizes, checks=checks, seed=seed).run()
+    return Importer(model, lookup, sizes=sizes, checks=checks, seed=seed).run()
 
 
 class Importer(FunctionTensors):
@@ -59,6 +60,7 @@ class Importer(FunctionTensors):
     def __init__(
         self,
         model: ir.Model,
+        lookup: Lookup,
         errors: list[NodeError] | None = None,
         sizes: Collection[str] = (),
         checks: bool = True,
@@ -66,6 +68,7 @@ class Importer(FunctionTensors):
     ) -> None:
         super().__init__()
         self.model = model
+        self.lookup = lookup
         self._seed_input = seed if isinstance(seed, str) else None
         self.random = RandomStreams.from_number(0 if isinstance(seed, str) else seed)
         self.sizes = sizes

@@ -7,12 +7,11 @@ evaluator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from .. import ops
 from ..errors import LoweringError
 from ..graph.loading.fold import fold_node
 from .node import Node
@@ -21,6 +20,9 @@ from .values import MAX_DIMENSION, Value, format_size
 
 if TYPE_CHECKING:
     from .importer import Importer
+
+Lookup = Callable[[str, str, int], Callable[..., Any] | None]
+"""Finds the lowering of an operator, by domain, name and opset; lowering/ops has the registry."""
 
 # The bytes by which folding may enlarge constants while recipes are preserved (Importer.lower_body).
 _SMALL_BYTES = 256
@@ -41,7 +43,7 @@ def lower_operator(importer: Importer, node: ir.Node, version: int, inputs: list
     folded = _fold_operator(importer, node, version, inputs)
     if folded is not None:
         return folded
-    lowering = ops.lookup(node.domain, node.op_type, version)
+    lowering = importer.lookup(node.domain, node.op_type, version)
     context = Node(importer, node, version, inputs)
     try:
         if lowering is None:

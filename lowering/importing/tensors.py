@@ -10,13 +10,23 @@ import numpy as np
 from tvm import relax, tirx
 
 from ..errors import ModelError
-from .channels import channels_second_axes
 from .origins import OriginBuilder
 from .quantized_matrix import QuantizedMatrix
 from .sizes.expected_sizes import ExpectedSizes
 from .sizes.open_sizes import CommonSizes
 from .sizes.size_kernel import make_size_kernel
-from .values import Shape, Size, Symbols, Value, format_size, is_long, storage_array, storage_dtype, storage_shape
+from .values import (
+    Shape,
+    Size,
+    Symbols,
+    Value,
+    channels_second_axes,
+    format_size,
+    is_long,
+    storage_array,
+    storage_dtype,
+    storage_shape,
+)
 from .weights import ModelWeights
 
 

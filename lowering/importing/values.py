@@ -138,7 +138,7 @@ class Value:
     dtype is NumPy's or ml_dtypes' name of the ONNX element type, or "string"; the Relax tensor has
     `storage_dtype(dtype)`. contents is an array of `shape`: of numbers for a constant, of objects (ints and TensorIR
     expressions) for integers and booleans computed from sizes. channels_last replaces an `expr` that is not needed yet:
-    it is the tensor with its second axis moved to the end (importing/channels.py).
+    it is the tensor with its second axis moved to the end (ops/helpers/channels.py).
     """
 
     dtype: str
@@ -232,6 +232,11 @@ _STORAGE = {
     "complex128": "uint64",
     "string": "int32",
 }
+
+
+def channels_second_axes(rank: int) -> list[int]:
+    """Return the permutation from [N, D1, ..., C] to [N, C, D1, ...]."""
+    return [0, rank - 1, *range(1, rank - 1)]
 
 
 def storage_dtype(dtype: str) -> str:

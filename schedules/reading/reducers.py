@@ -50,7 +50,7 @@ def _read_combination(value: Expr) -> tuple[Combine, Expr, Expr] | None:
 def _read_extreme(value: prim.Select) -> tuple[Combine, Expr, Expr] | None:
     """Return the maximum or minimum of two floats, NaN if either is NaN.
 
-    The pattern is a > b or a is NaN ? a : b (importing/compute.py).
+    The pattern is a > b or a is NaN ? a : b (ops/helpers/compute.py).
     """
     inner = value.false_value
     if not isinstance(value.condition, prim.GT | prim.LT) or not isinstance(inner, prim.Select):

@@ -17,6 +17,7 @@ import lowering
 from lowering.errors import NodeError
 from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from tests.attention.onnx_oracle import attention
 from tests.support.error_codes import raises
 
@@ -289,7 +290,7 @@ def imported(
     proto = model(opset, attributes, inputs, dict.fromkeys(outputs, ("float32", ())))
     for output in proto.graph.output:
         output.type.tensor_type.ClearField("shape")
-    return import_model(ir.from_proto(proto))
+    return import_model(ir.from_proto(proto), lookup)
 
 
 def test_warns_of_head_counts_of_4d_inputs_and_of_integer_masks() -> None:
@@ -303,7 +304,7 @@ def test_the_vendor_operator_of_the_same_name_is_another_operator() -> None:
     proto.graph.node[0].domain = "com.microsoft"
     proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     with raises("node.rank_unsupported"):
-        import_model(ir.from_proto(proto))
+        import_model(ir.from_proto(proto), lookup)
 
 
 @pytest.mark.parametrize("q_len", [1, 33])

@@ -27,7 +27,7 @@ from lowering.backend import declare_ranks, read_counts_and_ranks
 from lowering.graph.loading.list_inputs import split_list_inputs
 from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
-from lowering.ops import list_registered
+from lowering.ops import list_registered, lookup
 
 # Operators of transformers.
 OPERATORS = (
@@ -185,7 +185,7 @@ def refusal_of(model: onnx.ModelProto, inputs: dict[str, Any]) -> str | None:
     """Return the compiler's reason why it cannot lower a case, or None if it can. Nothing is compiled."""
     model, dims = fitted(model, inputs)
     try:
-        import_model(split_list_inputs(load_model(model), dims).model)
+        import_model(split_list_inputs(load_model(model), dims).model, lookup)
     except lowering.LoweringError as error:
         return str(error)
     return None

@@ -12,6 +12,7 @@ from tvm.sym import Analyzer
 
 from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from lowering.passes.graph.elements import ElementExpressions
 from lowering.tensorir.expressions import is_float, walk
 from lowering.tensorir.facts import Facts
@@ -92,7 +93,7 @@ def tirx_of(model: onnx.ModelProto) -> Any:
     """The model as Relax whose operators are kernels."""
     from tvm import relax
 
-    return relax.transform.LegalizeOps()(import_model(load_model(model)).module)
+    return relax.transform.LegalizeOps()(import_model(load_model(model), lookup).module)
 
 
 def test_answers_follow_new_facts() -> None:

@@ -11,6 +11,7 @@ from tvm import relax
 
 from lowering.compiling.pipeline import PASSES, PHASES, run_passes
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from lowering.passes.compile_state import CompileState, PassOptions
 from lowering.target import resolve
 
@@ -30,7 +31,7 @@ def import_layer() -> CompileState:
     shapes = {"scale": (64,), "wq": (64, 64), "wk": (64, 64)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
-    imported = import_model(ir.from_proto(model), (), True, 0)
+    imported = import_model(ir.from_proto(model), lookup, (), True, 0)
     return CompileState.from_imported(imported, resolve("cpu")[0], PassOptions(donated={1: 1}))
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import lowering
 from lowering.errors import NodeError
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from lowering.tensorir.scatter import CacheUpdate, in_place, make_copying_update
 from tests.cases.scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
@@ -185,6 +186,6 @@ REFUSED = [
 def test_refuses(says: str, inputs: str, call: str) -> None:
     proto = model([inputs], ["float[2, 5, 4] y"], [f"y = TensorScatter {call}"])
     with pytest.raises(NodeError) as caught:
-        import_model(ir.from_proto(proto))
+        import_model(ir.from_proto(proto), lookup)
     assert caught.value.where == "ai.onnx.TensorScatter-24 giving 'y'"
     assert says in caught.value.what

@@ -17,6 +17,7 @@ import lowering
 from lowering import ops
 from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from tests.support.error_codes import raises
 
 HEADER = '<ir_version: 10, opset_import: ["" : 24]>'
@@ -105,7 +106,7 @@ def test_external_data_stays_in_its_file(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     tracemalloc.start()
-    imported = import_model(load_model(path))
+    imported = import_model(load_model(path), lookup)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 16 * 2**20
@@ -234,7 +235,7 @@ def test_constant_subgraphs_become_one_weight() -> None:
     del model.graph.initializer[:]
     w = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     model.graph.initializer.append(numpy_helper.from_array(w, "w"))
-    imported = import_model(load_model(model))
+    imported = import_model(load_model(model), lookup)
     (weight,) = imported.weights.values()
     np.testing.assert_array_equal(weight, 2 * w.T)
 

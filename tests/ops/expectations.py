@@ -14,6 +14,7 @@ import lowering
 from lowering.graph.loading.model import load_model
 from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -119,4 +120,4 @@ def import_node(
     outputs = [helper.make_empty_tensor_value_info(f"y{k}") for k in range(results)]
     for output, (dtype, dims) in zip(outputs, [inputs[0] if inputs else ("float32", (1,))] * results):
         output.CopyFrom(value_info(output.name, dtype, [f"d{k}" for k in range(len(dims))]))
-    return import_model(load_model(make_model([node], graph_inputs, outputs, opset)))
+    return import_model(load_model(make_model([node], graph_inputs, outputs, opset)), lookup)

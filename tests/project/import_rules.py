@@ -41,7 +41,6 @@ RULES = {
     "lowering/importing": (
         {
             "lowering.importing",
-            "lowering.ops",
             "lowering.graph",
             "lowering.tensorir",
             "lowering.arithmetic",
@@ -73,6 +72,7 @@ RULES = {
             "lowering.fusion",
             "lowering.graph",
             "lowering.importing",
+            "lowering.ops",
             "lowering.profiling",
             "lowering.runtime",
             "lowering.serving",

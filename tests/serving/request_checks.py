@@ -21,6 +21,7 @@ from lowering.graph.loading.written_inputs import name_written_inputs
 from lowering.importing.checks import OPENPPL, TENSORRT_LLM, read_callee_name
 from lowering.importing.importer import import_model
 from lowering.importing.origins import iterate_bindings
+from lowering.ops import lookup
 
 _FUNCTION = sys.modules[gpt_attention.__module__]
 
@@ -53,7 +54,7 @@ def check_node(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> None
     """Raise ValueError where the check of a model of one node, with static sizes, raises it."""
     loaded = load_model(model)
     name_written_inputs(loaded)
-    imported = import_model(loaded)
+    imported = import_model(loaded, lookup)
     main = imported.module["main"]
     (call,) = (b.value for b in iterate_bindings(main.body) if read_callee_name(b.value) in (OPENPPL, TENSORRT_LLM))
     bindings = {param: arrays[port.name] for param, port in zip(main.params, imported.inputs)}

@@ -12,6 +12,7 @@ from tvm import tirx
 import lowering
 from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 
 
 def model(body: str, opset: int = 18) -> onnx.ModelProto:
@@ -30,7 +31,7 @@ def agree(proto: onnx.ModelProto, runs: Sequence[Mapping[str, np.ndarray]]) -> N
 
 def kernels(proto: onnx.ModelProto) -> set[str]:
     """Return the names of the kernels that the import emits itself, without numbers."""
-    module = import_model(load_model(proto)).module
+    module = import_model(load_model(proto), lookup).module
     return {
         g.name_hint.rstrip("0123456789").rstrip("_")
         for g, f in module.functions_items()

@@ -15,12 +15,12 @@ from tvm import relax, tirx
 
 from ...attention.record.problem import Mask, Window, WindowOffset
 from ...graph.loading.legality import OWN_DOMAIN
-from ...importing import symbolic
-from ...importing.compute import unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
+from ..helpers.compute import unify_sizes
 from ..tensor.reshape import reshape_to
 from .attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from .attention_inputs import check_attention_inputs, read_attention_sizes

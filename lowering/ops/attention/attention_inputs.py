@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
+from ..helpers.compute import number, unify_sizes
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from tvm import relax, te, tirx
 
-from ...importing.channels import find_transpose_source
-from ...importing.compute import Element, read_element, require_numbers, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_one
 from .. import op
 from ..helpers.assertions import assert_in_bounds
+from ..helpers.channels import find_transpose_source
+from ..helpers.compute import Element, read_element, require_numbers, unify_sizes
 from ..tensor.gather import wrap_index
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value, static, storage_dtype, storage_shape
 from ...tensorir.scatter import CacheUpdate, make_copying_update
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 
 

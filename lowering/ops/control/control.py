@@ -20,11 +20,11 @@ import onnx_ir as ir
 from tvm import relax
 
 from ...errors import NodeError
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.undecided_types import UndecidedTypeError, get_output_names, get_read_names
 from ...importing.values import SequenceValue, Size, Value, describe_type, flatten_values, unflatten_values
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import require
 from ..helpers.run_time import bind_sizes
 from ..tensor.reshape import reshape_to

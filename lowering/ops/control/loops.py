@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ...importing.compute import combine_in_groups, number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import ABSENT, Size, Value
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import combine_in_groups, number, unify_sizes
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute
 from ..math.matmul import permute_axes

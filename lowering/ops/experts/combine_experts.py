@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from tvm import ir
 
 from ...graph.loading.legality import OWN_DOMAIN
-from ...importing.compute import number, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.compute import number, require_numbers, widen_dtype
 from ..helpers.kernels import ElementReader, compute
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from tvm import te
 
 from ...graph.loading.legality import OWN_DOMAIN
-from ...importing.compute import number, require_numbers, unify_sizes, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.grouped_matmul import GROUPS, grouped_matmul
 from .. import op
+from ..helpers.compute import number, require_numbers, unify_sizes, widen_dtype
 from ..math.matmul import round_to
 from ..microsoft.matmul_n_bits import read_weight
 

@@ -15,13 +15,13 @@ from ...attention.expr.node import Expr, canonicalize, make_number, rename_param
 from ...attention.flex_node import DOMAIN, FULL, PARTIAL, FlexAttentionSettings
 from ...attention.record.formula import SCORE_MOD_PREFIX, Formula
 from ...attention.record.problem import AttentionProblem
-from ...importing.compute import number as require_static
-from ...importing.compute import unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
 from ..attention.attend import call_attention_kernel
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number as require_static
+from ..helpers.compute import unify_sizes
 from .reads import CapturedReads, as_table
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...attention.expr.node import Expr, canonicalize, make_number, rewrite_expr, split_terms
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
+from ..helpers import symbolic
 from ..helpers.assertions import require
 
 _LARGEST_FACTOR = 2**20

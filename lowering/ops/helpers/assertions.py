@@ -13,10 +13,10 @@ from typing import Any
 
 from tvm import relax
 
-from ...importing import symbolic
 from ...importing.checks import check_condition, check_indices, check_requests, check_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, format_size, is_empty, numpy_dtype, storage_dtype
+from . import symbolic
 
 
 def assert_shape(node: Node, value: Value, shape: Shape, name: str = "") -> Value:

@@ -1,4 +1,4 @@
-"""Contents of values that operators move. lowering/importing/symbolic.py does arithmetic on them."""
+"""Contents of values that operators move. lowering/ops/helpers/symbolic.py does arithmetic on them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ...importing.node import Node
-from ...importing.symbolic import MAX_CONTENTS, has_contents
 from ...importing.values import Shape, Size, Value
+from .symbolic import MAX_CONTENTS, has_contents
 
 
 def can_fold_contents(*values: Value) -> bool:

@@ -8,7 +8,11 @@ from typing import Any
 
 from tvm import te, tirx
 
-from ...importing.compute import (
+from ...importing.node import Node
+from ...importing.values import Value
+from .. import op
+from ..helpers.assertions import assert_broadcastable, assert_shape
+from ..helpers.compute import (
     MAXIMUM,
     SUM,
     Element,
@@ -21,10 +25,6 @@ from ...importing.compute import (
     reduce_axes,
     require_numbers,
 )
-from ...importing.node import Node
-from ...importing.values import Value
-from .. import op
-from ..helpers.assertions import assert_broadcastable, assert_shape
 from ..helpers.contents import normalize_axis
 
 # -- pointwise --------------------------------------------------------------------------------------------------------

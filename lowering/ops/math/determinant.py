@@ -10,12 +10,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.compute import is_float, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import is_float, require_numbers, widen_dtype
 from ..helpers.kernels import emit_loops, grid, let, serial
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax, tirx
 
-from ...importing.compute import Element, dtype_of, pointwise, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.compute import Element, dtype_of, pointwise, widen_dtype
 from ..tensor.reshape import reshape_to
 from .random_numbers import emit_uniform_numbers
 

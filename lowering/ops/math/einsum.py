@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from ...importing.compute import SUM, Element, Extent, read_element, reduce_axes, require_numbers, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_one, prod
 from .. import op
+from ..helpers.compute import SUM, Element, Extent, read_element, reduce_axes, require_numbers, unify_sizes
 from .matmul import emit_matmul, permute_axes, round_to
 
 Label = str | int

@@ -13,8 +13,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tvm import relax, te, tirx
 
-from ...importing import symbolic
-from ...importing.compute import (
+from ...importing.node import Node
+from ...importing.values import Value
+from .. import op
+from ..helpers import symbolic
+from ..helpers.assertions import assert_shape
+from ..helpers.compute import (
     PRODUCT,
     Element,
     broadcast_shape,
@@ -29,10 +33,6 @@ from ...importing.compute import (
     require_numbers,
     widen_dtype,
 )
-from ...importing.node import Node
-from ...importing.values import Value
-from .. import op
-from ..helpers.assertions import assert_shape
 
 # -- the four operations ----------------------------------------------------------------------------------------------
 

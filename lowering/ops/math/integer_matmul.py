@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ...importing.compute import pointwise, relax_call
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_one
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import pointwise, relax_call
 from ..tensor.cast import cast_to
 from ..tensor.reshape import reshape_to
 from .matmul import emit_matmul

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tvm import relax
 
-from ...importing import symbolic
-from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers import symbolic
+from ..helpers.compute import relax_call
 
 
 @op("Equal", since=7)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax, tirx
 
-from ...importing.compute import is_float, relax_call, require_numbers, unify_sizes, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, is_one
 from .. import op
 from ..helpers.assertions import assert_broadcastable
+from ..helpers.compute import is_float, relax_call, require_numbers, unify_sizes, widen_dtype
 from ..helpers.kernels import compute
 
 

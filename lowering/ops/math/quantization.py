@@ -12,13 +12,13 @@ import numpy as np
 import onnx_ir as ir
 from tvm import relax, tirx
 
-from ...importing import symbolic
-from ...importing.compute import pointwise, relax_call
 from ...importing.node import Node
 from ...importing.quantized_matrix import QuantizedMatrix
 from ...importing.values import MAX_DIMENSION, Value, storage_dtype
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import pointwise, relax_call
 from ..helpers.contents import normalize_axis
 from ..helpers.float8 import FORMATS, encode
 from ..helpers.kernels import compute

@@ -15,13 +15,13 @@ import onnx_ir as ir
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.compute import Element, is_float, pointwise, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Shape, Value, prod
 from ...tensorir.independent_loops import independent_loops
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import require
+from ..helpers.compute import Element, is_float, pointwise, require_numbers, widen_dtype
 from ..helpers.kernels import compute, emit_loops, let, serial
 from ..tensor.cast import cast_to
 from ..tensor.reshape import reshape_to

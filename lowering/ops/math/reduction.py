@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from ...importing import symbolic
-from ...importing.channels import unify_layouts
-from ...importing.compute import (
+from ...importing.node import Node
+from ...importing.values import Size, Value
+from .. import op
+from ..helpers import symbolic
+from ..helpers.assertions import assert_in_bounds
+from ..helpers.channels import unify_layouts
+from ..helpers.compute import (
     MAXIMUM,
     MINIMUM,
     PRODUCT,
@@ -28,10 +32,6 @@ from ...importing.compute import (
     require_numbers,
     widen_dtype,
 )
-from ...importing.node import Node
-from ...importing.values import Size, Value
-from .. import op
-from ..helpers.assertions import assert_in_bounds
 from ..helpers.contents import normalize_axis
 from ..helpers.run_time import bind_sizes, compute_sizes
 from ..tensor.reshape import reshape_to

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, numpy_dtype, prod
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, let

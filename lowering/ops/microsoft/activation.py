@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...importing.compute import Element, pointwise, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import Element, pointwise, require_numbers, widen_dtype
 from ..helpers.kernels import ElementReader, compute
 from ..math.activation import gelu, swish
 from . import DOMAIN

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...importing.channels import channels_last, channels_second
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.channels import channels_last, channels_second
 from ..nn.causal_conv import convolve_causally, read_causal_window, require_state_rank
 from . import DOMAIN
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from tvm import relax, tirx
 
-from ...importing import symbolic
-from ...importing.compute import Element, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, is_one
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, assert_shape, require
+from ..helpers.compute import Element, require_numbers, widen_dtype
 from ..helpers.kernels import compute
 from ..math.integer_matmul import BYTES, broadcast_scale
 from ..math.matmul import round_to

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tvm import relax
 
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import relax_call
 from ..math.activation import emit_activation
 from ..math.matmul import emit_gemm_accumulator, round_to
 from ..nn.conv import convolve

@@ -7,11 +7,11 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.compute import widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.independent_loops import independent_loops
 from .. import op
+from ..helpers.compute import widen_dtype
 from ..helpers.kernels import emit_loops, grid, let, serial
 from ..math.determinant import require_square
 from . import DOMAIN

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.compute import relax_call
 from ..math.matmul import emit_matmul, permute_axes, round_to
 from . import DOMAIN
 

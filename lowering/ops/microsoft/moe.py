@@ -22,10 +22,10 @@ from ...graph.experts.mixture import (
     ExpertMixture,
     build_mixture_graph,
 )
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
 from .. import op
+from ..helpers.compute import number
 from . import DOMAIN
 from .matmul_n_bits import unpack_bits
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...importing.compute import pointwise, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Shape, Value
 from .. import op
 from ..helpers.assertions import assert_broadcastable, assert_shape
+from ..helpers.compute import pointwise, widen_dtype
 from ..math.matmul import round_to
 from ..nn.normalization import layer_normalization, normalize_last_axes
 from . import DOMAIN

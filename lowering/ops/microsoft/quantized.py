@@ -9,11 +9,11 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import pointwise, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import pointwise, relax_call
 from ..helpers.contents import normalize_axis
 from ..math.activation import emit_softmax
 from ..math.integer_matmul import broadcast_column_scale, broadcast_row_scale, broadcast_scale, integer_matmul

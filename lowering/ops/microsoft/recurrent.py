@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.quantized_states import PACKED_VALUES
 from ...tensorir.recurrence import BLOCK, Recurrence
 from .. import op
+from ..helpers.compute import relax_call
 from ..math.integer_matmul import integer_matmul
 from ..math.matmul import permute_axes
 from ..math.quantization import quantize_dynamically

@@ -12,11 +12,11 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.compute import is_float
 from ...importing.node import Node
 from ...importing.values import Value, storage_dtype
 from ...tensorir.independent_loops import independent_loops
 from .. import op
+from ..helpers.compute import is_float
 from ..helpers.kernels import emit_loops, let, serial
 from ..tensor.reshape import reshape_to
 from . import DOMAIN

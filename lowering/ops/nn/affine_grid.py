@@ -9,12 +9,12 @@ from typing import Any
 
 from tvm import tirx
 
-from ...importing import symbolic
-from ...importing.compute import is_float, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_nonnegative, assert_shape, require
+from ..helpers.compute import is_float, widen_dtype
 from ..helpers.contents import read_sizes
 from ..helpers.kernels import compute
 from ..helpers.run_time import bind_sizes

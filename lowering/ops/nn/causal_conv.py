@@ -12,12 +12,12 @@ from typing import Any
 
 from tvm import relax
 
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import number, pointwise, relax_call
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import number, pointwise, relax_call
 from ..helpers.kernels import compute
 from ..math.activation import swish
 from ..math.matmul import round_to

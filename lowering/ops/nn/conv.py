@@ -1,20 +1,21 @@
 """ONNX Conv over any number of spatial axes: [N, C, D1, ...] with [M, C / group, k1, ...] gives [N, M, ...].
 
-All of it happens with channels last (importing/channels.py). The convolution is a matmul (passes/graph/convolutions.py)
-over padded data. With one channel per group it is a sum over windows (schedules/cpu/elementwise/sliding.py).
+All of it happens with channels last (ops/helpers/channels.py). The convolution is a matmul over padded data
+(passes/graph/convolutions.py). With one channel per group it is a sum over windows
+(schedules/cpu/elementwise/sliding.py).
 """
 
 from __future__ import annotations
 
 from tvm import relax, te, tirx
 
-from ...importing import symbolic
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import Element, relax_call, require_numbers, unify_sizes, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_empty
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_divisible, assert_shape
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import Element, relax_call, require_numbers, unify_sizes, widen_dtype
 from ..helpers.kernels import compute
 from ..math.matmul import emit_matmul, permute_axes, round_to
 from ..tensor.reshape import reshape_to

@@ -2,7 +2,7 @@
 
 The steps of a stride of s divide the result into s phases, each of which is an ordinary convolution. With o + before =
 q s + r, result y[o] is the sum over u of x[q - u] w[r + s u]. One convolution with ceil(k / s) taps computes all phases
-as channels (importing/channels.py), [N, Q1, ..., phases, M]. A copy interleaves them: the decomposition of sub-pixel
+as channels (ops/helpers/channels.py), [N, Q1, ..., phases, M]. A copy interleaves them: the decomposition of sub-pixel
 convolution, https://arxiv.org/abs/1609.07009, section 2.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from tvm import relax, tirx
 
-from ...importing import symbolic
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import relax_call, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_divisible, require
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import relax_call, unify_sizes
 from ..helpers.kernels import compute
 from ..math.matmul import round_to
 from .conv import assert_bias_vector, emit_convolution, read_kernel_shape

@@ -13,13 +13,13 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import is_float, number, relax_call, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..helpers.assertions import assert_divisible, assert_shape
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import is_float, number, relax_call, widen_dtype
 from ..helpers.kernels import compute, emit_loops, let
 from ..math.matmul import emit_matmul, permute_axes, round_to
 from ..tensor.reshape import reshape_to

@@ -11,11 +11,11 @@ import math
 
 from tvm import relax, tirx
 
-from ...importing.channels import channels_second
-from ...importing.compute import Element, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.channels import channels_second
+from ..helpers.compute import Element, relax_call
 from ..helpers.kernels import compute
 from ..math.integer_matmul import BYTES, broadcast_scale, integer_matmul, requantize
 from ..tensor.cast import cast_to

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import onnx
 from tvm import te, tirx
 
-from ...importing.channels import unify_layouts
-from ...importing.compute import SUM, Element, Extent, is_float, read_element, reduce_axes, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..helpers.assertions import assert_broadcastable, assert_channel_vectors, assert_divisible
+from ..helpers.channels import unify_layouts
+from ..helpers.compute import SUM, Element, Extent, is_float, read_element, reduce_axes, require_numbers, widen_dtype
 from ..helpers.contents import normalize_axis
 
 _MAX_CHANNELS = 2**31 - 1  # of a window of LRN

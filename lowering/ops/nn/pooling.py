@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tvm import te, tirx
 
-from ...importing.channels import channels_last, channels_second, unify_layouts
-from ...importing.compute import MAXIMUM, SUM, Element, Reducer, is_float, reduce_axes, require_numbers, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers.channels import channels_last, channels_second, unify_layouts
+from ..helpers.compute import MAXIMUM, SUM, Element, Reducer, is_float, reduce_axes, require_numbers, widen_dtype
 from .unpooling import emit_max_with_indices
 from .window import SpatialWindow, assert_window_fits
 

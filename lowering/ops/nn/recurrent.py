@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from tvm import relax
 
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from ...tensorir.recurrence import GATES, Activation, Recurrence, make_plain_recurrence
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number
 from ..math.matmul import permute_axes, round_to
 from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to

@@ -19,13 +19,13 @@ import numpy as np
 from tvm import relax, te, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.channels import unify_layouts
-from ...importing.compute import is_float, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import require
+from ..helpers.channels import unify_layouts
+from ..helpers.compute import is_float, widen_dtype
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, emit_loops, let
 from ..helpers.run_time import bind_sizes, compute_sizes

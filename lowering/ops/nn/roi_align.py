@@ -11,14 +11,14 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import is_float, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.independent_loops import independent_loops
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, assert_shape, require
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import is_float, widen_dtype
 from ..helpers.kernels import emit_loops, let, serial
 from ..math.matmul import round_to
 

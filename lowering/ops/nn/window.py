@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ...importing import symbolic
-from ...importing.compute import Element, Extent
 from ...importing.node import Node
 from ...importing.values import Value
+from ..helpers import symbolic
 from ..helpers.assertions import require
+from ..helpers.compute import Element, Extent
 
 _MAX_ATTRIBUTE = 2**31 - 1
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...attention.gather import build_gather, list_gather_inputs
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MAX_DIMENSION, Value
 from ..attention.attend import make_ragged_problem
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number
 from . import ppl_op
 from .ppl_cache import append_to_cache, read_cache
 from .ppl_requests import read_requests, require_present

@@ -9,12 +9,12 @@ from typing import Any
 from ...attention.record.alibi import alibi_slopes
 from ...attention.record.cache_layout import CacheLayout
 from ...attention.record.problem import Mask, Window
-from ...importing import symbolic
-from ...importing.compute import unify_sizes
 from ...importing.node import Node
 from ...importing.values import Size, Value, is_empty
 from ..attention.attend import call_attention_kernel, make_ragged_problem, trace_formula
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
+from ..helpers.compute import unify_sizes
 from ..helpers.kernels import compute
 from .ppl_requests import PplRequests
 

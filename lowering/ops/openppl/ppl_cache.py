@@ -9,11 +9,11 @@ from tvm import tirx
 from ...attention.codegen.parameters import int64
 from ...attention.kv_write import KvWrite
 from ...attention.record.cache_layout import CacheLayout, KvQuantization, Offset, Pages
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import MAX_DIMENSION, Size, Value, static
 from ..attention.kv_write import kv_write
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number
 from .ppl_requests import PplRequests, check_integers
 
 LAYOUTS = ("tlchd", "ltchd", "lcthd", "lchtd")

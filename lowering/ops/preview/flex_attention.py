@@ -16,12 +16,12 @@ import math
 from dataclasses import dataclass
 
 from ...attention.record import replaced_scores
-from ...importing.compute import number, unify_sizes
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from .. import op
 from ..attention.attend import lower_attention
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number, unify_sizes
 from . import DOMAIN
 from .materialized_scores import compute_probabilities, compute_scores, weight_values
 from .mods import ModGraph

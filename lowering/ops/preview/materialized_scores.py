@@ -7,9 +7,9 @@ import math
 import numpy as np
 from tvm import relax, te, tirx
 
-from ...importing.compute import MAXIMUM, SUM, Element, read_element, reduce_axes, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
+from ..helpers.compute import MAXIMUM, SUM, Element, read_element, reduce_axes, relax_call
 from ..math.matmul import emit_matmul, permute_axes, round_to
 
 

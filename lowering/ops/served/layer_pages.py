@@ -10,10 +10,10 @@ from tvm import relax, tirx
 from ...arithmetic import LARGEST_SIZE
 from ...attention.codegen.parameters import int64
 from ...attention.record.cache_layout import CacheLayout, KvQuantization, Pages
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number
 from ..helpers.kernels import compute
 
 

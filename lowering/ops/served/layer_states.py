@@ -8,10 +8,10 @@ from tvm import tirx
 
 from ...arithmetic import LARGEST_SIZE
 from ...attention.codegen.parameters import int64
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, prod
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number
 from ..helpers.kernels import compute
 
 

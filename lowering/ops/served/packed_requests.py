@@ -10,11 +10,11 @@ from tvm.script.ir_builder import tirx as T
 from ...attention.codegen.parameters import int64
 from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.checks import SERVED
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
 from ..helpers.assertions import assert_requests, assert_shape
+from ..helpers.compute import number
 from ..helpers.kernels import emit_loops, serial
 from .layer_pages import compute_block_entries
 

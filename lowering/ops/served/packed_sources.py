@@ -11,11 +11,11 @@ from ...arithmetic import LARGEST_SIZE
 from ...attention.codegen.parameters import int64
 from ...graph.loading.legality import OWN_DOMAIN
 from ...importing.checks import SOURCES
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..helpers.assertions import assert_requests, assert_shape
+from ..helpers.compute import number
 from ..helpers.kernels import emit_loops, serial
 from .layer_pages import compute_block_entries
 

@@ -10,12 +10,12 @@ from ...attention.codegen.parameters import int64
 from ...attention.record.formula import Formula
 from ...attention.record.problem import Window
 from ...graph.loading.legality import OWN_DOMAIN
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
 from ..attention.attend import call_attention_kernel, make_ragged_problem, trace_formula
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number
 from ..helpers.run_time import bind_sizes
 from .layer_pages import LayerPages
 

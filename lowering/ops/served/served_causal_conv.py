@@ -16,14 +16,14 @@ from ...attention.codegen.parameters import int64
 from ...attention.kv_write import KvWrite
 from ...attention.record.cache_layout import CacheLayout, Pages, Ring
 from ...graph.loading.legality import OWN_DOMAIN
-from ...importing.channels import channels_last, channels_second
-from ...importing.compute import number, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
 from ..attention.kv_write import kv_write
 from ..attention.linear_attention import FLOATS
 from ..helpers.assertions import assert_shape
+from ..helpers.channels import channels_last, channels_second
+from ..helpers.compute import number, widen_dtype
 from ..helpers.kernels import compute
 from ..microsoft.causal_conv import read_attributes
 from ..nn.causal_conv import apply_activation, read_causal_window

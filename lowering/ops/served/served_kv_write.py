@@ -6,11 +6,11 @@ from tvm import relax
 
 from ...attention.kv_write import KvWrite
 from ...graph.loading.legality import OWN_DOMAIN
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Value, static
 from .. import op
 from ..attention.kv_write import kv_write
+from ..helpers.compute import number
 from .layer_pages import LayerPages
 
 

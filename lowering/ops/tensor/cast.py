@@ -9,12 +9,12 @@ import numpy as np
 import onnx_ir as ir
 from tvm import DataType, relax, tirx
 
-from ...importing import symbolic
-from ...importing.channels import call_in_common_layout
-from ...importing.compute import is_float, pointwise, widen_dtype
 from ...importing.node import Node
 from ...importing.values import Value, numpy_dtype, storage_dtype
 from .. import op
+from ..helpers import symbolic
+from ..helpers.channels import call_in_common_layout
+from ..helpers.compute import is_float, pointwise, widen_dtype
 from ..helpers.float8 import FORMATS, SCALE, decode, encode, encode_scale
 from ..helpers.kernels import compute
 

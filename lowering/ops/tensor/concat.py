@@ -13,13 +13,13 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.channels import unify_layouts
-from ...importing.compute import combine_in_groups
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_empty
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_nonnegative, assert_shape, require
+from ..helpers.channels import unify_layouts
+from ..helpers.compute import combine_in_groups
 from ..helpers.contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
 from ..helpers.kernels import emit_blocks, grid
 from ..helpers.run_time import bind_sizes

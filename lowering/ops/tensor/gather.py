@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, assert_shape, require
 from ..helpers.contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
 from ..helpers.kernels import compute

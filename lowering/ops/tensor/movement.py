@@ -8,12 +8,12 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.channels import channels_second, channels_second_axes, unify_layouts
 from ...importing.node import Node
-from ...importing.values import Shape, Size, Value, storage_dtype
+from ...importing.values import Shape, Size, Value, channels_second_axes, storage_dtype
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, assert_nonnegative, assert_shape, require
+from ..helpers.channels import channels_second, unify_layouts
 from ..helpers.contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
 from ..helpers.kernels import compute
 from ..helpers.run_time import bind_sizes, compute_sizes

@@ -9,12 +9,12 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.channels import unify_layouts
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, assert_nonnegative, assert_shape, require
+from ..helpers.channels import unify_layouts
 from ..helpers.contents import normalize_axis, read_constant_ints, read_sizes
 from ..helpers.kernels import compute
 from ..helpers.run_time import bind_sizes, compute_sizes

@@ -9,12 +9,12 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.channels import unify_layouts
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, is_empty, prod
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, require
+from ..helpers.channels import unify_layouts
 from ..helpers.contents import (
     can_fold_contents,
     fits_contents,

@@ -9,13 +9,13 @@ import numpy as np
 from tvm import relax, te, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
-from ...importing.compute import MAXIMUM, MINIMUM, Reducer, is_float, read_element
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, prod, storage_dtype
 from ...tensorir.along_rows import ATTRIBUTE, RunningSum, Top, is_less, to_json
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, require
+from ..helpers.compute import MAXIMUM, MINIMUM, Reducer, is_float, read_element
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, emit_loops, grid, serial
 from ..helpers.run_time import bind_sizes

@@ -9,10 +9,10 @@ import onnx_ir as ir
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import ABSENT, Shape, Size, Value, prod, storage_dtype
 from .. import op
+from ..helpers import symbolic
 from ..helpers.assertions import assert_nonnegative
 from ..helpers.contents import fits_contents, read_sizes
 from ..helpers.kernels import compute

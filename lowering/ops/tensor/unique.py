@@ -12,11 +12,11 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.compute import require_numbers
 from ...importing.node import Node
 from ...importing.values import Shape, Value, prod
 from ...tensorir.along_rows import is_less
 from .. import op
+from ..helpers.compute import require_numbers
 from ..helpers.contents import normalize_axis
 from ..helpers.kernels import compute, emit_loops, let, serial
 from ..helpers.run_time import bind_sizes

@@ -16,12 +16,12 @@ from tvm.ir import Expr
 from ...attention.codegen.parameters import int64
 from ...attention.kv_write import Columns, KvWrite, Rotary
 from ...attention.record.cache_layout import Beams, CacheLayout, GivenRing, KvQuantization, Pages
-from ...importing import symbolic
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value, prod, static
 from ..attention.kv_write import kv_write
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
+from ..helpers.compute import number
 from ..helpers.kernels import compute
 from .requests import GptRequests, cast_to_int64, check_ints, require_nonempty
 from .rows import Projections

@@ -15,13 +15,13 @@ from typing import Any
 from ...attention.kv_write import Columns
 from ...attention.record.cache_layout import CacheLayout, Offset
 from ...attention.record.problem import AttentionProblem
-from ...importing import symbolic
-from ...importing.compute import number
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
 from ..attention.attend import call_attention_kernel, make_ragged_problem
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
+from ..helpers.compute import number
 from ..helpers.kernels import compute
 from . import DOMAIN
 from .cache import (

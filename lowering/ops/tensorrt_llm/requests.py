@@ -17,9 +17,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ...arithmetic import LARGEST_SIZE
 from ...attention.codegen.parameters import int64
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Size, Value
+from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.kernels import compute, emit_loops, serial
 from ..helpers.run_time import bind_sizes

@@ -14,10 +14,10 @@ import numpy as np
 from tvm import tirx
 
 from ...errors import NodeError
-from ...importing import symbolic
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..helpers import symbolic
 from ..helpers.kernels import compute
 from ..tensor.reshape import reshape_to
 from ..tensor.selection import non_zero

@@ -14,6 +14,7 @@ from tvm import tirx
 import lowering
 from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from tests.ops.expectations import FLOATS, Expectations, import_node
 from tests.support.error_codes import raises
 
@@ -139,7 +140,7 @@ def test_constant_exponents_become_matmuls() -> None:
             f'<ir_version: 10, opset_import: ["" : 20]> g (float[N] x) => (float[N] y) '
             f"{{ e = Constant<value_float={exponent}>() y = Pow(x, e) }}"
         )
-        module = import_model(load_model(proto)).module
+        module = import_model(load_model(proto), lookup).module
         assert list_kernels(module) == kernels
         assert ("T.pow" in module.script(show_meta=False)) == (exponent == 0.5)
         x = np.array([0.0, 1.0, 2.5], "float32")
@@ -197,7 +198,7 @@ def test_arithmetic_on_shapes_is_symbolic() -> None:
     proto = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 20]> g (float[N, M] x) => (int64[K] y) {{{body}}}'
     )
-    assert {k.partition("_")[0] for k in list_kernels(import_model(load_model(proto)).module)} == {"sizes"}
+    assert {k.partition("_")[0] for k in list_kernels(import_model(load_model(proto), lookup).module)} == {"sizes"}
     module = lowering.compile(proto)
     for n, m in ((1, 7), (6, 2)):
         s = np.array([n, m])

@@ -9,6 +9,7 @@ import pytest
 import lowering
 from lowering.graph.loading.model import load_model
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 from tests.ops.expectations import Dims, Expectations, import_node
 from tests.support.error_codes import raises
 
@@ -74,7 +75,7 @@ def test_weights_are_the_right_operand_of_a_relax_matmul() -> None:
             f"{{ y = {operator}{attributes}(x, w) }}"
         )
         proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(tensor), "w"))
-        script = import_model(load_model(proto)).module["main"].script(show_meta=False)
+        script = import_model(load_model(proto), lookup).module["main"].script(show_meta=False)
         assert "R.matmul(" in script and ("R.permute_dims(weight_0" in script) == (operator == "Gemm")
 
 

@@ -14,6 +14,7 @@ import lowering
 from lowering.graph.loading.model import load_model
 from lowering.importing.imported_model import ImportedModel
 from lowering.importing.importer import import_model
+from lowering.ops import lookup
 
 from ..expectations import Dims, value_info
 
@@ -133,4 +134,4 @@ def import_node(
     values = [value_info(n, *declared) for n, declared in zip(names, inputs) if declared is not None]
     output_infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["a", "b", "c"]) for n in outputs]
     graph = helper.make_graph([node], "g", values, output_infos)
-    return import_model(load_model(helper.make_model(graph, opset_imports=opsets(21), ir_version=10)))
+    return import_model(load_model(helper.make_model(graph, opset_imports=opsets(21), ir_version=10)), lookup)

@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 import lowering
 from lowering.errors import NodeError
 from lowering.importing.importer import Importer, import_model
+from lowering.ops import lookup
 from tests.support.error_codes import raises
 from tests.support.sampled import sampled
 
@@ -207,7 +208,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 def test_refuses(says: str, remedy: str, differs: dict[str, Any]) -> None:
     proto = make_model(**{"score": SAME, **differs})
     with pytest.raises(NodeError) as caught:
-        import_model(ir.from_proto(proto))
+        import_model(ir.from_proto(proto), lookup)
     assert caught.value.where == "ai.onnx.preview.FlexAttention-1 giving 'y'"
     assert says in caught.value.what and remedy in caught.value.remedy
 
@@ -225,7 +226,7 @@ def test_refuses_graphs_of_any_other_number_of_tensors(what: str, count: int) ->
     else:
         del values[:]
     with pytest.raises(NodeError) as caught:
-        import_model(ir.from_proto(proto))
+        import_model(ir.from_proto(proto), lookup)
     assert f"the graph score_mod has {count} {what}s" in caught.value.what
     assert f"Give it one, float32[B, {HEADS}, S, N]" in caught.value.remedy
     assert caught.value.code == "flex_attention.mod_signature_unsupported"
@@ -235,7 +236,7 @@ def test_check_names_nodes_inside_graphs() -> None:
     """All errors of a model are found at once, inside graphs and after them."""
     errors: list[NodeError] = []
     proto = make_model("c = Loop(one, , s) r = Add(s, s)", prob="r = Add(i, j)")
-    Importer(ir.from_proto(proto), errors=errors).run()
+    Importer(ir.from_proto(proto), lookup, errors=errors).run()
     where = "ai.onnx.preview.FlexAttention-1 giving 'y'"
     assert [error.where for error in errors] == [f"ai.onnx.Loop-26 giving 'c' in score_mod of {where}", where]
 

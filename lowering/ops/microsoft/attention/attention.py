@@ -7,12 +7,12 @@ import math
 from tvm import relax
 
 from ....attention.record.problem import Window
-from ....importing.compute import number, relax_call
 from ....importing.node import Node
 from ....importing.values import Value
 from ... import op
 from ...attention.attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import number, relax_call
 from ...helpers.kernels import compute
 from ...math.matmul import emit_matmul, round_to
 from .. import DOMAIN

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 
 from ....attention.record.cache_layout import Beams
-from ....importing import symbolic
-from ....importing.compute import number, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Size, Value
 from ... import op
 from ...attention.attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
+from ...helpers import symbolic
 from ...helpers.assertions import assert_shape, require
+from ...helpers.compute import number, unify_sizes
 from ...helpers.contents import read_sizes
 from ...helpers.run_time import bind_sizes
 from .. import DOMAIN

@@ -12,13 +12,13 @@ import math
 import numpy as np
 
 from ....attention.record.problem import Window
-from ....importing.compute import number, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Size, Value, is_one
 from ... import op
 from ...attention.attend import describe_mask, lower_attention, move_heads_first
 from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import number, unify_sizes
 from .. import DOMAIN
 from .new_tokens import NewTokens
 from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ....importing.compute import Element, pointwise, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Shape, Size, Value, is_one
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import Element, pointwise, unify_sizes
 from ...helpers.kernels import ElementReader, compute
 
 # Below this, exp(filter + s - s') is 0 in float32 for all scores that differ by less than some hundreds.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from ....attention.record.problem import Window
-from ....importing.compute import number, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Size, Value
 from ... import op
 from ...attention.attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import number, unify_sizes
 from .. import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
 from .projections import (

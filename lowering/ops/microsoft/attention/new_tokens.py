@@ -11,13 +11,13 @@ from tvm import relax, tirx
 
 from ....attention.kv_write import KvWrite
 from ....attention.record.cache_layout import CacheLayout, KvQuantization
-from ....importing.compute import Element
 from ....importing.node import Node
 from ....importing.values import Shape, Size, Value, is_one, static, storage_dtype
 from ....tensorir.scatter import CacheUpdate, make_copying_update
 from ...attention.attend import move_heads_first
 from ...attention.kv_write import kv_write
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import Element
 from ...helpers.contents import read_sizes
 from ...helpers.kernels import ElementReader, compute
 from ...helpers.run_time import bind_sizes

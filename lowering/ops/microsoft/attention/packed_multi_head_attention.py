@@ -15,12 +15,12 @@ from tvm.script.ir_builder import tirx as T
 from ....attention.codegen.parameters import int64
 from ....attention.record.cache_layout import CacheLayout, Offset
 from ....attention.record.formula import Formula
-from ....importing.compute import number, relax_call, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Size, Value
 from ... import op
 from ...attention.attend import call_attention_kernel, make_ragged_problem, trace_formula
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import number, relax_call, unify_sizes
 from ...helpers.kernels import compute, emit_loops, serial
 from ...helpers.run_time import bind_sizes
 from .. import DOMAIN

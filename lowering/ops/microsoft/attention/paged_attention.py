@@ -17,13 +17,13 @@ from tvm import tirx
 
 from ....attention.codegen.parameters import int64
 from ....attention.record.problem import Window
-from ....importing.compute import Element, number, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Value
 from ... import op
 from ...attention.attend import call_attention_kernel, make_ragged_problem, trace_formula
 from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import Element, number, unify_sizes
 from ...helpers.kernels import ElementReader, compute
 from .. import DOMAIN
 from .paged_caches import PagedCaches, PagedSequences, PagedShape, locate_sequences

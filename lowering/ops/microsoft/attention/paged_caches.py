@@ -15,12 +15,12 @@ from tvm.script.ir_builder import tirx as T
 from ....attention.codegen.parameters import int64
 from ....attention.kv_write import KvWrite
 from ....attention.record.cache_layout import CacheLayout, Pages
-from ....importing import symbolic
-from ....importing.compute import Element, number, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Size, Value, static
 from ...attention.kv_write import kv_write
+from ...helpers import symbolic
 from ...helpers.assertions import assert_shape, require
+from ...helpers.compute import Element, number, unify_sizes
 from ...helpers.kernels import ElementReader, compute, emit_loops, serial
 from ...helpers.run_time import bind_sizes
 from .projections import check_ints

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ....importing.compute import Element, number, unify_sizes, widen_dtype
 from ....importing.node import Node
 from ....importing.values import Size, Value
 from ...helpers.assertions import assert_shape
+from ...helpers.compute import Element, number, unify_sizes, widen_dtype
 from ...helpers.kernels import ElementReader, compute
 from ...math.matmul import round_to
 from ...nn.normalization import normalize_last_axes

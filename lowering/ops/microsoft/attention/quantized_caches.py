@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from tvm import relax, tirx
 
 from ....attention.record.cache_layout import KvQuantization, QuantizedType
-from ....importing import symbolic
-from ....importing.compute import Element
 from ....importing.node import Node
 from ....importing.values import Value, prod
+from ...helpers import symbolic
 from ...helpers.assertions import require
+from ...helpers.compute import Element
 from ...helpers.kernels import ElementReader, compute
 
 _TYPES: dict[str, QuantizedType] = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ....importing.compute import require_numbers
 from ....importing.node import Node
 from ....importing.values import Size, Value
 from ... import op
 from ...attention.rotary_embedding import RotatedHead, rotate_heads
+from ...helpers.compute import require_numbers
 from ...helpers.kernels import compute
 from .. import DOMAIN
 

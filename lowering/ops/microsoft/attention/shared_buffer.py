@@ -12,13 +12,13 @@ from tvm import relax, tirx
 
 from ....attention.codegen.parameters import int64
 from ....attention.record.cache_layout import Beams
-from ....importing import symbolic
-from ....importing.compute import Element, number, unify_sizes
 from ....importing.node import Node
 from ....importing.values import Size, Value, static
 from ....tensorir.scatter import CacheUpdate, make_copying_update
 from ...attention.attend import move_heads_first
+from ...helpers import symbolic
 from ...helpers.assertions import assert_shape, require
+from ...helpers.compute import Element, number, unify_sizes
 from ...helpers.contents import read_sizes
 from ...helpers.kernels import ElementReader, compute
 from ...helpers.run_time import bind_sizes

@@ -14,18 +14,13 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from .node import Node
-from .values import Shape, Value, is_one
+from ...importing.node import Node
+from ...importing.values import Shape, Value, channels_second_axes, is_one
 
 
 def channels_last_axes(rank: int) -> list[int]:
     """Return the permutation from [N, C, D1, ...] to [N, D1, ..., C]."""
     return [0, *range(2, rank), 1]
-
-
-def channels_second_axes(rank: int) -> list[int]:
-    """Return the permutation from [N, D1, ..., C] to [N, C, D1, ...]."""
-    return [0, rank - 1, *range(1, rank - 1)]
 
 
 def channels_last(node: Node, value: Value) -> Value:

@@ -14,9 +14,9 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
+from ...importing.node import Node
+from ...importing.values import Size, Value, is_one, storage_dtype
 from .channels import call_in_common_layout
-from .node import Node
-from .values import Size, Value, is_one, storage_dtype
 
 Element = Any  # a scalar TensorIR expression
 Extent = Any  # int or TensorIR expression

@@ -15,9 +15,9 @@ import numpy as np
 from tvm import tirx
 from tvm.ir import prim
 
-from ..tensorir.expressions import walk
-from .node import Node
-from .values import Size, Symbols, Value
+from ...importing.node import Node
+from ...importing.values import Size, Symbols, Value
+from ...tensorir.expressions import walk
 
 # Contents are for shapes. A larger array is data, which a kernel computes faster.
 MAX_CONTENTS = 4096
