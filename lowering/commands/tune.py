@@ -225,7 +225,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _db(arguments: argparse.Namespace) -> int:
-    from ..tuning.records.db import run_action
+    from ..tuning.db import run_action
 
     result = run_action(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
     if arguments.json:

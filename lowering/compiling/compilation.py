@@ -27,7 +27,7 @@ from ..ops import lookup
 from ..passes.compile_state import CompileState, PassOptions
 from ..profiling.expected import list_slow_kernels
 from ..target import Target, resolve
-from ..tuning.records.lookup import TunedRecords
+from ..tuning_records.lookup import TunedRecords
 from ..version import VERSION
 from . import progress
 from .artifact import ArtifactPart

@@ -26,13 +26,13 @@ from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, 
 from ..measuring.isolated import CandidateFailure, Cause
 from ..measuring.trial import is_win
 from ..target import Target, resolve
+from ..tuning_records.candidate_choices import read_choice, read_trace_choice
+from ..tuning_records.database import TuningDatabase, open_writable
+from ..tuning_records.task import MAIN
 from .local import LibraryBuilder
-from .records.database import TuningDatabase, open_writable
-from .search.choices import read_choice, read_trace_choice
 from .search.context import TuningContext, create_candidate, create_search_strategy
 from .search.cost_model import create_cost_model, predicted, train_on_database
 from .search.space import create_space
-from .search.task import MAIN
 
 _TASK, _CHOICES = "task.json", "choices.jsonl"
 

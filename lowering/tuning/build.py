@@ -15,9 +15,8 @@ from ..passes.compile_state import CompileState
 from ..passes.tvm_workarounds.alignment import assume_alignment
 from ..passes.tvm_workarounds.guard_divisions import guard_divisions
 from ..target import Target
-from .search.choices import read_choice
-from .search.loop_space import extract_scheduled_function
-from .search.task import KERNEL, MAIN, has_kernel
+from ..tuning_records.candidate_choices import extract_scheduled_function, read_choice
+from ..tuning_records.task import KERNEL, MAIN, has_kernel
 from .search.tile_space import TileSpace
 
 

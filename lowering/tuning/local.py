@@ -27,8 +27,8 @@ from ..measuring.machine import read_tuning_machine
 from ..measuring.measure import Job, Measurement, expect
 from ..measuring.trial import RUN_MEMORY, compare_candidate, runner, try_candidate
 from ..target import resolve
+from ..tuning_records.database import TuningDatabase
 from . import build
-from .records.database import TuningDatabase
 from .search.whole_runs import WholeRunTimes, compare_whole_runs
 
 _BUILD_SECONDS, _BUILD_MEMORY = 120.0, 8 << 30

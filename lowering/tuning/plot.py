@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .records.database import TrialRecord, read_journal
-from .records.upkeep import list_architecture_folders
+from ..tuning_records.database import TrialRecord, read_journal
 from .search.ranks import compute_rank_correlation
+from .upkeep import list_architecture_folders
 
 _MIN_TRIALS = 4  # smallest number of trials of a task to draw
 

@@ -23,8 +23,8 @@ from ..manifest import MAX_THREADS
 from ..runtime.artifact.checks import check_integer
 from ..runtime.gpu import read_gpu_architecture, runs_on
 from ..target import Target, resolve
+from ..tuning_records.database import TuningDatabase, find_last_machine
 from .local import LibraryBuilder, LocalBench, MeasurementSite
-from .records.database import TuningDatabase, find_last_machine
 from .search.session import EFFORTS, Effort, End, Progress, TuningOutcome, TuningSession
 from .search.subject import TunedModel
 

@@ -17,7 +17,7 @@ import lowering
 from lowering.commands.cli import main
 from lowering.errors import ArtifactError, InputError
 from lowering.measuring.batch import BATCH, RESULTS, measure_batch, read_batch, read_results
-from lowering.tuning.records.database import read_journal
+from lowering.tuning_records.database import read_journal
 from tests.support.error_codes import raises
 from tests.tuning import models
 from tests.tuning.models import matmul

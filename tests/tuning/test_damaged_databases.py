@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowering.tuning.records import database, lookup
+from lowering.tuning_records import database, lookup
 from tests.support.error_codes import raises
 
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"

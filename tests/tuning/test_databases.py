@@ -12,11 +12,12 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.commands.cli import main
+from lowering.tuning import upkeep
 from lowering.tuning.plot import compute_best_so_far
-from lowering.tuning.records import database, upkeep
-from lowering.tuning.records.database import list_records, open_database, open_writable, read_best_records, read_journal
-from lowering.tuning.search.choices import read_trace_choice
 from lowering.tuning.search.ranks import compute_rank_correlation
+from lowering.tuning_records import database
+from lowering.tuning_records.candidate_choices import read_trace_choice
+from lowering.tuning_records.database import list_records, open_database, open_writable, read_best_records, read_journal
 from tests.tuning.models import matmul
 
 

@@ -10,12 +10,13 @@ import pytest
 import lowering
 from lowering.measuring.isolated import CandidateFailure
 from lowering.measuring.measure import Measurement
+from lowering.tuning import upkeep
 from lowering.tuning.local import LocalBench
-from lowering.tuning.records import lookup, upkeep
-from lowering.tuning.records.database import read_best_records, read_journal
 from lowering.tuning.search.final_comparison import FinalComparison
 from lowering.tuning.search.scheduler import TaskSearch
 from lowering.tuning.search.whole_runs import WholeRunTimes, compare_whole_runs
+from lowering.tuning_records import lookup
+from lowering.tuning_records.database import read_best_records, read_journal
 from tests.tuning.models import matmul
 
 SIZES = {"n": 64}

@@ -19,8 +19,8 @@ from tvm.rpc.tracker import Tracker
 import lowering
 from lowering.errors import InputError
 from lowering.fleet import devices as fleet
-from lowering.tuning.records.database import read_journal
 from lowering.tuning.search.session import TuningState
+from lowering.tuning_records.database import read_journal
 from tests.cuda_emulation.processes import environment
 from tests.support.error_codes import raises
 from tests.tuning.models import matmul

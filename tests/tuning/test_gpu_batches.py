@@ -17,8 +17,8 @@ from onnx import TensorProto, helper
 
 import lowering
 from lowering.measuring.batch import read_batch, read_results
-from lowering.tuning.records.database import read_journal
-from lowering.tuning.search.choices import DEFAULT
+from lowering.tuning_records.candidate_choices import DEFAULT
+from lowering.tuning_records.database import read_journal
 from tests.cuda_emulation.processes import environment
 from tests.support.error_codes import raises
 from tests.tuning.models import matmul

@@ -14,9 +14,9 @@ import onnx
 import pytest
 
 import lowering
-from lowering.tuning.records import upkeep
-from lowering.tuning.records.database import BEST, TRIALS, open_database, read_journal
-from lowering.tuning.records.shared_records import RECORDS, WORKLOADS
+from lowering.tuning import upkeep
+from lowering.tuning_records.database import BEST, TRIALS, open_database, read_journal
+from lowering.tuning_records.shared_records import RECORDS, WORKLOADS
 from tests.tuning.models import matmul
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ import lowering
 from lowering.compiling.compilation import compiled
 from lowering.compiling.options import CompileOptions
 from lowering.target import resolve
-from lowering.tuning.search.choices import DEFAULT, read_choice
 from lowering.tuning.search.context import TuningContext, create_search_strategy
 from lowering.tuning.search.loop_space import LoopSpace
-from lowering.tuning.search.task import create_loops_task, create_tiles_task
+from lowering.tuning_records.candidate_choices import DEFAULT, read_choice
+from lowering.tuning_records.task import create_loops_task, create_tiles_task
 
 K, N = 96, 160
 

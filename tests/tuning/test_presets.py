@@ -13,11 +13,12 @@ import pytest
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
-from lowering.tuning.records import lookup, upkeep
-from lowering.tuning.records.database import ARCHITECTURE, BEST, TRIALS, open_writable, read_best_records
-from lowering.tuning.search.choices import read_trace_choice
-from lowering.tuning.search.task import has_kernel, is_current
+from lowering.tuning import upkeep
 from lowering.tuning.search.tile_space import TileSpace
+from lowering.tuning_records import lookup
+from lowering.tuning_records.candidate_choices import read_trace_choice
+from lowering.tuning_records.database import ARCHITECTURE, BEST, TRIALS, open_writable, read_best_records
+from lowering.tuning_records.task import has_kernel, is_current
 from tests.tuning.models import K, expected, matmul
 
 

@@ -15,10 +15,10 @@ from lowering.measuring.batch import DEFAULT
 from lowering.measuring.trial import LAST_PAIRS
 from lowering.target import resolve
 from lowering.tuning.local import LibraryBuilder, LocalBench, MeasurementSite
-from lowering.tuning.records.database import TuningDatabase
 from lowering.tuning.search.session import TuningSession
 from lowering.tuning.search.subject import TunedModel
 from lowering.tuning.search.tile_space import TileSpace
+from lowering.tuning_records.database import TuningDatabase
 from schedules.variant import Choice
 
 KERNEL, SECONDS = "prefill", 300

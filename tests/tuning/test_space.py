@@ -18,17 +18,17 @@ from lowering.compiling.compilation import compiled
 from lowering.compiling.options import CompileOptions
 from lowering.target import resolve
 from lowering.tuning.build import schedule_candidate
-from lowering.tuning.search.choices import read_choice, read_trace_choice
 from lowering.tuning.search.context import TuningContext, create_search_strategy
 from lowering.tuning.search.cost_model import TileCostModel
-from lowering.tuning.search.task import (
+from lowering.tuning.search.tile_space import TileSpace
+from lowering.tuning_records.candidate_choices import read_choice, read_trace_choice
+from lowering.tuning_records.task import (
     NotTunable,
     create_tiles_task,
     find_written_parameters,
     read_shapes,
     specialize_sizes,
 )
-from lowering.tuning.search.tile_space import TileSpace
 from tests.tuning.models import K, N, matmul
 
 TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}

@@ -24,10 +24,10 @@ from lowering.measuring import trial as trial_of_one
 from lowering.target import resolve
 from lowering.tuning import local
 from lowering.tuning.build import compile_library, get_unscheduled_function
-from lowering.tuning.records.database import TuningDatabase, open_writable, read_best_records, read_journal
-from lowering.tuning.records.lookup import choose_by_size
-from lowering.tuning.search.choices import read_trace_choice
 from lowering.tuning.search.session import TuningState
+from lowering.tuning_records.candidate_choices import read_trace_choice
+from lowering.tuning_records.database import TuningDatabase, open_writable, read_best_records, read_journal
+from lowering.tuning_records.lookup import choose_by_size
 from schedules.variant import BySize, Choice, RuntimeSize
 from tests.support.error_codes import raises
 from tests.support.this_machine import WIDEST

@@ -13,8 +13,9 @@ from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.target import resolve
-from lowering.tuning.records import database, lookup, upkeep
-from lowering.tuning.records.database import TuningDatabase, hash_task, open_database, read_journal
+from lowering.tuning import upkeep
+from lowering.tuning_records import database, lookup
+from lowering.tuning_records.database import TuningDatabase, hash_task, open_database, read_journal
 from tests.tuning.models import matmul
 
 TARGET = resolve("cpu")[0]

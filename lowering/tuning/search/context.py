@@ -10,7 +10,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule import _ffi_api
 from tvm.s_tir.meta_schedule.logging import get_logger, get_logging_func
 
-from .task import MAIN
+from ...tuning_records.task import MAIN
 
 _POPULATION = 48
 

@@ -15,8 +15,8 @@ import tvm
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
-from ..records.database import TuningDatabase
-from .choices import read_choice
+from ...tuning_records.candidate_choices import read_choice
+from ...tuning_records.database import TuningDatabase
 from .context import create_candidate
 from .loop_space import LoopSpace
 from .tile_space import TileSpace

@@ -17,8 +17,8 @@ from ...measuring.isolated import CandidateFailure
 from ...measuring.machine import TuningMachine
 from ...measuring.trial import CLEAR_WIN, LAST_PAIRS, is_win
 from ...target import Target
+from ...tuning_records.database import TuningDatabase
 from ..local import LibraryBuilder, MeasurementSite
-from ..records.database import TuningDatabase
 from .scheduler import TaskSearch
 from .subject import TunedModel
 from .whole_runs import WholeRunTimes

@@ -7,17 +7,14 @@ vectorization, threads and unrolling. The choice of a candidate is the hash of t
 from __future__ import annotations
 
 import tvm
-from tvm import tirx
 from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
-from ..records.database import hash_task
-from .choices import DEFAULT, annotate_choice, read_choice, strip_choice
+from ...tuning_records.candidate_choices import DEFAULT, ROOT, annotate_choice
+from ...tuning_records.database import hash_task
 from .context import TuningContext, create_search_strategy
-from .task import MAIN
 
-_ROOT = "root"
 _MAX_STATIC_SHARED = 48 << 10  # bytes of static shared memory of a thread block (CUDA C++ Programming Guide)
 _READ_INSTRUCTION = "GetSBlock"  # an instruction without effect
 
@@ -63,15 +60,8 @@ class LoopSpace:
     def default_trace(self, module: tvm.IRModule) -> Trace:
         schedule = Schedule(module)
         schedule.enter_postproc()
-        annotate_choice(schedule, _ROOT, DEFAULT)
+        annotate_choice(schedule, ROOT, DEFAULT)
         return schedule.trace
-
-
-def extract_scheduled_function(module: tvm.IRModule) -> tirx.PrimFunc | None:
-    """Return the function of a candidate, or None for the unscheduled default."""
-    if read_choice(module) in (None, DEFAULT):
-        return None
-    return strip_choice(Schedule(module), _ROOT)[MAIN]
 
 
 @derived_object
@@ -82,7 +72,7 @@ class _HashAnnotator(ms.postproc.PyPostproc):
         pass
 
     def apply(self, schedule: Schedule) -> bool:
-        annotate_choice(schedule, _ROOT, hash_task(schedule.mod))
+        annotate_choice(schedule, ROOT, hash_task(schedule.mod))
         return True
 
     def clone(self) -> _HashAnnotator:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
-from .choices import read_trace_choice
-from .task import has_kernel
+from ...tuning_records.candidate_choices import read_trace_choice
+from ...tuning_records.task import has_kernel
 from .tile_space import TileSpace
 
 _MIN_MEASUREMENTS = 4  # fewest measurements for meaningful ranks

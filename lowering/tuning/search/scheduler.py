@@ -19,10 +19,10 @@ from tvm.s_tir import meta_schedule as ms
 from ...errors import InputError
 from ...measuring.isolated import CandidateFailure
 from ...measuring.measure import Measurement
+from ...tuning_records.candidate_choices import read_choice
+from ...tuning_records.database import TrialRecord
 from ..capture import CallSignature
 from ..local import CandidateBuilder, CandidateRunner, LibraryBuilder, MeasurementSite, decode_failure
-from ..records.database import TrialRecord
-from .choices import read_choice
 from .context import TuningContext
 from .cost_model import LoopCostModel, TileCostModel, predicted
 from .space import SearchSpace

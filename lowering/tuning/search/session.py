@@ -20,12 +20,13 @@ from ...measuring.batch import DEFAULT
 from ...measuring.isolated import CandidateFailure
 from ...runtime import load
 from ...target import Target, resolve
+from ...tuning_records import lookup
+from ...tuning_records.candidate_choices import read_trace_choice
+from ...tuning_records.database import TuningDatabase, find_similar_folders, hash_task, read_best_records
+from ...tuning_records.task import NotTunable, create_loops_task, create_tiles_task, find_written_parameters
 from .. import batches
 from ..capture import KernelUse, profile_kernel_uses, save_arguments
 from ..local import LibraryBuilder, MeasurementSite
-from ..records import lookup
-from ..records.database import TuningDatabase, find_similar_folders, hash_task, read_best_records
-from .choices import read_trace_choice
 from .context import TuningContext, create_candidate, create_search_strategy
 from .cost_model import create_cost_model, predicted, train_on_database
 from .final_comparison import FinalComparison
@@ -33,7 +34,6 @@ from .loop_space import LoopSpace
 from .scheduler import SearchScheduler, TaskSearch
 from .space import create_space
 from .subject import TunedModel
-from .task import NotTunable, create_loops_task, create_tiles_task, find_written_parameters
 
 Effort = Literal["quick", "full"]
 

@@ -8,8 +8,8 @@ import tvm
 from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 
+from ...tuning_records.task import has_kernel
 from .loop_space import LoopSpace
-from .task import has_kernel
 from .tile_space import TileSpace
 
 

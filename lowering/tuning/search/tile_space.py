@@ -23,8 +23,8 @@ import schedules
 from schedules.tiles import Value, find_nearest_index
 from schedules.variant import Choice, Variant
 
-from .choices import annotate_choice
-from .task import BLOCK, KERNEL, MAIN
+from ...tuning_records.candidate_choices import annotate_choice
+from ...tuning_records.task import BLOCK, KERNEL, MAIN
 
 _VARIANT = "lowering.variant"
 _SAMPLE = "SampleCategorical"

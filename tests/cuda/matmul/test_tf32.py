@@ -13,8 +13,8 @@ import tvm
 from tvm.tirx import reinterpret
 
 import lowering
-from lowering.tuning.records.database import hash_task
-from lowering.tuning.search.task import create_tiles_task
+from lowering.tuning_records.database import hash_task
+from lowering.tuning_records.task import create_tiles_task
 from schedules.cuda.matmul import tensor_types
 from schedules.cuda.matmul.matmul_tiles import MatmulTiles
 from schedules.cuda.primitives import ptx

@@ -22,9 +22,9 @@ from tvm_ffi import structural_equal
 import schedules
 from schedules.variant import Variant
 
-from ...attention.codegen.plain import build_plain_attention
-from ...attention.record.problem import ATTRIBUTE, AttentionProblem
-from ...tensorir.expressions import Expr, walk
+from ..attention.codegen.plain import build_plain_attention
+from ..attention.record.problem import ATTRIBUTE, AttentionProblem
+from ..tensorir.expressions import Expr, walk
 
 BLOCK = "kernel"
 """The block of `main` whose annotation is the choice."""

@@ -27,14 +27,14 @@ from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_hash
 
-from ...errors import ArtifactError
-from ...measuring.isolated import CandidateFailure
-from ...measuring.lines import append_line, repair_lines, whole_lines
-from ...measuring.machine import TuningMachine, read_tuning_machine
-from ...records import decode
-from ...target import Target
-from ..search.choices import read_trace_choice
+from ..errors import ArtifactError
+from ..measuring.isolated import CandidateFailure
+from ..measuring.lines import append_line, repair_lines, whole_lines
+from ..measuring.machine import TuningMachine, read_tuning_machine
+from ..records import decode
+from ..target import Target
 from .architecture import Architecture, detect_architecture
+from .candidate_choices import read_trace_choice
 from .record_lines import DatabaseError as DatabaseError
 from .shared_records import RECORDS, WORKLOADS, SharedRecords, lock_folder
 from .shared_records import open_writable as open_writable

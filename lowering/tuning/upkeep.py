@@ -11,10 +11,8 @@ from pathlib import Path
 
 from tvm.s_tir import meta_schedule as ms
 
-from ..search.choices import read_trace_choice
-from ..search.ranks import compute_estimate_correlation
-from ..search.task import is_current, read_shapes
-from .database import (
+from ..tuning_records.candidate_choices import read_trace_choice
+from ..tuning_records.database import (
     ARCHITECTURE,
     BEST,
     TRIALS,
@@ -29,7 +27,9 @@ from .database import (
     read_seconds,
     write_journal,
 )
-from .shared_records import RECORDS, WORKLOADS, lock_folder
+from ..tuning_records.shared_records import RECORDS, WORKLOADS, lock_folder
+from ..tuning_records.task import is_current, read_shapes
+from .search.ranks import compute_estimate_correlation
 
 
 @dataclass(frozen=True)

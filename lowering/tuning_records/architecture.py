@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import tvm
 
-from ...measuring.machine import TuningMachine, caches
-from ...records import Record
-from ...target import Target
+from ..measuring.machine import TuningMachine, caches
+from ..records import Record
+from ..target import Target
 
 _OWN_CACHES = 2  # cache levels that are private to a core
 

@@ -24,10 +24,11 @@ from tvm_ffi import structural_equal
 import schedules
 from schedules.variant import BySize, Choice, ExternalCode, RuntimeSize, Variant
 
-from ...target import Target
-from ..search.choices import DEFAULT, read_trace_choice
-from ..search.loop_space import extract_scheduled_function
-from ..search.task import (
+from ..target import Target
+from .architecture import detect_architecture
+from .candidate_choices import DEFAULT, extract_scheduled_function, read_trace_choice
+from .database import find_matching_folders, find_similar_folders, read_best_records
+from .task import (
     KERNEL,
     NotTunable,
     encode_versions,
@@ -37,13 +38,11 @@ from ..search.task import (
     read_versions,
     specialize_sizes,
 )
-from .architecture import detect_architecture
-from .database import find_matching_folders, find_similar_folders, read_best_records
 
 _MAX_DISTANCE = 1.0  # as a logarithm to base 2
 _TUNED_ORIGIN, _PRESET_ORIGIN = "tuned", "preset"
 
-PRESETS = Path(__file__).parents[2] / "presets"
+PRESETS = Path(__file__).parents[1] / "presets"
 """A database that is part of the package."""
 
 

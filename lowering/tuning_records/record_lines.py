@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import LoweringError
+from ..errors import LoweringError
 
 
 class DatabaseError(LoweringError):

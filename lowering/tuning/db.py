@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ... import units
-from ...errors import InputError
-from ..table import format_failures
+from .. import units
+from ..errors import InputError
 from . import upkeep
+from .table import format_failures
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run_action(
     if action == "export":
         upkeep.export_best_records(database, output)
     else:
-        from ..plot import plot_database
+        from .plot import plot_database
 
         plot_database(database, output)
     return CommandResult({"output": output}, f"wrote {output}")

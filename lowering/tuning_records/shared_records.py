@@ -16,9 +16,9 @@ import tvm
 from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 
-from ...measuring.lines import repair_lines
-from ..search.task import MAIN
+from ..measuring.lines import repair_lines
 from .record_lines import DatabaseError, check_records, check_workloads
+from .task import MAIN
 
 WORKLOADS, RECORDS = "database_workload.json", "database_tuning_record.json"
 _Stamp = tuple[tuple[int, int, int] | None, ...]

@@ -1,1 +1,0 @@
-"""Databases of measurements, and their lookup during compilation."""
