@@ -1,4 +1,8 @@
-"""Schedules of functions for a target: ordered rules that replace plain TensorIR by fast kernels."""
+"""Schedules of functions for a target: ordered rules that replace plain TensorIR by fast kernels.
+
+The compiler asks this package alone, never its folders `cpu` and `cuda`: which rule schedules a function, how weights
+are packed, and what a device can do.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,19 @@ from tvm import tirx
 from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 
 from . import cpu, cuda
+from .cpu import CpuFeatures as CpuFeatures
+from .cpu import panel_width as panel_width
+from .cpu import read_cpu_features as read_cpu_features
+from .cpu import remove_unused_features as remove_unused_features
+from .cuda import CHUNK_BYTES as CHUNK_BYTES
+from .cuda import DEVICES as DEVICES
+from .cuda import KernelLaunch as KernelLaunch
+from .cuda import ThreadTiles as ThreadTiles
+from .cuda import count_packed_heads as count_packed_heads
+from .cuda import early_launch as early_launch
+from .cuda import emit_cache_rows as emit_cache_rows
+from .cuda import merge_launches as merge_launches
+from .cuda import read_launch as read_launch
 from .rejections import collect_rejections
 from .variant import Choose, ExternalCode, Variant, describe_choice, made
 
@@ -92,6 +109,11 @@ def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | N
     It is False if the function is full, None if the rule does not accept it.
     """
     return _ACCEPTS_SIBLINGS[target.kind.name](func, target)
+
+
+def min_seconds(flops: int, size: int, target: tvm.target.Target) -> float:
+    """Return the shortest time of a GPU for so many operations, or to read and write so many bytes."""
+    return cuda.min_seconds(flops, size, cuda.device(target))
 
 
 def _scheduled(

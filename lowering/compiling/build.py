@@ -16,12 +16,13 @@ from tvm.script.ir_builder import tirx as T
 from tvm.support import cc
 from tvm.tirx import compilation_pipeline
 
+from schedules import early_launch
+
 from ..errors import TargetError
 from ..target import Target, resolve
 from ..target.building import load_cuda_runtime
 from . import objects, progress
 from .bundled_sources import compile_bundled_sources
-from .early_launch import early_launch
 from .own_device import ask_own_device
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]

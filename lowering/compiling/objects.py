@@ -22,11 +22,9 @@ from pathlib import Path
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.target import codegen
 from tvm.tirx import compilation_pipeline
 
-from schedules import CODE, CONSIDERED
-from schedules.cpu.primitives.vector import VNNI_256, VNNI_512
+from schedules import CODE, CONSIDERED, remove_unused_features
 
 from ..manifest import SYMBOL
 from ..target import Target
@@ -100,7 +98,7 @@ class KernelCompiler:
         name, key = str(func.attrs["global_symbol"]), func.attrs.get(CODE)
         if key in self._cached:
             return replace(self._cached[key], name=name)
-        plain = _remove_unused_features(func, self.made_for)
+        plain = remove_unused_features(func, self.made_for)
         fingerprint = (tvm_ffi.structural_hash(_remove_names(func)), str(plain), _versions())
         symbol = "k" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:32]
         with self._guard:
@@ -185,39 +183,3 @@ _UNUSED_ON_CPUS = (
     "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",
     "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",
 )  # fmt: skip
-
-
-def _remove_unused_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm.target.Target:
-    """Return the target, without int8 dot products if the kernel does not use them explicitly.
-
-    LLVM 22 combines loops into such dot products and then accumulates only some of the terms (combineVPDPBUSDPattern,
-    sums of 8 to 16).
-    """
-    config = dict(target.export())
-    if not _VNNI & set(config.get("mattr", ())) or _has_int8_dot(func):
-        return target
-    plain = tvm.target.Target({**config, "mattr": [feature for feature in config["mattr"] if feature not in _VNNI]})
-    return plain.with_host(plain)
-
-
-_VNNI = {"+avx512vnni", "+avxvnni"}
-
-
-def _has_int8_dot(func: tirx.PrimFunc) -> bool:
-    """Return whether the kernel has an instruction for int8 dot products."""
-    intrinsic_ids = [codegen.llvm_lookup_intrinsic_id(name) for name in (VNNI_512, VNNI_256)]
-    calls: list[tvm.ir.Call] = []
-
-    def visit(call: tvm.ir.Call) -> None:
-        if (
-            call.op.same_as(_INTRINSIC)
-            and isinstance(call.args[0], tirx.IntImm)
-            and call.args[0].value in intrinsic_ids
-        ):
-            calls.append(call)
-
-    tvm_ffi.structural_walk(func.body, (tvm.ir.Call, visit))
-    return bool(calls)
-
-
-_INTRINSIC = tvm.ir.Op.get("tirx.call_llvm_pure_intrin")

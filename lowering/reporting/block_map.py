@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from schedules.cuda.attention.attention_tiles import count_packed_heads
+from schedules import count_packed_heads
 
 from ..attention.record.problem import AttentionProblem
 from .elements import E, Node, make_svg

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tvm
 
-from schedules.cuda.primitives.device import DEVICES
+from schedules import DEVICES
 
 from ..errors import ArtifactError, TargetError
 from ..runtime.gpu import choose_architecture, load_device_runtime, read_gpu_architecture, runs_on

@@ -13,7 +13,11 @@ from .elementwise.reduction import reduction
 from .elementwise.sliding import windows
 from .matmul.matmul import accepts_siblings as accepts_siblings
 from .matmul.matmul import matmul
+from .matmul.panels import panel_width as panel_width
 from .matmul.row_blocks import row_blocks
+from .primitives.vector import CpuFeatures as CpuFeatures
+from .primitives.vector import read_cpu_features as read_cpu_features
+from .unused_features import remove_unused_features as remove_unused_features
 
 RULES: tuple[Rule, ...] = (
     attention,

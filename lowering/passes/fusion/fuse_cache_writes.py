@@ -15,9 +15,7 @@ from typing import Any
 from tvm import ir, relax, tirx
 
 import schedules
-from schedules.cuda.cache.cache_rows import emit_cache_rows
-from schedules.cuda.fusion.fused_launches import read_launch
-from schedules.cuda.primitives.threads import ThreadTiles
+from schedules import ThreadTiles, emit_cache_rows, read_launch
 
 from ...importing.checks import read_checked_tensor, replace_checked_tensor
 from ...importing.origins import iterate_bindings

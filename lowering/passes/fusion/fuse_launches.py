@@ -18,7 +18,7 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 import schedules
-from schedules.cuda.fusion.fused_launches import KernelLaunch, merge_launches, read_launch
+from schedules import KernelLaunch, merge_launches, read_launch
 
 from ...manifest import CallSpec
 from ..compile_state import CompileState

@@ -19,8 +19,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.cpu.matmul.panels import panel_width
-from schedules.cpu.primitives.vector import CpuFeatures, read_cpu_features
+from schedules import CpuFeatures, panel_width, read_cpu_features
 
 from ...importing.quantized_matrix import QuantizedMatrix
 from ..compile_state import CompileState

@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.cuda.primitives.ptx import CHUNK_BYTES
+from schedules import CHUNK_BYTES
 
 from ...importing.quantized_matrix import QuantizedMatrix
 from .compression import Compression, prepare_matrix

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from schedules.cuda.primitives.cost_model import min_seconds
-from schedules.cuda.primitives.device import device
+from schedules import min_seconds
 
 from ...compiling.progress import LOG
 from ...measuring.batch import DEFAULT
@@ -171,7 +170,7 @@ class TuningSession:
         """Return the use with its seconds on the target. A GPU's are estimated, as the CPU ran instead."""
         if not self.target.architecture:
             return use
-        return dataclasses.replace(use, seconds=min_seconds(use.flops, use.bytes, device(self.target.tvm)))
+        return dataclasses.replace(use, seconds=min_seconds(use.flops, use.bytes, self.target.tvm))
 
     def _create_tasks(self, use: KernelUse, func: Any) -> list[tvm.IRModule]:
         """Return the tasks of a kernel: tiles, loops, both or none."""

@@ -37,7 +37,7 @@ class Device:
 
     @property
     def begins_early(self) -> bool:
-        """Whether kernels begin while the previous one ends (lowering/compiling/early_launch.py)."""
+        """Whether kernels begin while the previous one ends (schedules/cuda/dependent_launch.py)."""
         return self.generation >= 90
 
 

@@ -228,7 +228,7 @@ def synchronize_cluster() -> None:
 def wait_for_earlier_kernels() -> None:
     """Emit griddepcontrol.wait, from sm_90 on: the kernels before this one have ended, and their writes are visible.
 
-    Kernels begin before that (lowering/compiling/early_launch.py); that pass inserts this at the start of each kernel
+    Kernels begin before that (schedules/cuda/dependent_launch.py); that pass inserts this at the start of each kernel
     that has none.
     """
     code = f"""

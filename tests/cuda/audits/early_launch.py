@@ -1,4 +1,4 @@
-"""Audit of kernels that are launched early (lowering/compiling/early_launch.py), by their machine code.
+"""Audit of kernels that are launched early (schedules/cuda/dependent_launch.py), by their machine code.
 
 `python -m tests.cuda.audits.early_launch FOLDER [--arch ARCH ...] [--nvrtc] [--ptxas PATH]` audits the exports in a
 folder (`python -m tests.exports.export --narrow` makes them) in float16 and bfloat16, compiled by nvcc, by NVRTC, or

@@ -10,9 +10,9 @@ import pytest
 from tvm import tirx
 
 from benchmarks.gpu.bundling.models import in_half
-from lowering.compiling import early_launch as pass_under_test
 from lowering.demo.decoder import DecoderConfig, build_decoder
 from lowering.target import cubin
+from schedules.cuda import dependent_launch as pass_under_test
 from tests.cuda.audits import early_launch, sass, second_ptxas
 from tests.cuda.audits.matmul_code import machine_code_of
 

@@ -22,8 +22,8 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from schedules.cuda.primitives import ptx
-from schedules.cuda.primitives.device import device
+from .primitives import ptx
+from .primitives.device import device
 
 _LAUNCH_PARAMS, _EARLY_LAUNCH, _DYNAMIC_SHARED_MEMORY = (
     "tirx.kernel_launch_params",
