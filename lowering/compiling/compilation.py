@@ -6,6 +6,7 @@ from . import without_torch  # noqa: F401  (before whatever imports tvm)
 
 # isort: split
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -26,11 +27,12 @@ from ..manifest import SETUP, Manifest, TensorSpec
 from ..ops import lookup
 from ..passes.compile_state import CompileState, PassOptions
 from ..profiling.expected import list_slow_kernels
+from ..runtime import Model, open_compiled
 from ..target import Target, resolve
 from ..tuning_records.lookup import TunedRecords
 from ..version import VERSION
 from . import progress
-from .artifact import ArtifactPart
+from .artifact import ArtifactPart, write_artifact
 from .build import build, check_linker
 from .code_failures import diagnose_code_failure
 from .interrupts import preserve_interrupts
@@ -70,7 +72,7 @@ def compiled(
             f"precision='{options.precision}' multiplies float32 on tensor cores of GPUs, which "
             f"target='{options.target}' does not have. Leave precision out: a CPU computes such matmuls in float32.",
         )
-    prepared = prepare_model(model, options, targets, dump)
+    prepared = prepare_model(model, options, targets, dump, load_compiled)
     caches = prepared.caches
     setup = prepared.setup
     legal, *setup_ranges = ranges(prepared.dims, prepared.model, None if setup is None else setup.model)
@@ -90,6 +92,15 @@ def compiled(
         artifact, _ = compiling.compile(setup.model, setup.donated, (), (), None)
         artifacts.append(replace(artifact, manifest=replace(artifact.manifest, ranges=setup_ranges[0], part=SETUP)))
     return CompiledModel(tuple(artifacts), targets, unscheduled)
+
+
+def load_compiled(model: ModelLike, options: CompileOptions) -> Model:
+    """Compile a model and load it, without the cache of artifacts."""
+    # A loaded model keeps its files open, and does not need the folder.
+    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
+        module = Path(folder) / "module"
+        write_artifact(module, compiled(model, options).artifacts)
+        return open_compiled(module)
 
 
 @dataclass(frozen=True)

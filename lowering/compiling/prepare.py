@@ -7,7 +7,7 @@ rewritten after.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -32,13 +32,16 @@ from ..graph.options.random_seed import add_seed_input
 from ..graph.paged.paged_decoder import serve_decoder
 from ..graph.paged.served_inputs import find_batch_dimension
 from ..manifest import ListSpec, ServedCache
+from ..runtime import Model
 from ..runtime.arrays.lists import flatten_lists
 from ..target import Target
 from . import progress
-from .compiler import compile
 from .options import CompileOptions
 from .overflow import Call, find_overflowing_values
 from .pipeline import Dump
+
+CompileModel = Callable[[ir.Model, CompileOptions], Model]
+"""Compiles a model, and loads it."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ class PreparedModel:
 
 
 def prepare_model(
-    model: ModelLike, options: CompileOptions, targets: Sequence[Target], dump: Dump | None
+    model: ModelLike, options: CompileOptions, targets: Sequence[Target], dump: Dump | None, compile: CompileModel
 ) -> PreparedModel:
-    """Rewrite a model as the options of `compile` say; the original model is unchanged."""
+    """Rewrite a model as the options of `compile` say; the original model is unchanged.
+
+    `compile` compiles a copy that observes the calls of the options.
+    """
     split = _load(model, options)
     loaded = split.model
     written = name_written_inputs(loaded)
@@ -80,7 +86,7 @@ def prepare_model(
         unify_caches(fused)
     names = [value.name or "" for value in loaded.graph.inputs if value.name not in loaded.graph.initializers]
     calls = [flatten_lists(call, names, split.lists, "input") for call in options.calls]
-    notes = _narrow(fused, options, targets, calls)
+    notes = _narrow(fused, options, targets, calls, compile)
     served = setup = None
     if options.serve is not None:
         decoder = serve_decoder(fused, options.serve)
@@ -108,7 +114,9 @@ def _load(model: ModelLike, options: CompileOptions) -> SplitInputs:
     return split if batch is None else replace(split, model=set_sizes(split.model, {batch: 1}))
 
 
-def _narrow(fused: ir.Model, options: CompileOptions, targets: Sequence[Target], calls: Sequence[Call]) -> list[str]:
+def _narrow(
+    fused: ir.Model, options: CompileOptions, targets: Sequence[Target], calls: Sequence[Call], compile: CompileModel
+) -> list[str]:
     """Narrow types of computation and storage, and return notes about it; calls are those of the options."""
     notes: list[str | None] = []
     if options.precision == "float32":
@@ -116,7 +124,8 @@ def _narrow(fused: ir.Model, options: CompileOptions, targets: Sequence[Target],
     elif options.precision is not None and options.precision not in TF32:
         linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        overflows = find_overflowing_values(fused, calls, functools.partial(compile, cc=linker)) if calls else ()
+        observe = functools.partial(compile, options=CompileOptions(cc=linker))
+        overflows = find_overflowing_values(fused, calls, observe) if calls else ()
         notes.append(use_precision(fused, options.precision, slower, overflows))
     if options.weights is not None:
         notes.append(compress_tables(fused, options.weights))

@@ -12,9 +12,10 @@ from .block_mask import BlockMask
 from .captured import ArraySpec
 from .create import create_block_mask
 from .kernel_cache import CacheInfo, cache_clear, cache_info
+from .mask_picture import MaskPicture
 from .masks import and_masks, or_masks
 from .module import FlexModule, compile_flex, load
-from .show import MaskPicture, show
+from .show import show
 from .vocabulary import (
     abs,
     cast,

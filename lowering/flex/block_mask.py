@@ -260,9 +260,9 @@ class BlockMask:
         return f"BlockMask(shape=({shape}), BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f} %)"
 
     def _repr_html_(self) -> str | None:
-        from .show import show
+        from .mask_picture import MaskPicture
 
-        return show(self)._repr_html_() if self.states.shape[0] and self.states.shape[1] else None
+        return MaskPicture(self, 0, 0)._repr_html_() if self.states.shape[0] and self.states.shape[1] else None
 
 
 _NAMES = ("_num_blocks", "_indices")

@@ -11,7 +11,7 @@ import numpy as np
 from ..attention.expr.node import Expr
 from ..errors import InputError
 from . import traced as t
-from .traced import Traced
+from .traced import NotANumber, Traced
 
 _TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "float64",
@@ -50,7 +50,7 @@ def read_array_specs(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
     return specs
 
 
-class Captured:
+class Captured(NotANumber):
     """An array with no indices yet, or too few: captured[i, j] and captured[i][j] are elements.
 
     A negative index counts from the end, as in NumPy. If the bounds of an index follow from sizes, each call checks

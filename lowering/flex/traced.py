@@ -7,7 +7,7 @@ operand; / gives floating point, // and % round down, as in Python.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,6 +26,18 @@ _WIDTHS = ("bool", "int32", "int64", "float32", "float64")
 _NOT_A_NUMBER = "a traced value is not a Python number: its value is unknown while the mod is traced."
 _CAPTURE_VALUES = "Compute values that do not depend on the row and key outside the mod, and capture them."
 _CAPTURE_ARRAY = "Capture the array: captures={'bias': array}, with a keyword-only parameter, def mod(..., *, bias)."
+
+
+LIBRARY_CALLS: dict[str, Callable[..., Any]] = {}
+"""Calls a function of NumPy or PyTorch for traced values; vocabulary.py has the functions, and registers both."""
+
+
+class NotANumber:
+    """A value that a mod may read but not compute with."""
+
+    def reject_whole_array(self, *_: Any) -> Any:
+        """Raise InputError: the value is not a number."""
+        raise NotImplementedError
 
 
 class Traced:
@@ -208,21 +220,15 @@ class Traced:
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         """Call NumPy's functions of numbers, and operators with NumPy's numbers on the left."""
-        from .vocabulary import call_numpy_function
-
-        return call_numpy_function(ufunc, method, inputs, options)
+        return LIBRARY_CALLS["numpy"](ufunc, method, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        from .vocabulary import call_numpy_function
-
-        return call_numpy_function(function, "__call__", args, options)
+        return LIBRARY_CALLS["numpy"](function, "__call__", args, options)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         """Call PyTorch's functions of numbers, so that mods written for it trace unchanged."""
-        from .vocabulary import call_torch_function
-
-        return call_torch_function(function, args, options or {})
+        return LIBRARY_CALLS["torch"](function, args, options or {})
 
 
 # -- operations -------------------------------------------------------------------------------------------------------
@@ -243,9 +249,7 @@ def trace_value(value: Any, like: str | None = None) -> Traced:
         return Traced(make_number(int(value), "int64" if wide else "int32"))
     if isinstance(value, (float, np.floating)):
         return Traced(make_number(float(value), like if like is not None and "float" in like else "float32"))
-    from .captured import Captured
-
-    if isinstance(value, Captured):
+    if isinstance(value, NotANumber):
         value.reject_whole_array()
     if getattr(value, "ndim", 0) or type(value).__module__.split(".")[0] in ("torch", "numpy", "jax"):
         raise InputError(

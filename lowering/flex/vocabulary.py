@@ -162,3 +162,6 @@ def call_torch_function(function: Any, args: Any, options: Any) -> Any:
 
 def _list_functions() -> str:
     return ", as they compute one number from numbers. Use one of " + ", ".join(sorted(_FUNCTIONS)) + "."
+
+
+t.LIBRARY_CALLS |= {"numpy": call_numpy_function, "torch": call_torch_function}

@@ -15,10 +15,11 @@ from rich.table import Table
 from .. import notebook, units
 from ..shortened import shorten_middle, shorten_names
 from .search.session import TuningOutcome, TuningState
-from .tune import Tuning
 
 if TYPE_CHECKING:
     from typing import Self  # added in Python 3.11
+
+    from .tune import Tuning
 
 _LINE_INTERVAL = 10.0  # seconds between lines without a terminal
 _COLUMNS_WIDTH, _MIN_NAME_WIDTH = (

@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 
 import lowering
+from lowering.compiling.compilation import load_compiled
 from lowering.compiling.options import CompileOptions
 from lowering.compiling.prepare import PreparedModel, prepare_model
 from lowering.runtime.decoding.decoder import Decoder
@@ -180,7 +181,7 @@ def compiled(name: str, precision: Any = None) -> lowering.Model:
 
 def prepared_model(name: str, **options: Any) -> PreparedModel:
     """Return the prepared model, without compiling it."""
-    return prepare_model(FOLDER / f"{name}.onnx", CompileOptions(**options), resolve("cpu"), None)
+    return prepare_model(FOLDER / f"{name}.onnx", CompileOptions(**options), resolve("cpu"), None, load_compiled)
 
 
 def error_in_place(name: str, precision: Any) -> float:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from lowering import InputError, flex
-from lowering.flex.show import MaskWork
+from lowering.flex.mask_picture import MaskWork
 from tests.support.error_codes import raises
 
 RNG = np.random.default_rng(0)

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+# Prefixes of modules that nothing in a folder may import: the compiler asks `schedules` by its package interface.
+FORBIDDEN = {"lowering": ("schedules.cpu", "schedules.cuda")}
+
+# Modules that may import each other inside functions, with the reason.
+CYCLES = {
+    frozenset(
+        f"lowering.runtime{name}" for name in ("", ".model", ".artifact.foreign", ".artifact.pickling")
+    ): "a pickled model names the function that opens it",
+}
+
 # Package -> (modules of this project that it may import, whether it may import tvm)
 RULES = {
     "lowering/runtime": (
@@ -46,6 +56,19 @@ RULES = {
             "lowering.arithmetic",
             "lowering.errors",
             "lowering.manifest",
+        },
+        True,
+    ),
+    "lowering/tuning_records": (
+        {
+            "lowering.tuning_records",
+            "lowering.attention",
+            "lowering.measuring",
+            "lowering.target",
+            "lowering.tensorir",
+            "lowering.records",
+            "lowering.errors",
+            "schedules",
         },
         True,
     ),

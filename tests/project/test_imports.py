@@ -9,23 +9,89 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.import_rules import RULES
+from tests.project.import_rules import CYCLES, FORBIDDEN, RULES
 
 ROOT = Path(__file__).parents[2]
 
 
-def imported(path: Path) -> set[str]:
+SOURCES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("lowering", "schedules")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def imported(path: Path, tree: ast.Module | None = None) -> set[str]:
     """The absolute names of all modules that a source file imports, at top level or inside functions."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, node.module) if node.module else base)
-            names |= {f"{module}.{alias.name}" for alias in node.names} if not node.module else {module}
+            submodules = {name for alias in node.names if (name := f"{module}.{alias.name}") in SOURCES}
+            names |= submodules or {module}
     return names
+
+
+def imported_at_run_time(path: Path) -> set[str]:
+    """Those of the imported modules that are not imported for types alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return imported(path, tree)
+
+
+def find_cycles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The groups of nodes that reach each other, and have more than one node."""
+    reached = {node: set(targets) for node, targets in arrows.items()}
+    changed = True
+    while changed:
+        changed = False
+        for targets in reached.values():
+            more = set().union(*(reached.get(target, ()) for target in targets)) - targets
+            targets |= more
+            changed = changed or bool(more)
+    groups = (frozenset(b for b in reached[a] if a in reached.get(b, ())) | {a} for a in reached)
+    return {group for group in groups if len(group) > 1}
+
+
+def package_of(module: str) -> str:
+    """The package below `lowering`, or `schedules` as a whole."""
+    return "schedules" if module.startswith("schedules") else ".".join(module.split(".")[:2])
+
+
+def test_packages_do_not_import_each_other() -> None:
+    """Not for types either. The names of `lowering` itself are functions of its packages, imported at first use."""
+    arrows: dict[str, set[str]] = {}
+    for module, path in SOURCES.items():
+        targets = {package_of(name) for name in imported(path) if name in SOURCES and name != "lowering"}
+        arrows.setdefault(package_of(module), set()).update(targets - {package_of(module)})
+    arrows.pop("lowering")
+    assert not find_cycles(arrows)
+
+
+def test_modules_do_not_import_each_other() -> None:
+    arrows = {
+        module: {name for name in imported_at_run_time(path) if name in SOURCES and name not in (module, "lowering")}
+        for module, path in SOURCES.items()
+    }
+    assert find_cycles(arrows) == set(CYCLES)
+
+
+def test_cycles_are_noticed() -> None:
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {frozenset("bc")}
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_interfaces(folder: str) -> None:
+    for module, path in SOURCES.items():
+        if module.split(".")[0] == folder:
+            names = {name for name in imported(path) if name.startswith(FORBIDDEN[folder])}
+            assert not names, f"{module} imports {names}"
 
 
 @pytest.mark.parametrize("folder", RULES)
