@@ -86,7 +86,7 @@ class KvWrite(Record):
     def __post_init__(self) -> None:
         if self.layout.is_joint and self.head_dim != self.v_head_dim:
             raise ValueError("keys and values in one buffer must have the same size")
-        quantization = self.layout.quantization
+        quantization = self.quantization
         if quantization is not None and quantization.group and quantization.dtype != "int8":
             raise ValueError("scales of groups need int8 quantized values")
         if quantization is not None and quantization.channels and self.v_head_dim > self.head_dim:
@@ -96,10 +96,15 @@ class KvWrite(Record):
         if self.bias and self.columns is None:
             raise ValueError("a bias needs columns")
 
+    @property
+    def quantization(self) -> KvQuantization | None:
+        """Type and scales of the caches if they are quantized."""
+        return self.layout.quantization
+
     def caches(self) -> tuple[str, ...]:
         """Return the names of the buffers that are written."""
         quantization, buffers = (
-            self.layout.quantization,
+            self.quantization,
             ("kv",) if self.layout.is_joint else ("k", "v")[: len(self.dims())],
         )
         grouped = quantization is not None and quantization.group > 0
@@ -107,7 +112,7 @@ class KvWrite(Record):
 
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the parameters before the written ones of the copying form: the caches come first."""
-        quantization = self.layout.quantization
+        quantization = self.quantization
         present = {
             "new": self.columns is not None,
             "new_k": self.columns is None,
@@ -132,7 +137,7 @@ class BoundKvWrite:
     """
 
     def __init__(self, record: KvWrite, copy: bool) -> None:
-        self.record, self.layout = record, record.layout
+        self.record, self._layout = record, record.layout
         T.func_name("kv_write")
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: record.to_json()})
         written = {name: f"{name}_present" if copy else name for name in record.caches()}
@@ -144,7 +149,7 @@ class BoundKvWrite:
         shapes |= {new: shapes[old] for old, new in written.items()}
         self.buffers = {name: declare_buffer(name, argument, *shapes[name]) for name, argument in arguments.items()}
         self.written = {name: self.buffers[new] for name, new in written.items()}
-        self.slots = Slots(self.layout, self.buffers, self.B)
+        self.slots = Slots(self._layout, self.buffers, self.B)
 
     def _shapes(self) -> dict[str, TensorSpec]:
         record = self.record
@@ -158,15 +163,13 @@ class BoundKvWrite:
             "bias": ([width], record.dtype),
             "angles": ([tokens, record.rotary.dim // 2 if record.rotary is not None else 0, 2], "float32"),
             "factor": (
-                [2, record.heads, record.head_dim]
-                if record.layout.quantization and record.layout.quantization.channels
-                else [2],
+                [2, record.heads, record.head_dim] if record.quantization and record.quantization.channels else [2],
                 "float32",
             ),
             **dict.fromkeys(("row_starts", "row_counts", "starts"), by_batch),
         }
-        caches = describe_cache_tensors(self.layout, record.heads, dims, types, self.B, self.size("slots"), self.size)
-        return inputs | caches | describe_cache_tables(self.layout, self.B, self.size)
+        caches = describe_cache_tensors(self._layout, record.heads, dims, types, self.B, self.size("slots"), self.size)
+        return inputs | caches | describe_cache_tables(self._layout, self.B, self.size)
 
     def rows(self, b: Expr) -> Expr:
         """Return the number of new rows of batch b: 0 if the buffer does not contain them."""
@@ -212,16 +215,16 @@ class BoundKvWrite:
         The indices are those on the axes that do not depend on the element. The body is skipped if the slot is not in
         the buffer.
         """
-        name = "kv" if self.layout.is_joint else "kv"[kv_index]
-        buffer, axes = self.written[f"{name}_scale" if scale else name], self.layout.axes
+        name = "kv" if self._layout.is_joint else "kv"[kv_index]
+        buffer, axes = self.written[f"{name}_scale" if scale else name], self._layout.axes
         slot = self.slots.locate_own(b, t, kv_index, lambda axis: buffer.shape[axes.index(axis)] if axis in axes else 1)
-        layer = self.layout.layer < buffer.shape[axes.index("l")] if "l" in axes else tirx.const(True, "bool")
+        layer = self._layout.layer < buffer.shape[axes.index("l")] if "l" in axes else tirx.const(True, "bool")
         with T.If(tirx.all(slot.is_inside, layer)), T.Then():
             yield buffer, slot.indices
 
     def factor(self, kv_index: int, h: Expr, d: Expr) -> Expr:
         """Return the factor that quantizes element d of head h, unless there are scales of groups."""
-        channels = self.layout.quantization is not None and self.layout.quantization.channels
+        channels = self.record.quantization is not None and self.record.quantization.channels
         return self.buffers["factor"][(T.int64(kv_index), *((h, d) if channels else ()))]
 
     def quantize_element(self, kv_index: int, h: Expr, n: Expr, value: Callable[[Expr], Expr]) -> Expr:
@@ -229,7 +232,7 @@ class BoundKvWrite:
 
         It packs the element value(n), or as many elements as share it.
         """
-        quantization = self.layout.quantization
+        quantization = self.record.quantization
         assert quantization is not None
         if quantization.packing == 1:
             return quantize_value(value(n) * self.factor(kv_index, h, n), quantization.dtype)
@@ -240,7 +243,7 @@ class BoundKvWrite:
 
     def index(self, indices: dict[str, Expr], h: Expr, d: Expr, dim: int) -> list[Expr]:
         """Return the indices of element d, or of scale d, of head h, which has `dim` of them."""
-        return [(indices | {"h": h, "d": d, "e": h * dim + d})[axis] for axis in self.layout.axes]
+        return [(indices | {"h": h, "d": d, "e": h * dim + d})[axis] for axis in self._layout.axes]
 
 
 def copy_and_write(record: KvWrite) -> tirx.PrimFunc:
@@ -312,7 +315,7 @@ class _Head:
                 pair = [T.bind(value) for value in self.bound.rotate_pair(self.n, k, x[first], x[second])]
                 for index, value in zip((first, second), pair):
                     T.buffer_store(x, value, [index])
-        quantization = self.record.layout.quantization
+        quantization = self.record.quantization
         with self.bound.slot(kv_index, self.b, self.t) as (buffer, indices):
             if quantization is not None and quantization.group:
                 self.store_grouped(kv_index, x, dim, quantization, buffer, indices)

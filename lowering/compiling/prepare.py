@@ -6,7 +6,6 @@ rewritten after.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,8 +123,8 @@ def _narrow(
     elif options.precision is not None and options.precision not in TF32:
         linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        observe = functools.partial(compile, options=CompileOptions(cc=linker))
-        overflows = find_overflowing_values(fused, calls, observe) if calls else ()
+        here = CompileOptions(cc=linker)
+        overflows = find_overflowing_values(fused, calls, lambda copy: compile(copy, here)) if calls else ()
         notes.append(use_precision(fused, options.precision, slower, overflows))
     if options.weights is not None:
         notes.append(compress_tables(fused, options.weights))

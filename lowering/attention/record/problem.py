@@ -215,6 +215,15 @@ class AttentionProblem(Record):
         """Whether the visible keys of a row also have a first key that depends on the row."""
         return self.window is not None and self.window.left is not None
 
+    def make_empty_sizes_symbolic(self) -> AttentionProblem:
+        """Return the problem with symbolic sizes in place of 0, since TVM divides by static sizes."""
+        mask = self.mask
+        if isinstance(mask, Mask):
+            mb, mh, ms, mt = (size or None for size in mask.dims)
+            mask = dataclasses.replace(mask, dims=(mb, mh, ms, mt))
+        batch, q_len, kv_len = (size or None for size in (self.batch, self.q_len, self.kv_len))
+        return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask)
+
     def parameters(self) -> tuple[str, ...]:
         """Return the names of the PrimFunc's parameters in order: the inputs present, then the requested outputs."""
         return (*self.inputs(), *self.outputs())

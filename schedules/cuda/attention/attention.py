@@ -5,15 +5,13 @@ Where sizes are symbolic, the host selects the kernel at run time.
 
 from __future__ import annotations
 
-import dataclasses
-
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.codegen.bound import BoundAttention
-from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem, Mask
+from lowering.attention.record.problem import ATTRIBUTE, AttentionProblem
 
 from ...rejections import fits
 from ...variant import Variant
@@ -112,14 +110,6 @@ def _prefill(bound: BoundAttention, tiles: MmaTiles | WgmmaTiles, gpu: Device, m
 
 
 def _bind_problem(problem: AttentionProblem) -> BoundAttention:
-    """Bind the problem to the function being built.
-
-    A size of 0 becomes symbolic, because TVM divides by static sizes.
-    """
+    """Bind the problem to the function being built."""
     T.func_name("attention")
-    mask, p = problem.mask, problem
-    if isinstance(mask, Mask):
-        mb, mh, ms, mt = (n or None for n in mask.dims)
-        mask = dataclasses.replace(mask, dims=(mb, mh, ms, mt))
-    batch, q_len, kv_len = (size or None for size in (p.batch, p.q_len, p.kv_len))
-    return BoundAttention(dataclasses.replace(p, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask), scope="local")
+    return BoundAttention(problem.make_empty_sizes_symbolic(), scope="local")

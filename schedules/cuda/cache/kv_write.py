@@ -65,8 +65,8 @@ def kv_write(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | 
 def _kernel(record: KvWrite, tiles: KvWriteTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(private=True):
         bound = BoundKvWrite(record, copy=False)
-        quantization = record.layout.quantization
-        group = quantization.group if quantization is not None and quantization.group else record.layout.packing
+        quantization = record.quantization
+        group = 1 if quantization is None else quantization.group or quantization.packing
         dims = record.dims()
         keys, values = record.heads * record.head_dim // group, record.heads * record.v_head_dim // group
         blocks = tirx.max(T.int64(tiles.shares) * bound.B, T.int64(1))
@@ -101,7 +101,7 @@ class _Group:
         self.h, self.g = let(unit // (dim // group)), let(unit % (dim // group))
 
     def emit(self) -> None:
-        bound, quantization = self.bound, self.bound.layout.quantization
+        bound, quantization = self.bound, self.bound.record.quantization
         with bound.slot(self.kind, self.b, self.t) as (buffer, where):
 
             def store(d: Expr, value: Expr) -> None:
