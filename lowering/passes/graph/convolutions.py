@@ -116,20 +116,23 @@ class ConvolutionGroups:
 
 
 def make_grouped_convolution(
-    convolution: Convolution, groups: ConvolutionGroups, x: te.Tensor, shape: Sequence[Expr], panels: te.Tensor
+    convolution: Convolution,
+    groups: ConvolutionGroups,
+    x: te.Tensor,
+    shape: Sequence[Expr],
+    element: Callable[..., Expr],
 ) -> te.Tensor:
-    """Return the matmuls [N, windows, count, M / count] with matrices [K, M / count] in panels [count, panels, K, nr].
+    """Return the matmuls [N, windows, count, M / count] with `count` matrices of elements element(group, k, j).
 
     shape is that of the convolution.
     """
-    *_, depth, nr = panels.shape
     channels = x.shape[-1] // groups.count
-    k = te.reduce_axis((0, depth), name="k")
+    k = te.reduce_axis((0, convolution.patch_size(channels)), name="k")
 
     def compute(n: Expr, *index: Expr) -> Expr:
         *windows, group, j = index
         patch = convolution.read_element(x, n, list(windows), k.var, channels, group * channels).astype("float32")
-        return te.sum(patch * panels(group, j // nr, k, j % nr).astype("float32"), axis=k)
+        return te.sum(patch * element(group, k, j), axis=k)
 
     *windows, columns = shape
     total = te.compute([*windows, groups.count, columns // groups.count], compute, name="convolution")

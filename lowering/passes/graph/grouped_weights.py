@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,6 @@ from tvm import relax, te
 
 from ...importing.quantized_matrix import QuantizedMatrix
 from ...tensorir.grouped_matmul import GROUPS, grouped_matmul
-from .convolutions import OUT_ELEMENTWISE_FUSABLE
-from .panels import ElementReader
 
 
 @dataclass(frozen=True)
@@ -26,25 +24,10 @@ class GroupedCall:
     groups: int
     columns: int
 
-    def emit(
-        self, builder: relax.BlockBuilder, components: Sequence[relax.Var], element: ElementReader, nr: int
-    ) -> relax.Expr:
-        """Emit the call with the components of matrices padded to nr columns; `element` reads an element of them."""
-
-        def compute(x: te.Tensor, table: te.Tensor, *components: te.Tensor) -> te.Tensor:
-            width = _round_up(self.columns, nr)
-            return grouped_matmul(
-                x, table, self.groups, self.columns, width, lambda k, j: element(list(components), k, j)
-            )
-
-        return builder.call_te(
-            compute,
-            self.rows,
-            self.table,
-            *components,
-            primfunc_name_hint="grouped_matmul",
-            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
-        )
+    def compute(self, x: te.Tensor, table: te.Tensor, element: Callable[..., tvm.ir.Expr], *, nr: int) -> te.Tensor:
+        """Return the matmul with matrices padded to nr columns, of elements element(k, j)."""
+        width = _round_up(self.columns, nr)
+        return grouped_matmul(x, table, self.groups, self.columns, width, element)
 
     def pad(self, matrix: np.ndarray | QuantizedMatrix, nr: int) -> np.ndarray | QuantizedMatrix:
         """Return the matrices [K, groups * columns] with zeros after each, up to a multiple of nr columns."""

@@ -1,8 +1,8 @@
-"""Packs weights for matrix kernels, once, at compile time: here for CPUs, and in weights_by_column.py for GPUs.
+"""Packs weights for matrix kernels, once, at compile time.
 
-A matmul x W with a constant matrix W becomes a matmul with W stored in panels (panels.py). Transposes and casts between
-the weight and the matmul are applied at compile time. A weight with other readers is preserved, too. bfloat16 weights
-of bfloat16 matmuls are stored in pairs of successive rows if the machine multiplies such pairs.
+A matmul x W with a constant matrix W becomes a matmul with W stored in panels (panels.py), which the target chooses
+(weight_layouts.py). Transposes and casts between the weight and the matmul are applied at compile time. A weight with
+other readers is preserved, too.
 
 Quantized matrices stay integers and scales (schedules/reading/quantized_weights.py), and float ones are quantized if a
 scheme is set.
@@ -11,20 +11,20 @@ scheme is set.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules import CpuFeatures, panel_width, read_cpu_features
+from schedules import read_cpu_features
 
 from ...importing.quantized_matrix import QuantizedMatrix
 from ..compile_state import CompileState
 from .compression import Compression, prepare_matrix
-from .constants import FLOATS, WeightArrays, WeightTracer, make_parameters, replace_main_body
+from .constants import FLOATS, WeightTracer, make_parameters, replace_main_body
 from .convolutions import (
     OUT_ELEMENTWISE_FUSABLE,
     Convolution,
@@ -34,20 +34,11 @@ from .convolutions import (
     read_convolution,
 )
 from .grouped_weights import GroupedCall, read_grouped_call
-from .panels import (
-    ElementReader,
-    pack,
-    pack_pairs,
-    pack_quads,
-    pack_quantized_matrix,
-    packed_matmul,
-    read_pair_element,
-    read_plain_element,
-    read_quad_element,
-)
-from .weights_by_column import pack_weights_by_column
+from .panels import ElementReader, pack, pack_matrix, packed_matmul, read_group_element
+from .weight_layouts import ColumnLayout, PanelLayout
 
-_MIN_COLUMNS = 4  # matmuls with fewer are dot products, which need no packing
+_LANE_STEPS: dict[int, tuple[str, ...]] = {1: (), 2: ("pairs",), 4: ("quads",)}
+"""What the name of a weight states about rows that are stored together."""
 
 
 def pack_weights(state: CompileState) -> CompileState:
@@ -59,87 +50,73 @@ def pack_weights(state: CompileState) -> CompileState:
     """
     target, weights = state.target.tvm, dict(state.weights)
     compression = None if state.options.scheme is None else Compression(state.options.scheme)
+    layout: PanelLayout | ColumnLayout
     if target.kind.name == "llvm":
-        mod, packed = _pack_panels(state.module, weights, read_cpu_features(target), compression)
+        layout = PanelLayout(read_cpu_features(target))
     else:
-        mod, packed = pack_weights_by_column(state.module, weights, compression, state.tensor_core_dtypes)
+        layout = ColumnLayout(state.tensor_core_dtypes, compression is not None)
+    packer = _WeightPacker(state.module, weights, layout, compression)
+    main = state.module["main"]
+    body = packer.visit_expr(main.body)
+    new_weights = [parameter for weight in packer.packed.values() if weight for parameter in weight.parameters]
+    mod, packed = replace_main_body(packer.builder_.get(), main, body, new_weights, weights)
     notes = state.notes if compression is None else (*state.notes, compression.cost())
     return replace(state, module=mod, weights=packed, notes=notes)
 
 
-def _pack_panels(
-    mod: tvm.IRModule,
-    weights: dict[str, np.ndarray | QuantizedMatrix],
-    cpu: CpuFeatures,
-    compression: Compression | None,
-) -> tuple[tvm.IRModule, WeightArrays]:
-    packer = _PanelPacker(mod, weights, cpu, compression)
-    body = packer.visit_expr(mod["main"].body)
-    new_weights = [component for components in packer.packed.values() for component in components]
-    return replace_main_body(packer.builder_.get(), mod["main"], body, new_weights, weights)
+@dataclass(frozen=True)
+class _PackedWeight:
+    """New parameters with their arrays, and the function that reads an element of them."""
+
+    parameters: list[tuple[relax.Var, np.ndarray]]
+    element: ElementReader
 
 
 @mutator
-class _PanelPacker(PyExprMutator):
-    """Rewrites matmuls; `packed` has the new parameters and their arrays, by weight and its transformations."""
+class _WeightPacker(PyExprMutator):
+    """Rewrites matmuls; `packed` has each weight by its name and transformations, None for one that is not packed."""
 
     def __init__(
         self,
         mod: tvm.IRModule,
         weights: dict[str, np.ndarray | QuantizedMatrix],
-        cpu: CpuFeatures,
+        layout: PanelLayout | ColumnLayout,
         compression: Compression | None,
     ) -> None:
         super().__init__(mod)
-        self.mod, self.weights = mod, weights
-        self.cpu = cpu
-        self.compression = compression
-        self.packed: dict[tuple[str, ...], list[tuple[relax.Var, np.ndarray]]] = {}
-        self.elements: dict[tuple[str, ...], ElementReader] = {}
+        self.mod, self.weights, self.layout, self.compression = mod, weights, layout, compression
+        self.packed: dict[tuple[str, ...], _PackedWeight | None] = {}
         self.constants = WeightTracer(weights, set(mod["main"].params), self.lookup_binding)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
-        convolution = read_convolution(call)
+        convolution = read_convolution(call) if self.layout.packs_convolutions else None
         if convolution is not None:
             return self.pack_convolution(call, convolution)
         grouped = read_grouped_call(self.mod, call)
         if grouped is not None:
             return self.pack_grouped_matmul(call, grouped)
-        if call.op != tvm.ir.Op.get("relax.matmul"):
-            return call
+        return self.pack_matmul(call) if call.op == tvm.ir.Op.get("relax.matmul") else call
+
+    def pack_matmul(self, call: relax.Call) -> relax.Expr:
         x, (steps, matrix) = call.args[0], self.constants.trace(call.args[1])
-        types = {str(x.ty.dtype), str(call.ty.dtype)}
-        if matrix is None or matrix.ndim != 2 or matrix.shape[1] < _MIN_COLUMNS or x.ty.ndim < 1:
+        x_dtype, dtype = str(x.ty.dtype), str(call.ty.dtype)
+        if matrix is None or matrix.ndim != 2 or matrix.shape[1] < self.layout.min_columns or x.ty.ndim < 1:
             return call
-        if types == {"uint8", "int32"} and isinstance(matrix, np.ndarray) and matrix.dtype.name == "int8":
-            return self.pack_int8_matmul(x, steps, matrix)
-        if not {*types, matrix.dtype.name} <= set(FLOATS):
+        is_int8 = (x_dtype, matrix.dtype.name, dtype) == ("uint8", "int8", "int32") and isinstance(matrix, np.ndarray)
+        if not (self.layout.packs_int8 if is_int8 else {x_dtype, matrix.dtype.name, dtype} <= set(FLOATS)):
             return call
-        pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
-        if pairs:
-            steps = (*steps, "pairs")
-        if steps not in self.packed:
-            self.pack_matrix(steps, matrix, pairs)
-        return self.emit_matmul(x, steps, matrix.shape[1], str(call.ty.dtype))
-
-    def pack_int8_matmul(self, x: relax.Expr, steps: tuple[str, ...], matrix: np.ndarray) -> relax.Expr:
-        """Return an int32 matmul of int8 values, those of x unsigned."""
-        steps = (*steps, "quads")
-        if steps not in self.packed:
-            self.elements[steps] = read_quad_element
-            self.add_parameters(steps, {"packed": pack_quads(matrix, panel_width(matrix.shape[1], self.cpu, "int32"))})
-        return self.emit_matmul(x, steps, matrix.shape[1], "int32")
-
-    def emit_matmul(self, x: relax.Expr, steps: tuple[str, ...], columns: int, dtype: str) -> relax.Expr:
-        """Return x times a packed matrix."""
-        element = self.elements[steps]
-        return self.builder_.call_te(
-            lambda x, *components: packed_matmul(x, list(components), columns, dtype, element),
-            x,
-            *(var for var, _ in self.packed[steps]),
-            primfunc_name_hint="packed_matmul",
-            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        columns, lanes = matrix.shape[1], self.layout.choose_lanes(matrix.dtype.name, x_dtype)
+        key = (*steps, *_LANE_STEPS[lanes])
+        if key not in self.packed:
+            prepared = matrix if is_int8 else prepare_matrix(matrix, self.compression)
+            is_packed = self.layout.is_packed(prepared, x_dtype, steps)
+            width = self.layout.choose_width(columns, lanes)
+            self.packed[key] = self.make_weight(key, *pack_matrix(prepared, width, lanes)) if is_packed else None
+        if self.packed[key] is None:
+            return call
+        return self.emit(
+            key, self.layout.function_name, lambda x, element: packed_matmul(x, element, columns, dtype), x
         )
 
     def pack_grouped_matmul(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
@@ -147,74 +124,68 @@ class _PanelPacker(PyExprMutator):
         steps, matrices = self.constants.trace(grouped.matrices)
         if matrices is None:
             return call
-        pairs = self.cpu.bf16_dot and matrices.dtype.name == grouped.rows.ty.dtype == "bfloat16"
-        steps, nr = (*steps, "grouped", *(["pairs"] if pairs else [])), panel_width(grouped.columns, self.cpu)
-        if steps not in self.packed:
-            self.store_panels(steps, grouped.pad(prepare_matrix(matrices, self.compression), nr), pairs, nr)
-        return grouped.emit(self.builder_, [var for var, _ in self.packed[steps]], self.elements[steps], nr)
+        lanes = self.layout.choose_lanes(matrices.dtype.name, str(grouped.rows.ty.dtype))
+        key, nr = (*steps, "grouped", *_LANE_STEPS[lanes]), self.layout.choose_width(grouped.columns)
+        if key not in self.packed:
+            padded = grouped.pad(prepare_matrix(matrices, self.compression), nr)
+            self.packed[key] = self.make_weight(key, *pack_matrix(padded, nr, lanes))
+        compute = functools.partial(grouped.compute, nr=nr)
+        return self.emit(key, "grouped_matmul", compute, grouped.rows, grouped.table)
 
     def pack_convolution(self, call: relax.Call, convolution: Convolution) -> relax.Expr:
         """Return a convolution by packed weights if they are constant; their element type is unchanged."""
         x, (steps, weights) = call.args[0], self.constants.trace(call.args[1])
-        types = {str(x.ty.dtype), str(call.ty.dtype)}
-        if not isinstance(weights, np.ndarray) or not {*types, weights.dtype.name} <= set(FLOATS):
+        x_dtype, shape = str(x.ty.dtype), call.ty.shape
+        if not isinstance(weights, np.ndarray) or not {x_dtype, str(call.ty.dtype), weights.dtype.name} <= set(FLOATS):
             return call
         if convolution.groups > 1:
             return self.pack_grouped_convolution(call, convolution, steps, weights)
         matrix = weights.reshape(-1, weights.shape[-1])
-        pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
-        steps = (*steps, "patches", *(["pairs"] if pairs else []))
-        if steps not in self.packed:
-            self.store_panels(steps, matrix, pairs, panel_width(matrix.shape[1], self.cpu))
-        element = self.elements[steps]
-        return self.builder_.call_te(
-            lambda x, shape, *components: make_implicit_matmul(
-                convolution, x, shape, functools.partial(element, list(components))
-            ),
-            x,
-            call.ty.shape,
-            *(var for var, _ in self.packed[steps]),
-            primfunc_name_hint="packed_convolution",
-            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
-        )
+        lanes = self.layout.choose_lanes(matrix.dtype.name, x_dtype)
+        key = (*steps, "patches", *_LANE_STEPS[lanes])
+        if key not in self.packed:
+            width = self.layout.choose_width(matrix.shape[1])
+            self.packed[key] = self.make_weight(key, *pack_matrix(matrix, width, lanes))
+        return self.emit(key, "packed_convolution", functools.partial(make_implicit_matmul, convolution), x, shape)
 
     def pack_grouped_convolution(
         self, call: relax.Call, convolution: Convolution, steps: tuple[str, ...], weights: np.ndarray
     ) -> relax.Expr:
+        assert isinstance(self.layout, PanelLayout)
         groups = ConvolutionGroups.choose(
-            convolution.groups, weights.shape[-1] // convolution.groups, self.cpu.lanes("float32")
+            convolution.groups, weights.shape[-1] // convolution.groups, self.layout.cpu.lanes("float32")
         )
-        steps = (*steps, "groups")
-        if steps not in self.packed:
+        key = (*steps, "groups")
+        if key not in self.packed:
             matrices = groups.make_matrices(weights)
-            nr = panel_width(matrices[0].shape[1], self.cpu)
-            self.add_parameters(steps, {"packed": np.stack([pack(matrix, nr) for matrix in matrices])})
-        matmuls = self.builder_.call_te(
-            lambda x, shape, panels: make_grouped_convolution(convolution, groups, x, shape, panels),
-            call.args[0],
-            call.ty.shape,
-            *(var for var, _ in self.packed[steps]),
-            primfunc_name_hint="packed_convolution",
-            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
-        )
+            width = self.layout.choose_width(matrices[0].shape[1])
+            panels = np.stack([pack(matrix, width) for matrix in matrices])
+            self.packed[key] = self.make_weight(key, {"packed": panels}, read_group_element)
+        compute = functools.partial(make_grouped_convolution, convolution, groups)
+        matmuls = self.emit(key, "packed_convolution", compute, call.args[0], call.ty.shape)
         return relax.op.reshape(self.builder_.emit(matmuls), call.ty.shape)
 
-    def pack_matrix(self, steps: tuple[str, ...], matrix: np.ndarray | QuantizedMatrix, pairs: bool) -> None:
-        """Store a matrix [K, N] in panels, compressed if a scheme is set."""
-        self.store_panels(
-            steps, prepare_matrix(matrix, self.compression), pairs, panel_width(matrix.shape[1], self.cpu)
+    def make_weight(
+        self, steps: tuple[str, ...], components: Mapping[str, np.ndarray], element: ElementReader
+    ) -> _PackedWeight:
+        """Return the weight that `steps` names, with its components as new parameters."""
+        return _PackedWeight(make_parameters(steps, components, self.weights), element)
+
+    def emit(
+        self, steps: tuple[str, ...], name: str, compute: Callable[..., te.Tensor], *args: relax.Expr
+    ) -> relax.Expr:
+        """Return a call of compute(*args, element), where element(k, j) reads the packed weight."""
+        weight = self.packed[steps]
+        assert weight is not None
+
+        def compute_packed(*tensors: te.Tensor) -> te.Tensor:
+            components = list(tensors[len(args) :])
+            return compute(*tensors[: len(args)], functools.partial(weight.element, components))
+
+        return self.builder_.call_te(
+            compute_packed,
+            *args,
+            *(variable for variable, _ in weight.parameters),
+            primfunc_name_hint=name,
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
-
-    def store_panels(self, steps: tuple[str, ...], matrix: np.ndarray | QuantizedMatrix, pairs: bool, nr: int) -> None:
-        """Store a matrix [K, N] in panels of nr columns, of pairs of rows if `pairs` is set."""
-        if isinstance(matrix, QuantizedMatrix):
-            components, self.elements[steps] = pack_quantized_matrix(matrix, nr)
-        elif pairs:
-            components, self.elements[steps] = {"packed": pack_pairs(matrix, nr)}, read_pair_element
-        else:
-            components, self.elements[steps] = {"packed": pack(matrix, nr)}, read_plain_element
-        self.add_parameters(steps, components)
-
-    def add_parameters(self, steps: tuple[str, ...], components: Mapping[str, np.ndarray]) -> None:
-        """Add the components of the weight that `steps` names as new parameters."""
-        self.packed[steps] = make_parameters(steps, components, self.weights)

@@ -18,54 +18,46 @@ from schedules.reading.quantized_weights import NIBBLES, dequantize_element, pac
 
 from ...importing.quantized_matrix import QuantizedMatrix
 
-
-def pack(matrix: np.ndarray, nr: int) -> np.ndarray:
-    """Pack [K, N] into panels [ceil(N / nr), K, nr], with zeros after column N."""
-    rows, columns = matrix.shape
-    panels = -(-columns // nr)
-    padded = np.zeros((rows, panels * nr), matrix.dtype)
-    padded[:, :columns] = matrix
-    return np.ascontiguousarray(padded.reshape(rows, panels, nr).transpose(1, 0, 2))
-
-
-def pack_pairs(matrix: np.ndarray, nr: int) -> np.ndarray:
-    """Pack [K, N] into panels [ceil(N / nr), ceil(K / 2), nr, 2], with zeros after column N and row K."""
-    even = np.zeros((-(-len(matrix) // 2) * 2, matrix.shape[1]), matrix.dtype)
-    even[: len(matrix)] = matrix
-    return np.stack([pack(even[half::2], nr) for half in (0, 1)], axis=-1)
-
-
-def pack_quads(matrix: np.ndarray, nr: int) -> np.ndarray:
-    """Pack [K, N] into panels [ceil(N / nr), ceil(K / 4), nr, 4], with zeros after column N and row K."""
-    even = np.zeros((-(-len(matrix) // 4) * 4, matrix.shape[1]), matrix.dtype)
-    even[: len(matrix)] = matrix
-    return np.stack([pack(even[n::4], nr) for n in range(4)], axis=-1)
-
-
-# A function of components in panels, k and j, which returns B[k, j] in float32.
+# A function of components in panels, k and j, which returns B[k, j] in the type of the accumulator.
 ElementReader: TypeAlias = Callable[..., tvm.ir.Expr]
 
 
-def read_plain_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+def pack(matrix: np.ndarray, nr: int, lanes: int = 1) -> np.ndarray:
+    """Pack [K, N] into panels [ceil(N / nr), ceil(K / lanes), nr, lanes], with zeros after column N and row K.
+
+    The last axis is omitted for one lane.
+    """
+    rows, columns = matrix.shape
+    steps, panels = -(-rows // lanes), -(-columns // nr)
+    padded = np.zeros((steps * lanes, panels * nr), matrix.dtype)
+    padded[:rows, :columns] = matrix
+    packed = np.ascontiguousarray(padded.reshape(steps, lanes, panels, nr).transpose(2, 0, 3, 1))
+    return packed[..., 0] if lanes == 1 else packed
+
+
+def read_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return an element of plain panels, in int32 for int8 values and else in float32."""
     (panels,) = components
-    nr = panels.shape[-1]
-    return panels(j // nr, k, j % nr).astype("float32")
+    nr, lanes = panels.shape[2], int(panels.shape[3]) if len(panels.shape) > 3 else 1
+    index = (k, j % nr) if lanes == 1 else (k // lanes, j % nr, k % lanes)
+    return panels(j // nr, *index).astype("int32" if panels.dtype == "int8" else "float32")
 
 
-def read_pair_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+def read_group_element(components: list[te.Tensor], group: tvm.ir.Expr, k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return an element of one of several matrices, each in plain panels, in float32."""
     (panels,) = components
-    nr = panels.shape[-2]
-    return panels(j // nr, k // 2, j % nr, k % 2).astype("float32")
+    return panels(group, j // panels.shape[-1], k, j % panels.shape[-1]).astype("float32")
 
 
-def read_quad_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
-    (panels,) = components
-    nr = panels.shape[-2]
-    return panels(j // nr, k // 4, j % nr, k % 4).astype("int32")
+def pack_matrix(
+    matrix: np.ndarray | QuantizedMatrix, nr: int, lanes: int = 1
+) -> tuple[dict[str, np.ndarray], ElementReader]:
+    """Return the components of a matrix [K, N] in panels, and the function that reads an element of them.
 
-
-def pack_quantized_matrix(matrix: QuantizedMatrix, nr: int) -> tuple[dict[str, np.ndarray], ElementReader]:
-    """Return the components of a quantized matrix [K, N], and the function that reads an element of them."""
+    lanes are the successive rows that a plain matrix stores together.
+    """
+    if isinstance(matrix, np.ndarray):
+        return {"columns" if nr == 1 else "packed": pack(matrix, nr, lanes)}, read_element
     depth, columns = matrix.shape
     block = matrix.block[0] if matrix.block[0] < depth else 0
     nibbles = matrix.bits == 4 and block % NIBBLES == 0
@@ -76,17 +68,17 @@ def pack_quantized_matrix(matrix: QuantizedMatrix, nr: int) -> tuple[dict[str, n
     if matrix.zero_points is not None:
         components["zeros"] = pack(matrix.zero_points.repeat(matrix.block[1], axis=1)[:, :columns], nr)
 
-    def read_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+    def read_quantized_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
         values, scales, *zero_points = components
         return dequantize_element(values, scales, zero_points[0] if zero_points else None, k, j, nr, block, nibbles)
 
-    return components, read_element
+    return components, read_quantized_element
 
 
 def packed_matmul(
-    x: te.Tensor, components: list[te.Tensor], columns: int, dtype: str, read_element: ElementReader
+    x: te.Tensor, element: Callable[[tvm.ir.Expr, tvm.ir.Expr], tvm.ir.Expr], columns: int, dtype: str
 ) -> te.Tensor:
-    """Return x [..., K] times a matrix [K, columns] in panels, in `dtype`.
+    """Return x [..., K] times a matrix [K, columns] of elements element(k, j), in `dtype`.
 
     Accumulators are float32, or int32 for int8 values.
     """
@@ -95,7 +87,7 @@ def packed_matmul(
 
     def compute(*index: tvm.ir.Expr) -> tvm.ir.Expr:
         *row, j = index
-        return te.sum(x(*row, k).astype(acc) * read_element(components, k, j), axis=k)
+        return te.sum(x(*row, k).astype(acc) * element(k, j), axis=k)
 
     total = te.compute((*x.shape[:-1], columns), compute, name="matmul")
     return total if dtype == acc else topi.cast(total, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from tvm import te, tirx
 
 import lowering
 from lowering.importing.quantized_matrix import quantize_matrix
-from lowering.passes.graph.panels import pack_quantized_matrix, packed_matmul
+from lowering.passes.graph.panels import pack_matrix, packed_matmul
 from schedules.cuda.matmul.matmul import matmul
 from schedules.cuda.matmul.matmul_tiles import MatmulTiles
 from schedules.cuda.matmul.small_m_tiles import SmallMTiles
@@ -148,10 +149,10 @@ def function(rows: int | None, k: int, n: int, bits: int) -> tuple[tirx.PrimFunc
     """Return x W for a number of rows, None for any; the packed W; and W in float64."""
     m = tirx.Var("m", "int64") if rows is None else size(rows)
     quantized = quantize_matrix(np.random.default_rng(bits).standard_normal((k, n)).astype("float32"), bits)
-    packed, element = pack_quantized_matrix(quantized, 1)
+    packed, element = pack_matrix(quantized, 1)
     x = te.placeholder((m, size(k)), "float16", "x")
     stored = [te.placeholder(list(map(size, array.shape)), str(array.dtype), name) for name, array in packed.items()]
-    func = te.create_prim_func([x, *stored, packed_matmul(x, stored, size(n), "float16", element)])
+    func = te.create_prim_func([x, *stored, packed_matmul(x, partial(element, stored), size(n), "float16")])
     return func, list(packed.values()), quantized.array().astype("float64")
 
 
