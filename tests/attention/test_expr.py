@@ -16,6 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.bound import BoundExpr
 from lowering.attention.expr.evaluate import evaluate
+from lowering.attention.expr.evaluate_interval import evaluate_interval
 from lowering.attention.record.formula import Formula
 from lowering.attention.record.problem import AttentionProblem
 from lowering.records import decode, encode
@@ -111,6 +112,10 @@ def _check(formula: Formula, parameters: dict[str, Any], elements: bool = True) 
         tile = np.where(np.isnan(tile.astype("f8")), 0, tile)
         with np.errstate(invalid="ignore"):
             assert (low[..., half] <= tile.min((2, 3))).all() and (high[..., half] >= tile.max((2, 3))).all()
+    known = {name: value for name, value in parameters.items() if isinstance(value, int)}
+    for scalars in (known, {}):
+        evaluated_low, evaluated_high = evaluate_interval(formula.value, point, scalars)
+        assert ((evaluated_low <= expected) & (expected <= evaluated_high) | np.isnan(expected.astype("f8"))).all()
 
 
 def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:

@@ -14,7 +14,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from ..expr.emit import broadcast, cast, lanes, scalar_type, widen_to
-from ..expr.interval import Interval
+from ..expr.emit_interval import Interval
 from ..record.formula import Formula
 from ..record.problem import Mask
 from .addressing import Addressing

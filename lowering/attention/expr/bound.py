@@ -10,7 +10,7 @@ from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
 from .emit import EmitVectorCall, cast, combine, emit_expr, lanes, scalar_type, widen_to
-from .interval import Interval, compute_interval, find_table_range
+from .emit_interval import Interval, compute_interval, find_table_range
 from .node import INDICES, Expr, find_parameters, rewrite_expr
 
 

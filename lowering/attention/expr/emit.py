@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .node import Expr, split_terms
 
-_CLASSES: dict[str, type] = {
+CLASSES: dict[str, type] = {
     "add": prim.Add, "sub": prim.Sub, "mul": prim.Mul, "div": prim.Div, "mod": prim.Mod, "floordiv": prim.FloorDiv,
     "floormod": prim.FloorMod, "min": prim.Min, "max": prim.Max, "eq": prim.EQ, "ne": prim.NE, "lt": prim.LT,
     "le": prim.LE, "and": prim.And, "or": prim.Or, "not": prim.Not, "select": prim.Select, "bit_and": prim.BitwiseAnd,
@@ -108,8 +108,8 @@ def _apply_operation(expr: Expr, args: list[ir.Expr]) -> ir.Expr:
     if expr.op == "cast":
         return cast(args[0], expr.dtype)
     args = list(_match_lanes(*args))
-    if expr.op in _CLASSES:
-        return _CLASSES[expr.op](*args)
+    if expr.op in CLASSES:
+        return CLASSES[expr.op](*args)
     return _emit_call(expr, args)
 
 

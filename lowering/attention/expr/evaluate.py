@@ -10,7 +10,7 @@ import numpy as np
 
 from .node import Expr
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "floormod": np.mod,
     "mod": np.fmod, "min": np.minimum, "max": np.maximum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
     "bit_and": np.bitwise_and, "bit_or": np.bitwise_or, "bit_xor": np.bitwise_xor, "shift_left": np.left_shift,
@@ -50,7 +50,7 @@ def evaluate(
         if node.op == "div":
             floating = "float" in node.dtype
             return np.asarray(args[0] / args[1] if floating else np.trunc(args[0] / args[1]), dtype)
-        function = _FUNCTIONS.get(node.op.rpartition(".")[2])
+        function = FUNCTIONS.get(node.op.rpartition(".")[2])
         if function is None:
             raise NotImplementedError(f"{node.op} has no NumPy counterpart")
         return np.asarray(function(*args), dtype)

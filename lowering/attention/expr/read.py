@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.ir import prim
 
+from .emit import CLASSES
 from .node import INDICES, Expr, canonicalize, make_number
 
-_OPERATIONS: dict[type, str] = {
-    prim.Add: "add", prim.Sub: "sub", prim.Mul: "mul", prim.Div: "div", prim.Mod: "mod", prim.FloorDiv: "floordiv",
-    prim.FloorMod: "floormod", prim.Min: "min", prim.Max: "max", prim.EQ: "eq", prim.NE: "ne", prim.LT: "lt",
-    prim.LE: "le", prim.GT: "gt", prim.GE: "ge", prim.And: "and", prim.Or: "or", prim.Not: "not",
-    prim.BitwiseAnd: "bit_and", prim.BitwiseOr: "bit_or", prim.BitwiseXor: "bit_xor", prim.LShift: "shift_left",
-    prim.RShift: "shift_right",
-}  # fmt: skip
+_OPERATIONS: dict[type, str] = {kind: op for op, kind in CLASSES.items() if op != "select"} | {
+    prim.GT: "gt",
+    prim.GE: "ge",
+}
 
 IF_THEN_ELSE = "prim.if_then_else"
 
