@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..graph.loading.legality import iterate_bodies
 from ..graph.rewriting.sizes import InferSizesPass
 from .references import Against, Feeds, load_reference
 
@@ -179,9 +180,8 @@ def _list_read_values(node: ir.Node) -> Iterator[ir.Value]:
 
 def _list_subgraph_nodes(node: ir.Node) -> Iterator[ir.Node]:
     """Yield the nodes of a node's subgraphs."""
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from ir.traversal.RecursiveGraphIterator(attribute.as_graph())
+    for body in iterate_bodies(node):
+        yield from ir.traversal.RecursiveGraphIterator(body)
 
 
 def _remove_nodes(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:

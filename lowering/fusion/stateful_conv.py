@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..graph.rewriting.matching import Rewrite, attribute, dims, is_op, operand, producer, read_array, read_integers
+from ..graph.rewriting.matching import (
+    Rewrite,
+    attribute,
+    dims,
+    is_op,
+    operand,
+    producer,
+    read_array,
+    read_integers,
+    replace_value,
+)
 from .node_pass import MICROSOFT_DOMAIN, NodePass
 
 _LENGTH = 2  # axis of [batch, channels, length]
@@ -52,16 +62,10 @@ def _try_fuse(conv: ir.Node) -> bool:
         return False
     new, y = Rewrite(conv), conv.outputs[0]
     bias = conv.inputs[2] if len(conv.inputs) > 2 else None
-    fused = ir.node(
-        "CausalConvWithState", [x, operand(conv, 1), bias, state], {"dilation": dilation} if dilation > 1 else {},
-        domain=MICROSOFT_DOMAIN, num_outputs=2, name=f"{new.origin}/CausalConvWithState",
-    )  # fmt: skip
-    new.nodes.append(fused)
-    for output, old in zip(fused.outputs, (y, present)):
-        output.type, output.shape = old.type, old.shape
-    present.replace_all_uses_with(fused.outputs[1], replace_graph_outputs=True)
-    fused.outputs[1].name, present.name = present.name, None
-    new.replace([conv, slices[0], concat], y, fused.outputs[0])
+    inputs, attributes = [x, operand(conv, 1), bias, state], {"dilation": dilation} if dilation > 1 else {}
+    fused = new.emit_node("CausalConvWithState", inputs, attributes, [y, present], domain=MICROSOFT_DOMAIN)
+    replace_value(present, fused[1])
+    new.replace([conv, slices[0], concat], y, fused[0])
     return True
 
 

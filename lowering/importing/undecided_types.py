@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from ..errors import NodeError
+from ..graph.loading.legality import iterate_bodies
 
 Move = Callable[[Sequence[ir.Node], Sequence[ir.Value]], list[ir.Node]]
 """A function of the following nodes of the graph, and its outputs; it returns the nodes that remain to be lowered."""
@@ -26,11 +27,9 @@ class UndecidedTypeError(NodeError):
 def get_read_names(node: ir.Node) -> set[str]:
     """Return the names of the values that a node and its bodies read."""
     names = {value.name for value in node.inputs if value is not None and value.name}
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            body = attribute.as_graph()
-            names |= {value.name for value in body.outputs if value.name}
-            names = names.union(*map(get_read_names, body))
+    for body in iterate_bodies(node):
+        names |= {value.name for value in body.outputs if value.name}
+        names = names.union(*map(get_read_names, body))
     return names
 
 

@@ -223,7 +223,7 @@ class _AttentionMatch:
         q, k, v = (new.emit_cast(x, dtype) for x in self.emit_operands(new, v_heads))
 
         def key_count() -> ir.Value:
-            return new.emit("Shape", [k], {"start": 2, "end": 3}, ir.DataType.INT64, [1])
+            return new.emit_size(k, 2)
 
         mask = self.scores.masks.emit_combined(new, self.shape, key_count, dtype, self.heads)
         attributes: dict[str, float | int] = {"scale": self.scale}

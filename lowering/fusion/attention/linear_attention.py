@@ -15,6 +15,7 @@ from ...graph.rewriting.matching import (
     producer,
     read_integers,
     read_static_sizes,
+    replace_value,
 )
 from ...graph.rewriting.sizes import InferSizesPass
 from ..node_pass import MICROSOFT_DOMAIN, NodePass
@@ -80,19 +81,12 @@ def _try_fuse(scan: ir.Node) -> bool:
         "update_rule": rule,
         "scale": 1.0,
     }
-    fused = ir.node(
-        "LinearAttention", inputs_of_node, attributes, domain=MICROSOFT_DOMAIN, num_outputs=2,
-        name=f"{new.origin}/LinearAttention",
-    )  # fmt: skip
-    new.nodes.append(fused)
+    likes = [flat["q"], state]
+    by_row, updated = new.emit_node("LinearAttention", inputs_of_node, attributes, likes, domain=MICROSOFT_DOMAIN)
     leading = dims(flat["q"])[:2]
-    for output, like, shape in zip(fused.outputs, (flat["q"], state), ([*leading, heads * v_size], dims(state))):
-        output.type, output.shape = like.type, ir.Shape(shape)
-    by_head = new.emit(
-        "Reshape", [fused.outputs[0], new.emit_integers(0, 0, heads, v_size)], shape=[*leading, heads, v_size]
-    )
-    present.replace_all_uses_with(fused.outputs[1], replace_graph_outputs=True)
-    fused.outputs[1].name, present.name = present.name, None
+    by_row.shape = ir.Shape([*leading, heads * v_size])
+    by_head = new.emit("Reshape", [by_row, new.emit_integers(0, 0, heads, v_size)], shape=[*leading, heads, v_size])
+    replace_value(present, updated)
     transpose = only_reader(y, "Transpose")
     if transpose is not None and tuple(attribute(transpose, "perm", ())) == _TOKENS_PERM:
         new.replace([transpose, scan], transpose.outputs[0], by_head)

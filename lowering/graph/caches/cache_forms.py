@@ -132,14 +132,12 @@ def _repeat_mask(node: ir.Node) -> None:
     if dims(mask)[-1:] != (1,):
         return
     new = Rewrite(node)
-    keys = new.emit("Shape", [key], {"start": -2, "end": -1}, ir.DataType.INT64, [1])
+    keys = new.emit_size(key, -2)
     if (past := node.inputs[_PAST[0]] if len(node.inputs) > _PAST[0] else None) is not None:
-        before = new.emit("Shape", [past], {"start": -2, "end": -1}, ir.DataType.INT64, [1])
-        keys = new.emit("Add", [keys, before], shape=[1])
+        keys = new.emit("Add", [keys, new.emit_size(past, -2)], shape=[1])
     shape = new.emit("Concat", [new.emit_integers(*(1 for _ in dims(mask)[1:])), keys], {"axis": 0})
     full = new.emit("Expand", [mask, shape], shape=[*dims(mask)[:-1], ir.SymbolicDim(None)])
-    new.insert()
-    node.replace_input_with(MASK, full)
+    new.replace_input(MASK, full)
 
 
 def _has_growing_caches(node: ir.Node) -> bool:
@@ -192,13 +190,7 @@ def _rewrite_attention(node: ir.Node) -> None:
     if is_flat:
         y = new.emit_transpose(y, (0, 2, 1, 3))
         y = new.emit("Reshape", [y, new.emit_integers(0, 0, -1)], shape=dims(node.outputs[0]))
-    new.insert()
-    replaced = [y, *presents, *attention.outputs[3:]]
-    for old, value in zip(node.outputs, replaced):
-        old.replace_all_uses_with(value, replace_graph_outputs=True)
-        value.name, old.name = old.name, None
-    assert isinstance(node.graph, ir.Graph)
-    node.graph.remove(node, safe=True)
+    new.replace_anchor([y, *presents, *attention.outputs[3:]])
 
 
 def split_heads(new: Rewrite, flat: ir.Value, heads: Size, size: Size) -> ir.Value:
@@ -212,8 +204,7 @@ def split_heads(new: Rewrite, flat: ir.Value, heads: Size, size: Size) -> ir.Val
 def _emit_attention(new: Rewrite, node: ir.Node, q: ir.Value, presents: list[ir.Value]) -> ir.Node:
     """Emit the Attention of all keys, causal from the end on."""
     k, v = presents
-    batch = new.emit("Shape", [q], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
-    keys = new.emit("Shape", [k], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}, ir.DataType.INT64, [1])
+    batch, keys = new.emit_size(q, 0), new.emit_size(k, LENGTH_AXIS)
     nonpad = new.emit("Expand", [keys, batch], shape=[dims(q)[0]])
     mask, sink = (attention_input(node, position) for position in (MASK, SINK))
     attributes = {

@@ -7,8 +7,6 @@ are inputs instead of past, as `present.key` and `present.value` are outputs ins
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import onnx_ir as ir
 
 from ..rewriting.matching import Rewrite, attribute, dims, is_static, operand, read_static_sizes
@@ -77,30 +75,21 @@ def _split_node(graph: ir.Graph, node: ir.Node, widths: tuple[int, ...]) -> None
     rows = new.emit("MatMul", [x, operand(node, 1)], shape=[*leading, sum(widths)])
     if (bias := node.inputs[2]) is not None:
         rows = new.emit("Add", [rows, bias], shape=[*leading, sum(widths)])
-    ends = [sum(widths[:k]) for k in range(4)]
-    projections = [
-        new.emit(
-            "Slice", [rows, *(new.emit_integers(bound) for bound in (start, end, -1))], shape=[*leading, end - start]
-        )
-        for start, end in pairwise(ends)
-    ]
     bias_input = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
     pasts, presents = create_half_caches(past), create_half_caches(present)
     attributes = {name: given.value for name, given in node.attributes.items() if name in _ATTRIBUTES}
-    attention = ir.node(
-        "MultiHeadAttention", [*projections, None, node.inputs[_MASK], bias_input, *pasts], attributes,
-        domain=MICROSOFT_DOMAIN, num_outputs=3, name=node.name,
-    )  # fmt: skip
-    new.nodes.append(attention)
-    new.insert()
-    y, *half_outputs = attention.outputs
-    y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
+    y, *half_outputs = new.emit_node(
+        "MultiHeadAttention",
+        [*new.emit_slices(rows, widths), None, node.inputs[_MASK], bias_input, *pasts],
+        attributes,
+        [node.outputs[0], *presents],
+        domain=MICROSOFT_DOMAIN,
+        name=node.name,
+    )
     for output, half in zip(half_outputs, presents):
-        output.name, output.type, output.shape = half.name, half.type, half.shape
-    node.outputs[0].replace_all_uses_with(y, replace_graph_outputs=True)
-    y.name, node.outputs[0].name = node.outputs[0].name, None
+        output.name = half.name
     index = list(graph.outputs).index(present)
     graph.outputs[index : index + 1] = half_outputs
-    graph.remove(node, safe=True)
+    new.replace([node], node.outputs[0], y)
     index = list(graph.inputs).index(past)
     graph.inputs[index : index + 1] = pasts

@@ -69,7 +69,7 @@ def _from_group_query(node: ir.Node, inputs: _NodeInputs) -> EmittedAttention | 
     new = Rewrite(node)
     q, k, v = query, inputs[1], inputs[2]
     if k is None or v is None:
-        q, k, v = _emit_slices(new, query, [heads * size, kv_heads * size, kv_heads * size])
+        q, k, v = new.emit_slices(query, [heads * size, kv_heads * size, kv_heads * size])
     common_epsilon = attribute(node, "qk_norm_epsilon", 1e-6)
     q = _emit_norm(new, q, (heads, size), inputs[14], attribute(node, "q_norm_epsilon", common_epsilon))
     k = _emit_norm(new, k, (kv_heads, size), inputs[15], attribute(node, "k_norm_epsilon", common_epsilon))
@@ -119,11 +119,8 @@ def _from_multi_head(node: ir.Node, inputs: _NodeInputs) -> EmittedAttention | N
         widths = read_static_sizes(dims(x)[2] for x in (q, k, v))
         if widths is None:
             return None
-        bias_slices = _emit_slices(new, biases, widths)
-        q, k, v = (
-            new.emit("Add", [x, bias_slice], shape=dims(x))
-            for x, bias_slice in zip((q, k, v), bias_slices, strict=True)
-        )
+        bias_slices = zip((q, k, v), new.emit_slices(biases, widths), strict=True)
+        q, k, v = (new.emit("Add", [x, bias_slice], shape=dims(x)) for x, bias_slice in bias_slices)
     mask = bias
     if padding is not None:
         dtype = q.dtype or ir.DataType.FLOAT
@@ -141,14 +138,11 @@ def _from_multi_head(node: ir.Node, inputs: _NodeInputs) -> EmittedAttention | N
 def _replace(node: ir.Node, new: Rewrite, operands: list[ir.Value | None], attributes: dict[str, Any]) -> ir.Node:
     y = emit_attention(new, operands, attributes, shape=dims(node.outputs[0]))
     attention = y.producer()
-    assert attention is not None and isinstance(node.graph, ir.Graph)
+    assert attention is not None
     attention.resize_outputs(len(node.outputs))
-    new.insert()
     for old, output in zip(node.outputs, attention.outputs):
         output.type, output.shape = old.type, old.shape
-        old.replace_all_uses_with(output, replace_graph_outputs=True)
-        output.name, old.name = old.name, None
-    node.graph.remove(node, safe=True)
+    new.replace_anchor(attention.outputs)
     return attention
 
 
@@ -178,17 +172,6 @@ def _skip_casts(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
-def _emit_slices(new: Rewrite, packed: ir.Value, widths: Sequence[int]) -> list[ir.Value]:
-    """Return slices of these widths along the last axis."""
-    leading = dims(packed)[:-1]
-    slices, start = [], 0
-    for width in widths:
-        bounds = [new.emit_integers(start), new.emit_integers(start + width), new.emit_integers(-1)]
-        slices.append(new.emit("Slice", [packed, *bounds], shape=[*leading, width]))
-        start += width
-    return slices
-
-
 def _emit_norm(new: Rewrite, x: ir.Value, heads: tuple[int, int], weight: ir.Value | None, epsilon: float) -> ir.Value:
     if weight is None:
         return x
@@ -207,9 +190,7 @@ def _emit_positions(new: Rewrite, mask: ir.Value, past: ir.Value) -> ir.Value:
     counted = new.emit("CumSum", [new.emit_cast(mask, ir.DataType.INT64), axis], shape=dims(mask))
     before = new.emit("Sub", [counted, new.emit_integers(1)], shape=dims(mask))
     at = new.emit("Max", [before, new.emit_integers(0)], shape=dims(mask))
-    ends = {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}
-    start = new.emit("Shape", [past], ends, ir.DataType.INT64, [1])
-    bounds = [start, new.emit_integers(np.iinfo(np.int64).max), new.emit_integers(1)]
+    bounds = [new.emit_size(past, LENGTH_AXIS), new.emit_integers(np.iinfo(np.int64).max), new.emit_integers(1)]
     return new.emit("Slice", [at, *bounds], shape=[dims(mask)[0], ir.SymbolicDim(None)])
 
 

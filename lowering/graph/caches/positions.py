@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from ...errors import ModelError
+from ..loading.legality import iterate_bodies
 from ..rewriting.matching import Size, attribute, dims, is_op, operand, read_static_sizes
 from ..rewriting.opset import opset
 from .cache_forms import LENGTH_AXIS
@@ -217,12 +218,9 @@ def _find_row_axis(value: ir.Value, short: np.ndarray, longer: np.ndarray, later
 def _list_read_values(node: ir.Node) -> list[ir.Value]:
     """Return the values that the node reads, and that its bodies read of the graph around them."""
     values = [value for value in node.inputs if value is not None]
-    for stored in node.attributes.values():
-        bodies = [stored.value] if stored.type == ir.AttributeType.GRAPH else []
-        bodies = list(stored.value) if stored.type == ir.AttributeType.GRAPHS else bodies
-        for body in bodies:
-            for inner in body.all_nodes():
-                values += [v for v in inner.inputs if v is not None and v.graph is not body]
+    for body in iterate_bodies(node):
+        for inner in body.all_nodes():
+            values += [v for v in inner.inputs if v is not None and v.graph is not body]
     return values
 
 

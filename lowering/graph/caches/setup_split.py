@@ -21,9 +21,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ...manifest import SOURCE_LENGTHS
+from ..loading.legality import has_bodies
 from ..options.random_seed import RANDOM
 from ..rewriting.attention_node import is_attention
-from ..rewriting.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused
+from ..rewriting.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused, replace_value
 from ..rewriting.sizes import InferSizesPass
 from .cache_forms import LENGTH_AXIS, MASK, NONPAD, K, V, split_heads, use_opset_24
 
@@ -109,9 +110,8 @@ def _find_dependences(graph: ir.Graph, sources: Collection[ir.Value]) -> dict[ir
     kinds |= dict.fromkeys([value for value in graph.inputs if value not in kinds], _Dependence.CALL)
     kinds |= dict.fromkeys(sources, _Dependence.SOURCE)
     for node in graph:
-        has_bodies = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
         kind = max((kinds[value] for value in node.inputs if value is not None), default=_Dependence.CONSTANT)
-        kind = _Dependence.CALL if has_bodies or node.op_type in RANDOM else kind
+        kind = _Dependence.CALL if has_bodies(node) or node.op_type in RANDOM else kind
         kinds |= dict.fromkeys(node.outputs, kind)
     return kinds
 
@@ -157,10 +157,10 @@ def _split_cross_attention(graph: ir.Graph, sources: Collection[ir.Value]) -> No
         elif len(dims(k)) != 4:
             continue
         for present, value in zip(node.outputs[1:3], (k, v)):
-            is_output = present.is_graph_output()
-            present.replace_all_uses_with(value, replace_graph_outputs=True)
-            if is_output:
-                value.name, present.name = present.name, None
+            if present.is_graph_output():
+                replace_value(present, value)
+            else:
+                present.replace_all_uses_with(value)
         node.resize_outputs(1)
         remove_unused([node])
 
@@ -200,14 +200,8 @@ def _redirect_shapes(graph: ir.Graph, providers: Sequence[ir.Value]) -> None:
         ):
             continue
         new = Rewrite(node)
-        size_values = []
-        for size in sizes:
-            if isinstance(size, int):
-                size_values.append(new.emit_integers(size))
-                continue
-            provider, axis = axes_by_size[size]
-            size_values.append(new.emit("Shape", [provider], {"start": axis, "end": axis + 1}, ir.DataType.INT64, [1]))
-        new.replace([node], node.outputs[0], new.emit("Concat", size_values, {"axis": 0}, shape=[len(size_values)]))
+        parts = [size if isinstance(size, int) else new.emit_size(*axes_by_size[size]) for size in sizes]
+        new.replace([node], node.outputs[0], new.emit_shape(parts))
 
 
 def _name_values(graph: ir.Graph, boundary: Iterable[ir.Value]) -> None:
@@ -232,9 +226,8 @@ def _count_keys(model: ir.Model, boundary: Collection[ir.Value]) -> list[ir.Valu
     use_opset_24(model)
     new = Rewrite(readers[0])
     key = operand(readers[0], 1)
-    count = new.emit("Shape", [key], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}, ir.DataType.INT64, [1])
-    batch = new.emit("Shape", [key], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
-    value = new.emit("Expand", [count, batch], shape=dims(key)[:1])
+    count = new.emit_size(key, LENGTH_AXIS)
+    value = new.emit("Expand", [count, new.emit_size(key, 0)], shape=dims(key)[:1])
     value.name = SOURCE_LENGTHS
     new.insert()
     for node in readers:

@@ -111,7 +111,7 @@ def _rewrite_cache(
         _restore_reader(node, position, past, lambda new: _emit_past_length(new, length))
 
     new = Rewrite(concat)
-    batches = new.emit("Shape", [rows], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
+    batches = new.emit_size(rows, 0)
     slots = new.emit("Expand", [_emit_past_length(new, length), batches], shape=[batch])
     mode = {} if ring is None else {"mode": "circular"}
     cache = new.emit("TensorScatter", [past, rows, slots], {"axis": -2, **mode}, shape=dims(past))
@@ -145,7 +145,7 @@ def _emit_past_length(new: Rewrite, length: ir.Value) -> ir.Value:
 
 def _emit_total_length(new: Rewrite, length: ir.Value, rows: ir.Value) -> ir.Value:
     """Emit P + S as int64 [1]."""
-    new_rows = new.emit("Shape", [rows], {"start": 2, "end": 3}, ir.DataType.INT64, [1])
+    new_rows = new.emit_size(rows, LENGTH_AXIS)
     return new.emit("Add", [_emit_past_length(new, length), new_rows], shape=[1])
 
 
@@ -156,15 +156,9 @@ def _restore_reader(node: ir.Node, position: int, cache: ir.Value, count: Callab
         batch, heads, _, size = dims(cache)
         bounds = [new.emit_integers(0), count(new), new.emit_integers(LENGTH_AXIS)]
         rows = new.emit("Slice", [cache, *bounds], shape=[batch, heads, ir.SymbolicDim(None), size])
-        new.insert()
-        node.replace_input_with(position, rows)
+        new.replace_input(position, rows)
         return
     start, end, _ = slice(attribute(node, "start", 0), attribute(node, "end", None)).indices(4)
-    sizes: list[ir.Value] = []
-    for axis in range(start, end):
-        bounds_of_axis = {"start": axis, "end": axis + 1}
-        sizes.append(
-            count(new) if axis == LENGTH_AXIS else new.emit("Shape", [cache], bounds_of_axis, ir.DataType.INT64, [1])
-        )
-    shape = new.emit("Concat", sizes, {"axis": 0}, ir.DataType.INT64, [len(sizes)])
-    new.replace([node], node.outputs[0], shape)
+    axes = range(start, end)
+    sizes = [count(new) if axis == LENGTH_AXIS else new.emit_size(cache, axis) for axis in axes]
+    new.replace([node], node.outputs[0], new.emit_shape(sizes))

@@ -91,8 +91,7 @@ def mask_by_slot(node: ir.Node, length: ir.Value, total: ir.Value, slots: int) -
     elif visible is not None and mask is not None and mask.dtype is not None:
         hidden = new.emit_constant(np.array(-np.inf), mask.dtype)
         mask = new.emit("Where", [visible, mask, hidden], dtype=mask.dtype)
-    new.insert()
-    node.replace_input_with(MASK, mask)
+    new.replace_input(MASK, mask)
     for name in ("is_causal", "left_window_size", "right_window_size"):
         node.attributes.pop(name, None)
 

@@ -54,23 +54,7 @@ class SortedRows:
         self, operator: str, inputs: Sequence[ir.Value | None], attributes: dict[str, int], outputs: int
     ) -> Sequence[ir.Value]:
         dtype = inputs[0].dtype if inputs[0] is not None else None
-        return self._emit_node(operator, OWN_DOMAIN, inputs, attributes, outputs, dtype)
-
-    def _emit_node(
-        self,
-        operator: str,
-        domain: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: dict[str, int],
-        outputs: int,
-        dtype: ir.DataType | None,
-    ) -> Sequence[ir.Value]:
-        name = f"{self.new.origin}/{operator}_{len(self.new.nodes)}"
-        node = ir.node(operator, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
-        for value in node.outputs:
-            value.type = None if dtype is None else ir.TensorType(dtype)
-        self.new.nodes.append(node)
-        return node.outputs
+        return self.new.emit_node(operator, inputs, attributes, [dtype] * outputs, domain=OWN_DOMAIN)
 
 
 class ExpertRows(SortedRows):
@@ -267,7 +251,8 @@ class ExpertRows(SortedRows):
     ) -> Sequence[ir.Value]:
         """Return the outputs of a node that computes for rows what `node` computes for tokens."""
         attributes = {name: stored.value for name, stored in node.attributes.items()} | (changes or {})
-        return self._emit_node(node.op_type, node.domain, inputs, attributes, len(node.outputs), node.outputs[0].dtype)
+        dtypes = [node.outputs[0].dtype] * len(node.outputs)
+        return self.new.emit_node(node.op_type, inputs, attributes, dtypes, domain=node.domain)
 
 
 _MICROSOFT = "com.microsoft"

@@ -82,10 +82,9 @@ def _emit_routing(mixture: ExpertMixture, new: Rewrite, inputs: Sequence[ir.Valu
     """Return the weights [T, k] of the experts that each token chooses, and their indices."""
     logits, count = inputs[0], mixture.per_token
     sizes = [dims(logits)[0], count]
-    best = ir.node("TopK", [logits, new.emit_integers(count)], {"axis": -1}, num_outputs=2, name=f"{new.origin}/TopK")
-    new.nodes.append(best)
-    values, chosen = best.outputs
-    values.type, chosen.type = logits.type, ir.TensorType(ir.DataType.INT64)
+    values, chosen = new.emit_node(
+        "TopK", [logits, new.emit_integers(count)], {"axis": -1}, [logits.dtype, ir.DataType.INT64]
+    )
     values.shape = chosen.shape = ir.Shape(sizes)
     if mixture.weights == WEIGHTS_OVER_CHOSEN:
         return new.emit("Softmax", [values], {"axis": -1}, shape=sizes), chosen

@@ -117,11 +117,12 @@ def _count_nodes(body: Body, where: str) -> tuple[int, list[ir.OperatorIdentifie
         for node in inner:
             nodes += 1
             operators.append(node.op_identifier())
-            todo += [(graph, depth + 1) for graph in _iterate_bodies(node)]
+            todo += [(graph, depth + 1) for graph in iterate_bodies(node)]
     return nodes, operators, deepest
 
 
-def _iterate_bodies(node: ir.Node) -> Iterator[ir.Graph]:
+def iterate_bodies(node: ir.Node) -> Iterator[ir.Graph]:
+    """Yield the branches and bodies of a node."""
     for attribute in node.attributes.values():
         if attribute.is_ref() or attribute.value is None:  # check_attributes rejects it
             continue
@@ -129,6 +130,11 @@ def _iterate_bodies(node: ir.Node) -> Iterator[ir.Graph]:
             yield attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:
             yield from attribute.as_graphs()
+
+
+def has_bodies(node: ir.Node) -> bool:
+    """Return whether a node has branches or a body."""
+    return next(iterate_bodies(node), None) is not None
 
 
 def _count_expanded(
@@ -265,7 +271,7 @@ def iterate_graphs(model: ir.Model) -> Iterator[ir.Graph]:
     while todo:
         graph = todo.pop()
         yield graph
-        todo += [body for node in graph for body in _iterate_bodies(node)]
+        todo += [body for node in graph for body in iterate_bodies(node)]
 
 
 def _check_value(value: ir.Value) -> None:

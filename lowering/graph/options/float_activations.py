@@ -7,8 +7,6 @@ the quantized one, and has no rounding errors of activations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx_ir as ir
 
@@ -43,9 +41,8 @@ def _replace_lstm(node: ir.Node) -> None:
         rewrite.emit_transpose(_dequantize(rewrite, weights, scale, zero, (0, 1, -1)), [0, 2, 1])
         for weights, scale, zero in ((w, w_scale, w_zero), (r, r_scale, r_zero))
     ]
-    lstm = ir.node("LSTM", [x, *matrices, *states], node.attributes, num_outputs=len(node.outputs), name=node.name)
-    rewrite.nodes.append(lstm)
-    _replace_outputs(rewrite, lstm.outputs)
+    inputs = [x, *matrices, *states]
+    rewrite.replace_anchor(rewrite.emit_node("LSTM", inputs, node.attributes, node.outputs, name=node.name))
 
 
 def _replace_matmul(node: ir.Node) -> None:
@@ -55,7 +52,7 @@ def _replace_matmul(node: ir.Node) -> None:
     y = rewrite.emit("MatMul", [a, _dequantize(rewrite, b, scale, zero)], dtype=_FLOAT)
     if bias is not None:
         y = rewrite.emit("Add", [y, bias], dtype=_FLOAT)
-    _replace_outputs(rewrite, [y])
+    rewrite.replace([node], node.outputs[0], y)
 
 
 def _is_multiplied(node: ir.Node) -> bool:
@@ -86,12 +83,8 @@ def _replace_quantization(node: ir.Node) -> None:
         weights, zero = operand(matmul, 1), matmul.inputs[3] if len(matmul.inputs) > 3 else None
         channel_shape = (-1, *[1] * (len(dims(weights)) - 1)) if matmul.op_type == "ConvInteger" else None
         matrix = _dequantize(rewrite, weights, None, zero, channel_shape)
-        replacement = ir.node(
-            _MATMULS[matmul.op_type], [node.inputs[0], matrix], matmul.attributes, num_outputs=1, name=matmul.name
-        )
-        replacement.outputs[0].type = ir.TensorType(_FLOAT)
-        rewrite.nodes.append(replacement)
-        _replace_outputs(rewrite, replacement.outputs)
+        y = rewrite.emit(_MATMULS[matmul.op_type], [node.inputs[0], matrix], matmul.attributes, _FLOAT)
+        rewrite.replace([matmul], matmul.outputs[0], y)
     rewrite = Rewrite(node)
     scale.replace_all_uses_with(rewrite.emit_constant(np.array(1, np.float32), _FLOAT), replace_graph_outputs=False)
     rewrite.insert()
@@ -130,13 +123,3 @@ def _dequantize(
 
 def _reshape_array(elements: np.ndarray, spread: tuple[int, ...]) -> np.ndarray:
     return elements.reshape([elements.shape[axis] if size == 0 else size for axis, size in enumerate(spread)])
-
-
-def _replace_outputs(rewrite: Rewrite, values: Sequence[ir.Value]) -> None:
-    """Replace the outputs of the anchor by these values, and remove the anchor."""
-    node = rewrite.anchor
-    rewrite.insert()
-    for old, new in zip(node.outputs, values):
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        new.type, new.shape, new.name, old.name = new.type or old.type, old.shape, old.name, None
-    remove_unused([node])

@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from ...choices import Precision
 from ..caches.cache_forms import is_growing_cache
+from ..loading.legality import iterate_bodies
 from ..rewriting.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
 from ..rewriting.matching import is_op
 from ..rewriting.opset import opset
@@ -276,13 +277,7 @@ class _PrecisionConverter:
 
     def widen_subgraphs(self, node: ir.Node) -> None:
         """Convert values that the node's branches and bodies read from outside to their original types."""
-        bodies: list[ir.Graph] = []
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                bodies.append(attribute.value)
-            elif attribute.type == ir.AttributeType.GRAPHS:
-                bodies += attribute.value
-        for graph in bodies:
+        for graph in iterate_bodies(node):
             for nested in ir.traversal.RecursiveGraphIterator(graph):
                 for position, value in enumerate(nested.inputs):
                     if value is not None and value in self.narrow:

@@ -321,16 +321,8 @@ class _DecoderRewrite:
     def replace_token_shape(self, node: ir.Node, sizes: tuple[Size, ...]) -> None:
         """Replace symbolic sizes of position ids by the number of tokens."""
         new = Rewrite(node)
-        count = {"start": 1, "end": 2}
-        size_values = [
-            new.emit_integers(size)
-            if isinstance(size, int)
-            else new.emit("Shape", [self.decoder.ids], count, ir.DataType.INT64, [1])
-            for size in sizes
-        ]
-        new.replace(
-            [node], node.outputs[0], new.emit("Concat", size_values, {"axis": 0}, ir.DataType.INT64, [len(size_values)])
-        )
+        parts = [size if isinstance(size, int) else new.emit_size(self.decoder.ids, 1) for size in sizes]
+        new.replace([node], node.outputs[0], new.emit_shape(parts))
 
     def emit_last_tokens(self, result: ir.Value) -> ir.Value:
         """Return a result [1, N, ...] for the last token of each request only: [R, ...], under its name.
@@ -353,8 +345,7 @@ class _DecoderRewrite:
             )
         new = Rewrite(reader)
         last_rows = new.emit("Gather", [rows, self.tables["last_rows"]], {"axis": axis})
-        new.insert()
-        reader.replace_input_with(list(reader.inputs).index(rows), last_rows)
+        new.replace_input(list(reader.inputs).index(rows), last_rows)
         return squeeze.outputs[0]
 
     def find_single_row_input(self, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ...errors import InputError, ModelError
 from ..caches.roles import InputRoles, find_roles, read_table_rows
+from ..loading.legality import has_bodies
 from ..rewriting.matching import dims
 from ..rewriting.sizes import InferSizesPass
 from .serve import Serve
@@ -76,8 +77,7 @@ def find_dependent_nodes(graph: ir.Graph, names: Collection[str]) -> list[ir.Nod
     dependent = {value for value in inputs if value.name in names}
     independent, nodes = set(inputs) - dependent, list[ir.Node]()
     for node in graph:
-        has_bodies = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
-        if has_bodies or not independent.isdisjoint(node.inputs):
+        if has_bodies(node) or not independent.isdisjoint(node.inputs):
             independent.update(node.outputs)
         elif not dependent.isdisjoint(node.inputs):
             dependent.update(node.outputs)

@@ -51,15 +51,12 @@ class ServedPool:
         """Emit the write of keys and values [1, H, N, D] into a layer."""
         rows = [emit_padded(new, value, self.spec.head_dim) for value in (k, v)]
         tables = [self.tables[name] for name in KV_WRITE_TABLES]
-        node = ir.node(
-            "ServedKvWrite", [*rows, *tables, self.kv, self.scale], {"layer": layer.index}, domain=OWN_DOMAIN,
-            num_outputs=2, name=f"{new.origin}/kv_write",
-        )  # fmt: skip
-        new.nodes.append(node)
-        for output, before in zip(node.outputs, (self.kv, self.scale)):
-            if before is not None:
-                output.type, output.shape = before.type, before.shape
-        self.kv, self.scale = node.outputs[0], None if self.scale is None else node.outputs[1]
+        pool, attributes = (self.kv, self.scale), {"layer": layer.index}
+        name = f"{new.origin}/kv_write"
+        kv, scale = new.emit_node(
+            "ServedKvWrite", [*rows, *tables, *pool], attributes, pool, domain=OWN_DOMAIN, name=name
+        )
+        self.kv, self.scale = kv, None if self.scale is None else scale
 
     def replace_attention(
         self, new: Rewrite, layer: CacheLayer, attributes: Mapping[str, float | int | str], bias: ir.Value | None = None
@@ -77,8 +74,7 @@ class ServedPool:
         inputs = [q, *tables, self.kv, self.scale, bias, attention_input(attention, SINK)]
         y = new.emit("ServedAttention", inputs, node_attributes, shape=dims(q), domain=OWN_DOMAIN)
         if layer.v_size != self.spec.head_dim:
-            bounds = [new.emit_integers(0), new.emit_integers(layer.v_size), new.emit_integers(-1)]
-            y = new.emit("Slice", [y, *bounds], shape=dims(attention.outputs[0]))
+            (y,) = new.emit_slices(y, [layer.v_size])
         new.replace([attention], attention.outputs[0], y)
 
 

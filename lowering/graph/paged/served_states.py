@@ -93,12 +93,8 @@ def serve_state(
         inputs = [*data[:2], tables["row_requests"], *row_tables, slots, states, *data[2:]]
     attributes = {name: stored.value for name, stored in node.attributes.items()}
     operator = "ServedLinearAttention" if node.op_type == _LINEAR else "ServedCausalConv"
-    served = ir.node(
-        operator, inputs, attributes | {"layer": layer.index}, domain=OWN_DOMAIN, num_outputs=2, name=node.name
-    )
-    for output, like in zip(served.outputs, (node.outputs[0], states)):
-        output.type, output.shape = like.type, like.shape
+    attributes["layer"], likes = layer.index, (node.outputs[0], states)
     new = Rewrite(node)
-    new.nodes.append(served)
-    new.replace([node], node.outputs[0], served.outputs[0])
-    return served.outputs[1]
+    y, updated = new.emit_node(operator, inputs, attributes, likes, domain=OWN_DOMAIN, name=node.name)
+    new.replace([node], node.outputs[0], y)
+    return updated

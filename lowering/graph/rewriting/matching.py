@@ -159,16 +159,39 @@ class Rewrite:
                 f"the element type of the inputs of node '{self.origin}' is unknown: a node before it has inputs "
                 "that its operator does not accept.",
             )
-        name = f"{self.origin}/{operator}"
-        earlier_count = sum(node.op_type == operator for node in self.nodes)
-        node = ir.node(
-            operator, inputs, attributes or {}, domain=domain, name=f"{name}_{earlier_count}" if earlier_count else name
-        )
-        output = node.outputs[0]
-        output.type = ir.TensorType(dtype)
+        (output,) = self.emit_node(operator, inputs, attributes, [dtype], domain=domain)
         output.shape = None if shape is None else ir.Shape(shape)
-        self.nodes.append(node)
         return output
+
+    def emit_node(
+        self,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any] | None,
+        likes: Sequence[ir.Value | ir.DataType | None],
+        *,
+        domain: str = "",
+        name: str | None = None,
+    ) -> Sequence[ir.Value]:
+        """Return the outputs of a new node.
+
+        Args:
+            likes: For each output a value of the same type and shape, or its element type, or None if it is unknown.
+            name: The name of the node; the default one states the anchor and the operator.
+        """
+        earlier_count = sum(node.op_type == operator for node in self.nodes)
+        suffix = f"_{earlier_count}" if earlier_count else ""
+        node = ir.node(
+            operator, inputs, attributes or {}, domain=domain, num_outputs=len(likes),
+            name=f"{self.origin}/{operator}{suffix}" if name is None else name,
+        )  # fmt: skip
+        for output, like in zip(node.outputs, likes):
+            if isinstance(like, ir.Value):
+                output.type, output.shape = like.type, like.shape
+            elif like is not None:
+                output.type = ir.TensorType(like)
+        self.nodes.append(node)
+        return node.outputs
 
     def emit_constant(self, elements: np.ndarray, dtype: ir.DataType) -> ir.Value:
         tensor = ir.tensor(elements.astype(dtype.numpy(), copy=False), dtype=dtype)
@@ -178,6 +201,24 @@ class Rewrite:
 
     def emit_integers(self, *elements: int) -> ir.Value:
         return self.emit_constant(np.array(elements, np.int64), ir.DataType.INT64)
+
+    def emit_size(self, value: ir.Value, axis: int) -> ir.Value:
+        """Return the size of an axis, int64 [1]."""
+        return self.emit("Shape", [value], {"start": axis, "end": axis + 1}, ir.DataType.INT64, [1])
+
+    def emit_shape(self, sizes: Sequence[int | ir.Value]) -> ir.Value:
+        """Return a shape of static sizes and values [1]."""
+        parts = [self.emit_integers(size) if isinstance(size, int) else size for size in sizes]
+        return self.emit("Concat", parts, {"axis": 0}, ir.DataType.INT64, [len(parts)])
+
+    def emit_slices(self, value: ir.Value, widths: Sequence[int]) -> list[ir.Value]:
+        """Return successive slices of these widths along the last axis."""
+        leading, slices, start = dims(value)[:-1], [], 0
+        for width in widths:
+            bounds = [self.emit_integers(bound) for bound in (start, start + width, -1)]
+            slices.append(self.emit("Slice", [value, *bounds], shape=[*leading, width]))
+            start += width
+        return slices
 
     def emit_cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return the value in that type; the value itself if it already has it."""
@@ -203,9 +244,29 @@ class Rewrite:
         for node in self.nodes:
             node.metadata_props["fused_from"] = names
         self.insert()
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        new.shape, new.name, old.name = old.shape, old.name, None
+        new.shape = old.shape
+        replace_value(old, new)
         remove_unused(nodes)
+
+    def replace_anchor(self, outputs: Sequence[ir.Value]) -> None:
+        """Replace the outputs of the anchor by these, under their names, and remove it."""
+        self.insert()
+        for old, new in zip(self.anchor.outputs, outputs):
+            replace_value(old, new)
+        remove_unused([self.anchor])
+
+    def replace_input(self, position: int, value: ir.Value | None) -> None:
+        """Let the anchor read the value as that input."""
+        self.insert()
+        if position >= len(self.anchor.inputs):
+            self.anchor.resize_inputs(position + 1)
+        self.anchor.replace_input_with(position, value)
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Replace a value by another one, which takes its name."""
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    new.name, old.name = old.name, None
 
 
 def remove_unused(nodes: Iterable[ir.Node]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ..loading.legality import has_bodies, iterate_bodies
 from ..loading.fold import fold_node
 from .matching import Size, dims, is_op, read_array
 from .size_rules import (
@@ -63,8 +64,7 @@ def _forget_undecided_shapes(node: ir.Node) -> None:
 
     The result has the rank of one of them.
     """
-    bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-    for value, *results in zip(node.outputs, *(body.outputs for body in bodies)):
+    for value, *results in zip(node.outputs, *(body.outputs for body in iterate_bodies(node))):
         if len({len(result.shape) for result in results if result.shape is not None}) > 1:
             value.shape = None
 
@@ -132,7 +132,7 @@ class _SizeInference:
 
     def _infer_by_onnx(self, node: ir.Node, version: int) -> dict[int, tuple[ir.TypeProtocol, Shape | None]]:
         """Return types and shapes by ONNX's inference, by output index; nothing where it fails."""
-        if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
+        if has_bodies(node):
             return {}
         present = [v for v in node.inputs if v is not None]
         if any(v.type is None for v in present):
