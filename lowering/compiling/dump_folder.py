@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from ..graph.loading.undeclared import drop_data
 from ..manifest import Manifest
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class DumpFolder:
     def __call__(self, name: str, module: ir.Model | tvm.IRModule) -> None:
         if isinstance(module, ir.Model):
             if name == "given":
-                ir.save(_replace_weights_by_inputs(module), self._folder / f"{name}.onnx")
+                copy = drop_data(module, lambda tensor: tensor.nbytes > _LARGE_BYTES)
+                ir.save(copy, self._folder / f"{name}.onnx")
             else:
                 ir.save(module, self._folder / f"{name}.onnx", external_data=f"{name}.onnx.data")
             return
@@ -47,16 +49,3 @@ class DumpFolder:
     def finish(self, manifest: Manifest) -> None:
         """Write the manifest of the complete compilation."""
         (self._folder / FILE).write_text(manifest.to_json())
-
-
-def _replace_weights_by_inputs(model: ir.Model) -> ir.Model:
-    """Return a copy whose large initializers are inputs."""
-    copy = model.clone()
-    graph = copy.graph
-    for name, value in list(graph.initializers.items()):
-        if value.const_value is not None and value.const_value.nbytes > _LARGE_BYTES:
-            del graph.initializers[name]
-            value.const_value = None
-            if value not in graph.inputs:
-                graph.inputs.append(value)
-    return copy

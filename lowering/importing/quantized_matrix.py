@@ -91,3 +91,18 @@ def quantize_matrix(matrix: np.ndarray, bits: int) -> QuantizedMatrix:
     max_value = _MAX_QUANTIZED[bits]
     values = np.rint(padded / divisors[:, None]).clip(-max_value - 1, max_value).astype(np.int8)
     return QuantizedMatrix(values.reshape(-1, columns)[:rows], scales, None, (block, 1), bits, matrix.dtype)
+
+
+def pack_bits(values: np.ndarray, bits: int, word: type[np.unsignedinteger] = np.uint8) -> np.ndarray:
+    """Pack integers [..., elements] of this many bits into words, lowest first; missing ones are 0."""
+    per_word = np.dtype(word).itemsize * 8 // bits
+    missing = -values.shape[-1] % per_word
+    padded = np.pad((values & (2**bits - 1)).astype(word), [(0, 0)] * (values.ndim - 1) + [(0, missing)])
+    shifts = np.arange(per_word, dtype=word) * word(bits)
+    return np.bitwise_or.reduce(padded.reshape(*values.shape[:-1], -1, per_word) << shifts, axis=-1)
+
+
+def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpack [..., bytes] to [..., elements] of this many bits, lowest first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return (packed[..., None] >> shifts & (2**bits - 1)).reshape(*packed.shape[:-1], -1)

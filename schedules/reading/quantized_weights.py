@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
@@ -130,14 +129,3 @@ def _read_load(expr: Expr) -> ir.TensorLoad | None:
         expr = expr.value
     legal = isinstance(expr, ir.TensorLoad) and str(expr.ty) in ("float32", "int8", *HALF) and len(expr.indices) == 3
     return expr if legal else None
-
-
-def pack_nibbles(values: np.ndarray) -> np.ndarray:
-    """Pack int8 [K, N] in [-8, 8) to int32 [ceil(K / 8), N], lowest k in the lowest bits."""
-    rows = -(-len(values) // NIBBLES) * NIBBLES
-    nibbles = np.zeros((rows, values.shape[1]), np.uint32)
-    nibbles[: len(values)] = values.astype(np.int32).view(np.uint32) & 15
-    packed = np.zeros((rows // NIBBLES, values.shape[1]), np.uint32)
-    for i in range(NIBBLES):
-        packed |= nibbles[i::NIBBLES] << np.uint32(4 * i)
-    return packed.view(np.int32)

@@ -6,6 +6,8 @@ which inference determines them. The importer computes those of all other output
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx
 import onnx_ir as ir
 
@@ -29,7 +31,7 @@ def add_stand_ins(model: ir.Model) -> ir.Model:
 
     Initializers from files are inputs, too, as the checker would look for the files in another folder.
     """
-    copy = drop_data(model, external_only=True)
+    copy = drop_data(model, lambda tensor: isinstance(tensor, ir.ExternalTensor))
     for value in (*copy.graph.inputs, *copy.graph.outputs):
         if value.type is None or value.dtype == ir.DataType.UNDEFINED:
             value.type = ir.TensorType(ir.DataType.FLOAT)
@@ -38,20 +40,12 @@ def add_stand_ins(model: ir.Model) -> ir.Model:
     return copy
 
 
-def drop_data(model: ir.Model, external_only: bool = False) -> ir.Model:
-    """Return a copy in which large initializers are inputs without data.
-
-    With external_only these are all initializers that are stored in files.
-    """
+def drop_data(model: ir.Model, is_dropped: Callable[[ir.TensorProtocol], bool]) -> ir.Model:
+    """Return a copy in which initializers are inputs without data, if `is_dropped` holds for their tensors."""
     copy = model.clone()
     for name, value in list(copy.graph.initializers.items()):
         tensor = value.const_value
-        if (
-            isinstance(tensor, ir.ExternalTensor)
-            if external_only
-            else tensor is not None and tensor.size > _MAX_SMALL_ELEMENTS
-        ):
-            assert tensor is not None
+        if tensor is not None and is_dropped(tensor):
             del copy.graph.initializers[name]
             value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
             value.const_value = None
@@ -99,7 +93,7 @@ def _lacks_shape(model: ir.Model, value: ir.Value) -> bool:
 
 def _find_possible_ranks(model: ir.Model, name: str) -> list[int]:
     """Return the numbers of dimensions of an input without contradictions."""
-    proto = ir.to_proto(drop_data(model))
+    proto = ir.to_proto(drop_data(model, lambda tensor: tensor.size > _MAX_SMALL_ELEMENTS))
     (info,) = (value for value in proto.graph.input if value.name == name)
     possible = []
     for rank in range(_MAX_RANK + 1):

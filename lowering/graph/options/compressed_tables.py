@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..rewriting.matching import Rewrite, operand
+from ..rewriting.matching import Rewrite, add_initializer, operand
 
 _MIN_ELEMENTS = 1 << 14  # elements; smaller tables are not worth the operators
 _ROWS_PER_STEP = 1 << 12  # rows that are quantized at a time
@@ -36,33 +36,20 @@ def compress_tables(model: ir.Model, scheme: str) -> str | None:
     """Rewrite a model that `fuse` has processed, by int8, int4 or f16; return a description for the user."""
     graph = model.graph
     quantized_tables: dict[ir.Value, _QuantizedTable | None] = {}
-    before = after = 0
     for node, table in list(_iterate_lookups(graph)):
         if table not in quantized_tables:
             quantized_tables[table] = _quantize_table(graph, table, scheme)
         quantized_table = quantized_tables[table]
         if quantized_table is not None:
             _replace_lookup(node, table, quantized_table)
-    replaced = {
-        table: quantized_table for table, quantized_table in quantized_tables.items() if quantized_table is not None
-    }
-    for table, quantized_table in replaced.items():
-        assert (
-            table.const_value is not None
-            and quantized_table.quantized.const_value is not None
-            and table.name is not None
-        )
-        before += table.const_value.nbytes
-        after += quantized_table.quantized.const_value.nbytes
-        after += (
-            quantized_table.scales.const_value.nbytes
-            if quantized_table.scales is not None and quantized_table.scales.const_value
-            else 0
-        )
-        if not table.uses() and not table.is_graph_output():
-            graph.initializers.pop(table.name)
+    replaced = {table: quantized for table, quantized in quantized_tables.items() if quantized is not None}
     if not replaced:
         return None
+    before = sum(map(_count_bytes, replaced))
+    after = sum(_count_bytes(value) for table in replaced.values() for value in (table.quantized, table.scales))
+    for table in replaced:
+        if not table.uses() and not table.is_graph_output():
+            graph.initializers.pop(str(table.name))
     error, size = (sum(quantized_table.squares[k] for quantized_table in replaced.values()) for k in range(2))
     description = "float16" if scheme == "f16" else "int8 with a scale for each row"
     rms = (error / max(size, np.finfo(np.float64).tiny)) ** 0.5
@@ -71,6 +58,10 @@ def compress_tables(model: ir.Model, scheme: str) -> str | None:
         f"{count} {description}: {after / 2**20:.1f} MiB instead of {before / 2**20:.1f}, "
         f"root mean square error {rms:.2g} of theirs"
     )
+
+
+def _count_bytes(value: ir.Value | None) -> int:
+    return 0 if value is None or value.const_value is None else value.const_value.nbytes
 
 
 def _iterate_lookups(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
@@ -127,19 +118,10 @@ def _quantize_table(graph: ir.Graph, table: ir.Value, scheme: str) -> _Quantized
             return None
         error += float(np.square(stored - rows, dtype=np.float64).sum())
         size += float(np.square(rows, dtype=np.float64).sum())
-    initializer = _add_initializer(graph, f"{table.name}_codes", quantized)
+    initializer = add_initializer(graph, f"{table.name}_codes", quantized)
     return _QuantizedTable(
-        initializer, _add_initializer(graph, f"{table.name}_scales", scales) if bits == 8 else None, (error, size)
+        initializer, add_initializer(graph, f"{table.name}_scales", scales) if bits == 8 else None, (error, size)
     )
-
-
-def _add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    while name in graph.initializers:
-        name += "_"
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
 
 
 def _replace_lookup(node: ir.Node, table: ir.Value, quantized_table: _QuantizedTable) -> None:

@@ -26,7 +26,7 @@ from ...choices import Precision
 from ..caches.cache_forms import is_growing_cache
 from ..loading.legality import iterate_bodies
 from ..rewriting.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
-from ..rewriting.matching import is_op
+from ..rewriting.matching import add_initializer, is_op
 from ..rewriting.opset import opset
 from ..rewriting.sizes import InferSizesPass
 
@@ -269,11 +269,7 @@ class _PrecisionConverter:
         is_out_of_range = np.isfinite(array) & (np.abs(array) > limit)
         self.clipped_count += int(is_out_of_range.any())
         narrow = np.where(is_out_of_range, np.copysign(np.float32(limit), array), array).astype(self.dtype.numpy())
-        name = f"{value.name}/{self.dtype.name.lower()}"
-        converted = ir.Value(name=name, shape=value.shape, type=ir.TensorType(self.dtype))
-        converted.const_value = ir.tensor(narrow, dtype=self.dtype, name=name)
-        self.graph.register_initializer(converted)
-        return converted
+        return add_initializer(self.graph, f"{value.name}/{self.dtype.name.lower()}", narrow)
 
     def widen_subgraphs(self, node: ir.Node) -> None:
         """Convert values that the node's branches and bodies read from outside to their original types."""

@@ -263,6 +263,16 @@ class Rewrite:
         self.anchor.replace_input_with(position, value)
 
 
+def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    """Return a new initializer, whose name is extended until it is unused."""
+    while name in graph.initializers:
+        name += "_"
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def replace_value(old: ir.Value, new: ir.Value) -> None:
     """Replace a value by another one, which takes its name."""
     old.replace_all_uses_with(new, replace_graph_outputs=True)

@@ -14,13 +14,13 @@ import numpy as np
 from tvm import tirx
 
 from ...importing.node import Node
+from ...importing.quantized_matrix import pack_bits, unpack_bits
 from ...importing.values import Value
 from .. import op
 from ..helpers.contents import normalize_axis
 from ..helpers.kernels import compute
 from ..tensor.gather import wrap_index
 from . import DOMAIN
-from .matmul_n_bits import unpack_bits
 
 _TYPES = {"int4": 4, "uint4": 4, "uint8": 0}
 """The types of quantized values, with their bits; 0 means the attribute bits."""
@@ -106,8 +106,4 @@ def _unpack_values(packed: np.ndarray, bits: int) -> np.ndarray:
 
 def _pack_values(quantized: np.ndarray, bits: int) -> np.ndarray:
     """Pack signed quantized values: int8, or two of at most 4 bits in a uint8, the first in its low half."""
-    if bits == 8:
-        return quantized.astype(np.int8)
-    even = np.pad(quantized, [(0, 0)] * (quantized.ndim - 1) + [(0, quantized.shape[-1] % 2)])
-    pairs = (even & 15).astype(np.uint8).reshape(*even.shape[:-1], -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    return quantized.astype(np.int8) if bits == 8 else pack_bits(quantized, 4)

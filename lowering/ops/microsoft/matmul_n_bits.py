@@ -10,7 +10,7 @@ import numpy as np
 from tvm import relax
 
 from ...importing.node import Node
-from ...importing.quantized_matrix import QuantizedMatrix
+from ...importing.quantized_matrix import QuantizedMatrix, unpack_bits
 from ...importing.values import Value
 from .. import op
 from ..helpers.compute import relax_call
@@ -80,9 +80,3 @@ def read_weight(
     q = unpack_bits(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
     quantized = (q.astype(np.int16) - offset).astype(np.int8)
     return QuantizedMatrix(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
-
-
-def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack [..., bytes] to [..., elements] of this many bits, lowest first."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return (packed[..., None] >> shifts & (2**bits - 1)).reshape(*packed.shape[:-1], -1)

@@ -23,11 +23,11 @@ from ...graph.experts.mixture import (
     build_mixture_graph,
 )
 from ...importing.node import Node
+from ...importing.quantized_matrix import unpack_bits
 from ...importing.values import Value, prod
 from .. import op
 from ..helpers.compute import number
 from . import DOMAIN
-from .matmul_n_bits import unpack_bits
 
 _GATED = ("swiglu", "geglu")
 _LAYERS = ("the gate of fc1", "fc2", "fc3, or the linear part of fc1,")

@@ -14,9 +14,9 @@ import numpy as np
 import tvm
 from tvm import te, topi
 
-from schedules.reading.quantized_weights import NIBBLES, dequantize_element, pack_nibbles
+from schedules.reading.quantized_weights import NIBBLES, dequantize_element
 
-from ...importing.quantized_matrix import QuantizedMatrix
+from ...importing.quantized_matrix import QuantizedMatrix, pack_bits
 
 # A function of components in panels, k and j, which returns B[k, j] in the type of the accumulator.
 ElementReader: TypeAlias = Callable[..., tvm.ir.Expr]
@@ -62,7 +62,7 @@ def pack_matrix(
     block = matrix.block[0] if matrix.block[0] < depth else 0
     nibbles = matrix.bits == 4 and block % NIBBLES == 0
     components = {
-        "codes": pack(pack_nibbles(matrix.values) if nibbles else matrix.values, nr),
+        "codes": pack(pack_bits(matrix.values.T, 4, np.uint32).T.astype(np.int32) if nibbles else matrix.values, nr),
         "scales": pack(matrix.scales.repeat(matrix.block[1], axis=1)[:, :columns], nr),
     }
     if matrix.zero_points is not None:
