@@ -40,197 +40,6 @@ class NotANumber:
         raise NotImplementedError
 
 
-class Traced:
-    """A number or bool of a pair of query row and key."""
-
-    __slots__ = ("depth", "expr", "size")
-    expr: Expr
-    size: int
-    depth: int
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, expr: Expr, operands: Sequence[Traced] = ()) -> None:
-        """operands are the values from which the expression is computed."""
-        size, depth = 1 + sum(x.size for x in operands), 1 + max((x.depth for x in operands), default=0)
-        if size > MAX_OPERATIONS:
-            raise InputError(
-                "flex.expression_too_large",
-                f"the expression has more than {MAX_OPERATIONS} operations; reused ones count again. {_CAPTURE_VALUES}",
-            )
-        if depth > MAX_NESTING:
-            raise InputError(
-                "flex.expression_too_deep",
-                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs. {_CAPTURE_VALUES}",
-            )
-        self.expr = expr
-        self.size: int = size
-        self.depth: int = depth
-
-    @property
-    def dtype(self) -> str:
-        """bool, int32, int64, float32 or float64."""
-        return self.expr.dtype
-
-    def __repr__(self) -> str:
-        return f"<traced {self.dtype}>"
-
-    # Arithmetic.
-
-    def __add__(self, other: Any) -> Traced:
-        return apply_arithmetic("add", self, other)
-
-    def __radd__(self, other: Any) -> Traced:
-        return apply_arithmetic("add", other, self)
-
-    def __sub__(self, other: Any) -> Traced:
-        return apply_arithmetic("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Traced:
-        return apply_arithmetic("sub", other, self)
-
-    def __mul__(self, other: Any) -> Traced:
-        return apply_arithmetic("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Traced:
-        return apply_arithmetic("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Traced:
-        return divide(self, other)
-
-    def __rtruediv__(self, other: Any) -> Traced:
-        return divide(other, self)
-
-    def __floordiv__(self, other: Any) -> Traced:
-        return floor_divide(self, other)
-
-    def __rfloordiv__(self, other: Any) -> Traced:
-        return floor_divide(other, self)
-
-    def __mod__(self, other: Any) -> Traced:
-        return compute_remainder(self, other)
-
-    def __rmod__(self, other: Any) -> Traced:
-        return compute_remainder(other, self)
-
-    def __pow__(self, other: Any) -> Traced:
-        return raise_to_power(self, other)
-
-    def __rpow__(self, other: Any) -> Traced:
-        return raise_to_power(other, self)
-
-    def __neg__(self) -> Traced:
-        return apply_arithmetic("sub", make_number_like(0, self), self)
-
-    def __pos__(self) -> Traced:
-        return self
-
-    def __abs__(self) -> Traced:
-        if "float" in self.dtype:
-            return call_function("fabs", self)
-        return apply_arithmetic("max", self, -self)
-
-    # Comparisons and logic.
-
-    def __lt__(self, other: Any) -> Traced:
-        return compare("lt", self, other)
-
-    def __le__(self, other: Any) -> Traced:
-        return compare("le", self, other)
-
-    def __gt__(self, other: Any) -> Traced:
-        return compare("lt", other, self)
-
-    def __ge__(self, other: Any) -> Traced:
-        return compare("le", other, self)
-
-    def __eq__(self, other: Any) -> Traced:  # type: ignore[override]
-        return compare("eq", self, other)
-
-    def __ne__(self, other: Any) -> Traced:  # type: ignore[override]
-        return compare("ne", self, other)
-
-    def __and__(self, other: Any) -> Traced:
-        return apply_bitwise("and", self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Traced:
-        return apply_bitwise("or", self, other)
-
-    __ror__ = __or__
-
-    def __xor__(self, other: Any) -> Traced:
-        return apply_bitwise("xor", self, other)
-
-    __rxor__ = __xor__
-
-    def __invert__(self) -> Traced:
-        if self.dtype == "bool":
-            return make_operation("not", "bool", self)
-        return -self - 1
-
-    def __rshift__(self, other: Any) -> Traced:
-        return shift_bits("shift_right", self, other)
-
-    def __rrshift__(self, other: Any) -> Traced:
-        return shift_bits("shift_right", other, self)
-
-    def __lshift__(self, other: Any) -> Traced:
-        return shift_bits("shift_left", self, other)
-
-    def __rlshift__(self, other: Any) -> Traced:
-        return shift_bits("shift_left", other, self)
-
-    # A method of PyTorch's tensors and NumPy's arrays, so that one source text works for all.
-
-    def astype(self, dtype: Any) -> Traced:
-        """Convert to another type, by its NumPy name or type."""
-        return cast(self, dtype)
-
-    # Operations that need a value, which does not exist while a mod is traced.
-
-    def __bool__(self) -> NoReturn:
-        raise InputError(
-            "flex.traced_truth_value",
-            "a traced value has no truth value, but `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such "
-            "as a < b < c need one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), (a < b) & (b < c).",
-        )
-
-    def __index__(self) -> NoReturn:
-        raise InputError(
-            "flex.traced_as_index",
-            f"a traced value cannot be an index of an ordinary array, nor a number of steps. {_CAPTURE_ARRAY}",
-        )
-
-    def __int__(self) -> NoReturn:
-        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'int32').")
-
-    def __float__(self) -> NoReturn:
-        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'float32').")
-
-    def __iter__(self) -> NoReturn:
-        raise InputError("flex.traced_iteration", "a traced value is one number, and cannot be iterated over.")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise InputError(
-            "flex.traced_as_array",
-            "a traced value is not an array, nor an index of one. Use the functions of lowering.flex, or NumPy's "
-            f"functions of the same names. {_CAPTURE_ARRAY}",
-        )
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        """Call NumPy's functions of numbers, and operators with NumPy's numbers on the left."""
-        return LIBRARY_CALLS["numpy"](ufunc, method, inputs, options)
-
-    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        return LIBRARY_CALLS["numpy"](function, "__call__", args, options)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        """Call PyTorch's functions of numbers, so that mods written for it trace unchanged."""
-        return LIBRARY_CALLS["torch"](function, args, options or {})
-
-
 # -- operations -------------------------------------------------------------------------------------------------------
 
 
@@ -401,3 +210,142 @@ def promote_dtype(dtype: Any) -> str:
         "flex.element_dtype_unsupported",
         f"mods do not compute with elements of type {name}. Use one of {', '.join(_WIDTHS)}.",
     )
+
+
+def _make_operators(
+    apply: Callable[..., Traced], *op: str
+) -> tuple[Callable[[Traced, Any], Traced], Callable[[Traced, Any], Traced]]:
+    """Return the method of an operator, and the reflected one, for a traced value on the right."""
+
+    def apply_left(self: Traced, other: Any) -> Traced:
+        return apply(*op, self, other)
+
+    def apply_right(self: Traced, other: Any) -> Traced:
+        return apply(*op, other, self)
+
+    return apply_left, apply_right
+
+
+# -- traced values ----------------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """A number or bool of a pair of query row and key."""
+
+    __slots__ = ("depth", "expr", "size")
+    expr: Expr
+    size: int
+    depth: int
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, expr: Expr, operands: Sequence[Traced] = ()) -> None:
+        """operands are the values from which the expression is computed."""
+        size, depth = 1 + sum(x.size for x in operands), 1 + max((x.depth for x in operands), default=0)
+        if size > MAX_OPERATIONS:
+            raise InputError(
+                "flex.expression_too_large",
+                f"the expression has more than {MAX_OPERATIONS} operations; reused ones count again. {_CAPTURE_VALUES}",
+            )
+        if depth > MAX_NESTING:
+            raise InputError(
+                "flex.expression_too_deep",
+                f"operations are nested more than {MAX_NESTING} deep. Add up in pairs. {_CAPTURE_VALUES}",
+            )
+        self.expr = expr
+        self.size: int = size
+        self.depth: int = depth
+
+    @property
+    def dtype(self) -> str:
+        """bool, int32, int64, float32 or float64."""
+        return self.expr.dtype
+
+    def __repr__(self) -> str:
+        return f"<traced {self.dtype}>"
+
+    # Arithmetic.
+
+    __add__, __radd__ = _make_operators(apply_arithmetic, "add")
+    __sub__, __rsub__ = _make_operators(apply_arithmetic, "sub")
+    __mul__, __rmul__ = _make_operators(apply_arithmetic, "mul")
+    __truediv__, __rtruediv__ = _make_operators(divide)
+    __floordiv__, __rfloordiv__ = _make_operators(floor_divide)
+    __mod__, __rmod__ = _make_operators(compute_remainder)
+    __pow__, __rpow__ = _make_operators(raise_to_power)
+
+    def __neg__(self) -> Traced:
+        return apply_arithmetic("sub", make_number_like(0, self), self)
+
+    def __pos__(self) -> Traced:
+        return self
+
+    def __abs__(self) -> Traced:
+        if "float" in self.dtype:
+            return call_function("fabs", self)
+        return apply_arithmetic("max", self, -self)
+
+    # Comparisons and logic.
+
+    __lt__, __gt__ = _make_operators(compare, "lt")
+    __le__, __ge__ = _make_operators(compare, "le")
+    __eq__ = _make_operators(compare, "eq")[0]  # type: ignore[assignment]
+    __ne__ = _make_operators(compare, "ne")[0]  # type: ignore[assignment]
+    __and__, __rand__ = _make_operators(apply_bitwise, "and")
+    __or__, __ror__ = _make_operators(apply_bitwise, "or")
+    __xor__, __rxor__ = _make_operators(apply_bitwise, "xor")
+    __rshift__, __rrshift__ = _make_operators(shift_bits, "shift_right")
+    __lshift__, __rlshift__ = _make_operators(shift_bits, "shift_left")
+
+    def __invert__(self) -> Traced:
+        if self.dtype == "bool":
+            return make_operation("not", "bool", self)
+        return -self - 1
+
+    # A method of PyTorch's tensors and NumPy's arrays, so that one source text works for all.
+
+    def astype(self, dtype: Any) -> Traced:
+        """Convert to another type, by its NumPy name or type."""
+        return cast(self, dtype)
+
+    # Operations that need a value, which does not exist while a mod is traced.
+
+    def __bool__(self) -> NoReturn:
+        raise InputError(
+            "flex.traced_truth_value",
+            "a traced value has no truth value, but `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such "
+            "as a < b < c need one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), (a < b) & (b < c).",
+        )
+
+    def __index__(self) -> NoReturn:
+        raise InputError(
+            "flex.traced_as_index",
+            f"a traced value cannot be an index of an ordinary array, nor a number of steps. {_CAPTURE_ARRAY}",
+        )
+
+    def __int__(self) -> NoReturn:
+        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'int32').")
+
+    def __float__(self) -> NoReturn:
+        raise InputError("flex.traced_as_number", f"{_NOT_A_NUMBER} Use cast(x, 'float32').")
+
+    def __iter__(self) -> NoReturn:
+        raise InputError("flex.traced_iteration", "a traced value is one number, and cannot be iterated over.")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise InputError(
+            "flex.traced_as_array",
+            "a traced value is not an array, nor an index of one. Use the functions of lowering.flex, or NumPy's "
+            f"functions of the same names. {_CAPTURE_ARRAY}",
+        )
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """Call NumPy's functions of numbers, and operators with NumPy's numbers on the left."""
+        return LIBRARY_CALLS["numpy"](ufunc, method, inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        return LIBRARY_CALLS["numpy"](function, "__call__", args, options)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        """Call PyTorch's functions of numbers, so that mods written for it trace unchanged."""
+        return LIBRARY_CALLS["torch"](function, args, options or {})
