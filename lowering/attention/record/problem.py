@@ -14,6 +14,7 @@ most_rows and most_keys.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 

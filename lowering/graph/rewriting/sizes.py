@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ..loading.legality import has_bodies, iterate_bodies
 from ..loading.fold import fold_node
+from ..loading.legality import has_bodies, iterate_bodies
 from .matching import Size, dims, is_op, read_array
 from .size_rules import (
     BROADCAST_OPERATORS,
