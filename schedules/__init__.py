@@ -63,6 +63,9 @@ PROLOGUE_MATMUL = "prologue_matmul"
 EPILOGUE_MATMUL = "epilogue_matmul"
 """The name of the rule for matmuls with fused epilogues (reading/epilogues.py), on targets that have one."""
 
+CACHE_UPDATE = "cache_update"
+"""The name of the rule for cache updates, which may have an element-wise function that computes the rows."""
+
 _ACCEPTS_SIBLINGS = {"llvm": cpu.accepts_siblings, "cuda": cuda.accepts_siblings}
 
 

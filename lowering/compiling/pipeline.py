@@ -142,11 +142,11 @@ PHASES: dict[str, tuple[Pass, ...]] = {
         Pass("donate", donate, after=("to_non_dataflow",)),
         # After donation, which decides the updates in place.
         Pass("fuse_epilogues", fuse_epilogues, after=("donate",), target="gpu"),
+        Pass("fuse_cache_writes", fuse_cache_writes, after=("fuse_epilogues",), target="gpu"),
     ),
     "scheduling": (
-        Pass("schedule", schedule_kernels, after=("donate", "fuse_epilogues")),
-        Pass("fuse_cache_writes", fuse_cache_writes, after=("schedule",), target="gpu kernels"),
-        Pass("fuse_launches", fuse_launches, after=("fuse_cache_writes",), target="gpu kernels"),
+        Pass("schedule", schedule_kernels, after=("donate", "fuse_cache_writes")),
+        Pass("fuse_launches", fuse_launches, after=("schedule",), target="gpu kernels"),
         Pass("guard_divisions", lift(guard_divisions), after=("fuse_launches",)),
         Pass("guard_float_arithmetic", lift(guard_float_arithmetic), after=("fuse_launches",)),
     ),

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import tvm
-from tvm import relax
+from tvm import ir, relax
 from tvm.relax.expr_functor import PyExprMutator
 
 
@@ -17,6 +17,32 @@ def rewrite_main(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
     mod = mutator.builder_.get()
     mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
     return relax.transform.DeadCodeElimination()(mod)
+
+
+def emit_call(
+    builder: relax.BlockBuilder,
+    function: ir.GlobalVar,
+    arguments: Sequence[relax.Expr],
+    *,
+    inplace_indices: Sequence[int],
+    results: Sequence[relax.Var],
+    kind: type[relax.Var] = relax.Var,
+) -> list[relax.Binding]:
+    """Return the bindings of the results of a TensorIR function's call: of their tuple first, if there are several.
+
+    inplace_indices are the arguments that the results alias, -1 for a new array; a new variable is of that kind.
+    """
+    types = [result.ty for result in results]
+    if max(inplace_indices) < 0:
+        call = relax.call_tir(function, relax.Tuple(arguments), types if types[1:] else types[0])
+    else:
+        call = relax.op.call_tir_inplace(function, relax.Tuple(arguments), list(inplace_indices), types)
+    call = builder.normalize(call)
+    if len(results) == 1:
+        return [relax.VarBinding(results[0], call)]
+    results_tuple = kind("_".join(result.name for result in results), relax.TupleType(types))
+    fields = [builder.normalize(relax.TupleGetItem(results_tuple, n)) for n in range(len(results))]
+    return [relax.VarBinding(results_tuple, call), *map(relax.VarBinding, results, fields)]
 
 
 class BlockMutator(PyExprMutator):

@@ -28,8 +28,8 @@ EPILOGUES = "lowering.epilogues"
 class EpilogueSpec:
     """An epilogue, by indices of the function's parameters.
 
-    rows is the result that it reads, has_stages whether it has stages. update is the record of an update ("" for none),
-    cache and indices are its cache and write indices (-1 for none).
+    rows is the result that it reads, -1 if there is no matmul; has_stages is whether it has stages. update is the
+    record of an update ("" for none), cache and indices are its cache and write indices (-1 for none).
     """
 
     rows: int
@@ -73,7 +73,7 @@ class FusedEpilogue:
 
     stages are the rows as heads, [..., H, D] with N = H D, and element-wise stages, the last of which is the result;
     empty if the rows themselves are. update is the cache write of the result; None if the result is an ordinary
-    parameter.
+    parameter. Without a matmul, rows is the result of the stages, which are the whole function.
     """
 
     rows: tirx.Buffer
@@ -109,7 +109,7 @@ def _remove_updates(func: tirx.PrimFunc, count: int) -> tirx.PrimFunc:
 
 def _read_epilogue(func: tirx.PrimFunc, spec: EpilogueSpec, stages: list[Stage]) -> FusedEpilogue:
     params = list(func.params)
-    rows = params[spec.rows]
+    rows = params[spec.rows] if spec.rows >= 0 else stages[-1].output
     if not spec.update:
         return FusedEpilogue(rows, stages, None)
     indices = params[spec.indices] if spec.indices >= 0 else None

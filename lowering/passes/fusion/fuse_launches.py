@@ -9,21 +9,23 @@ ends if neither is possible. It also ends before a large kernel, so that no kern
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
 import schedules
 from schedules import KernelLaunch, merge_launches, read_launch
 
+from ...importing.origins import iterate_bindings
 from ...manifest import CallSpec
+from ..aliases import Accesses, Memory, is_view, read_inplace_arguments, read_kernel
 from ..compile_state import CompileState
 from ..costs import make_kernel_spec
-from .kernel_calls import CallRewriter, Memory, is_view, read_inplace_arguments, read_kernel
+from ..main_function import emit_call
 
 RULE = "several"
 """The name of the rule in kernels of several (schedules.ATTRIBUTE)."""
@@ -40,38 +42,57 @@ def fuse_launches(state: CompileState) -> CompileState:
 
 @dataclass
 class _Group:
-    """Kernels that become one launch: their calls, the memory they access, by variable, and trailing bindings."""
+    """Kernels that become one launch: their calls, the memory they access, and trailing bindings."""
 
     members: list[relax.Binding] = field(default_factory=list)
-    read: set[relax.Var] = field(default_factory=set)
-    written: set[relax.Var] = field(default_factory=set)
+    accesses: Accesses = field(default_factory=Accesses)
     trailing: list[relax.Binding] = field(default_factory=list)
 
-    def meets(self, read: set[relax.Var], written: set[relax.Var]) -> bool:
-        """Return whether an access to this memory must stay ordered with the group."""
-        return bool((read | written) & self.written or written & self.read)
 
+class _LaunchFuser:
+    """Rewrites the blocks of `main`, and maintains kernels, calls and unscheduled functions."""
 
-class _LaunchFuser(CallRewriter):
     def __init__(self, state: CompileState) -> None:
-        super().__init__(state)
+        self.state, self.mod, self.unscheduled = state, state.module, dict(state.unscheduled)
+        self.builder = relax.BlockBuilder(self.mod)
+        self.kernels = {kernel.name: kernel for kernel in state.kernels}
+        bindings = iterate_bindings(self.mod["main"].body)
+        called = [binding.var for binding in bindings if read_kernel(binding) is not None]
+        self.calls: dict[relax.Var, CallSpec] = dict(zip(called, state.calls, strict=True))
+        """By the variable of the result."""
         self.memory = Memory()
         self.launches: dict[ir.GlobalVar, KernelLaunch | None] = {}
         self.fused_kernels: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
 
+    def build_result(self) -> CompileState:
+        """Return the rewritten module, without functions that are no longer called."""
+        main = self.mod["main"]
+        blocks = [relax.BindingBlock(self.rewrite_block(block.bindings)) for block in main.body.blocks]
+        body = relax.SeqExpr(blocks, main.body.body)
+        mod = self.builder.get()
+        mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+        calls = tuple(self.calls[binding.var] for binding in iterate_bindings(body) if binding.var in self.calls)
+        called = {call.kernel for call in calls}
+        removed = self.kernels.keys() - called
+        functions = {variable: func for variable, func in mod.functions_items() if variable.name_hint not in removed}
+        kernels = tuple(kernel for kernel in self.kernels.values() if kernel.name in called)
+        mod = tvm.IRModule(functions, attrs=mod.attrs)
+        return replace(self.state, module=mod, kernels=kernels, calls=calls, unscheduled=self.unscheduled)
+
     def rewrite_block(self, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
+        """Return the new bindings of a block, in execution order."""
         result: list[relax.Binding] = []
         group = _Group()
         for binding in bindings:
-            read, written = self.memory.record_accesses(binding)
-            meets = group.meets(read, written)
-            is_small = self.read_rule(binding) in _SMALL_RULES
+            accesses = self.memory.record_accesses(binding)
+            has_conflict = group.accesses.conflict_with(accesses)
+            is_small = self.is_small(binding)
             is_full = is_small and len(group.members) == _MAX_KERNELS
-            if is_small and self.can_join(binding, group) and not meets and not is_full:
+            if is_small and self.can_join(binding, group) and not has_conflict and not is_full:
                 self.add(binding, group)
-            elif is_view(binding) and meets:
+            elif is_view(binding) and has_conflict:
                 group.trailing.append(binding)
-            elif (is_small or is_view(binding)) and not meets and not is_full:
+            elif (is_small or is_view(binding)) and not has_conflict and not is_full:
                 result.append(binding)
             else:
                 result += self.emit_group(group)
@@ -83,6 +104,11 @@ class _LaunchFuser(CallRewriter):
         return [*result, *self.emit_group(group)]
 
     # -- analysis -----------------------------------------------------------------------------------------------------
+
+    def is_small(self, binding: relax.Binding) -> bool:
+        """Return whether a binding calls a kernel of a rule for small kernels."""
+        kernel = read_kernel(binding)
+        return kernel is not None and str(self.mod[kernel].attrs.get(schedules.ATTRIBUTE, "")) in _SMALL_RULES
 
     def get_launch(self, binding: relax.Binding) -> KernelLaunch | None:
         """Return the launch of the kernel that a binding calls, if it has one result."""
@@ -101,35 +127,25 @@ class _LaunchFuser(CallRewriter):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add(self, binding: relax.Binding, group: _Group) -> None:
-        read, written = self.memory.record_accesses(binding)
         group.members.append(binding)
-        group.read |= read
-        group.written |= written
+        group.accesses.add(self.memory.record_accesses(binding))
 
-    def emit_group(self, group: _Group) -> Iterator[relax.Binding]:
-        """Yield the bindings of a group."""
+    def emit_group(self, group: _Group) -> list[relax.Binding]:
+        """Return the bindings of a group."""
         members = group.members
         if len(members) < 2:
-            yield from (*members, *group.trailing)
-            return
+            return [*members, *group.trailing]
         arguments: list[Any] = []
         inplace_indices: list[int] = []
         for member in members:
             inplace_indices += [len(arguments) + n for n in read_inplace_arguments(member.value)] or [-1]
             arguments += member.value.args[1].fields
-        types = [member.var.ty for member in members]
         kernel = self.make_kernel([member.value.args[0] for member in members], inplace_indices)
-        if max(inplace_indices) < 0:
-            call = relax.call_tir(kernel, relax.Tuple(arguments), types)
-        else:
-            call = relax.op.call_tir_inplace(kernel, relax.Tuple(arguments), inplace_indices, types)
-        results = relax.Var("_".join(member.var.name for member in members), relax.TupleType(types))
-        yield relax.VarBinding(results, self.builder.normalize(call))
-        for n, member in enumerate(members):
-            yield relax.VarBinding(member.var, self.builder.normalize(relax.TupleGetItem(results, n)))
+        results = [member.var for member in members]
+        bindings = emit_call(self.builder, kernel, arguments, inplace_indices=inplace_indices, results=results)
         nodes = dict.fromkeys(node for member in members for node in self.calls.pop(member.var).nodes)
-        self.calls[results] = CallSpec(kernel.name_hint, tuple(nodes))
-        yield from group.trailing
+        self.calls[bindings[0].var] = CallSpec(kernel.name_hint, tuple(nodes))
+        return [*bindings, *group.trailing]
 
     def make_kernel(self, kernels: Sequence[ir.GlobalVar], inplace_indices: Sequence[int]) -> ir.GlobalVar:
         """Return the function of these kernels in one launch; it takes their arguments, then their new results."""
@@ -150,7 +166,7 @@ class _LaunchFuser(CallRewriter):
             self.unscheduled[name] = tirx.PrimFunc(_list_parameters(plain, has_new_result), body)
             spec = make_kernel_spec(name, self.unscheduled[name], RULE)
             sources = dict.fromkeys(self.kernels[member].source for member in names)
-            self.kernels[name] = dataclasses.replace(spec, source="; ".join(filter(None, sources)))
+            self.kernels[name] = replace(spec, source="; ".join(filter(None, sources)))
         return self.fused_kernels[key]
 
 

@@ -7,65 +7,27 @@ read it. With many rows it is written to memory as before, and the matmul reads 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-import tvm
-from tvm import relax
-from tvm.relax.expr_functor import mutator
-
 import schedules
-from schedules.reading.matmul import read_matmul
 
-from ...importing.origins import Origins
 from ..compile_state import CompileState
-from ..main_function import BlockMutator, rewrite_main
-from .stage_calls import FunctionMemo, StageCall, StageCalls, list_reads
+from .fuser import Fuser, fuse_groups
+from .group import concatenate_groups
 
 
 def fuse_norm_prologues(state: CompileState) -> CompileState:
     """Fuse norms into the matmuls that read them, where the target has a kernel for both."""
-    fuser = _PrologueFuser(state.module, state.target.tvm, state.origins)
-    return replace(state, module=rewrite_main(state.module, fuser), origins=fuser.calls.origins)
+    return fuse_groups(state, _find_prologues)
 
 
-@mutator
-class _PrologueFuser(BlockMutator):
-    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
-        super().__init__(mod)
-        self.calls = StageCalls(mod, origins)
-        self.variants = FunctionMemo(lambda function: schedules.find_variants(function, target))
-
-    def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
-        """Return the bindings; a norm and its first reader are fused at the reader's position."""
-        positions = {binding.var: n for n, binding in enumerate(bindings)}
-        seen: set[relax.Var] = set()
-        replacements: dict[int, list[relax.Binding]] = {}
-        for n, binding in enumerate(bindings):
-            read = dict.fromkeys(list_reads(binding.value))
-            for norm in [positions[var] for var in read if var in positions and var not in seen]:
-                fused = self.fuse_pair(bindings[norm], binding, kind)
-                if fused:
-                    replacements |= {norm: [], n: fused}
+def _find_prologues(fuser: Fuser) -> None:
+    """Fuse each norm into its first reader."""
+    block = fuser.block
+    for n, read in enumerate(block.reads):
+        if not fuser.read_function(n)[1]:
+            continue
+        for norm in [block.positions[var] for var in dict.fromkeys(read) if var in block.positions]:
+            stages, matmuls = fuser.read_function(norm)
+            if stages and not matmuls and block.readers[block.bindings[norm].var][0] == n:
+                group = concatenate_groups((fuser.read_group(norm), fuser.read_group(n)))
+                if fuser.fuse(schedules.PROLOGUE_MATMUL, group, (norm, n)):
                     break
-            seen.update(read)
-        return [new for n, binding in enumerate(bindings) for new in replacements.get(n, [binding])]
-
-    def fuse_pair(self, norm: relax.Binding, matmul: relax.Binding, kind: type[relax.Var]) -> list[relax.Binding]:
-        """Return both as one call; [] if the target has no kernel for it."""
-        first, second = self.calls.find_stages(norm), self.calls.find_stages(matmul)
-        if first is None or second is None or any(map(read_matmul, first)) or not any(map(read_matmul, second)):
-            return []
-        a, b = self.calls.read_call(norm, first, kind), self.calls.read_call(matmul, second, kind)
-        call = StageCall(
-            f"{a.name}_{b.name}", [*a.stages, *b.stages], [*a.outputs, *b.outputs],
-            tuple(dict.fromkeys((*a.nodes, *b.nodes))), "", stage_counts=(len(a.stages), len(b.stages)),
-        )  # fmt: skip
-        variant = self.variants(call.build_function()[0])
-        if variant is None or variant[0] != schedules.PROLOGUE_MATMUL:
-            return []
-        new_bindings = self.calls.emit_bindings(call, kind, self.builder_)
-        if len(b.outputs) > 1:
-            self.fields[matmul.var] = [self.calls.names[buffer] for buffer in b.outputs]
-            new_bindings.append(relax.VarBinding(matmul.var, relax.Tuple(self.fields[matmul.var])))
-        return new_bindings

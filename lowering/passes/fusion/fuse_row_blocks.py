@@ -11,110 +11,66 @@ unchanged.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
-import tvm
 from tvm import ir, relax
-from tvm.relax.expr_functor import mutator
 
 import schedules
 from schedules.reading.matmul import read_matmul
 
-from ...importing.origins import Origins, iterate_bindings
 from ..compile_state import CompileState
-from ..main_function import BlockMutator, rewrite_main
-from .stage_calls import StageCall, StageCalls, list_reads, read_callee
+from .fuser import Fuser, fuse_groups
+from .group import FusionGroup, concatenate_groups
 
 
 def fuse_row_blocks(state: CompileState) -> CompileState:
     """Fuse back-to-back int8 matmuls, where the target has a kernel for the chain."""
-    fuser = _RowBlockFuser(state.module, state.target.tvm, state.origins)
-    return replace(state, module=rewrite_main(state.module, fuser), origins=fuser.calls.origins)
+    main = state.module["main"]
+    weights = set(main.params[int(main.attrs["num_input"]) :])
+    return fuse_groups(state, lambda fuser: _find_chains(fuser, weights))
 
 
-@mutator
-class _RowBlockFuser(BlockMutator):
-    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
-        super().__init__(mod)
-        self.target, self.calls = target, StageCalls(mod, origins)
-        self.int8_functions: dict[ir.GlobalVar, bool] = {}  # whether functions are int8 matmuls
-        self.readers: Counter[relax.Var] = Counter()  # how often a variable is read
-        main = mod["main"]
-        self.weights = set(main.params[int(main.attrs["num_input"]) :])
-        body = main.body
-        for expr in (body.body, *(binding.value for binding in iterate_bindings(body))):
-            self.readers.update(list_reads(expr))
+def _find_chains(fuser: Fuser, weights: set[relax.Var]) -> None:
+    for n in range(len(fuser.block.bindings)):
+        positions = [] if n in fuser.replacements or not _is_int8_matmul(fuser, n) else _find_chain(fuser, n)
+        groups = list(map(fuser.read_group, positions))
+        if not groups or any(_has_weight_matrix(fuser, weights, group) for group in (groups[0], groups[-1])):
+            continue
+        middle = [stage for group in groups[1:-1] for stage in group.stages]
+        segments = tuple(segment for segment in (groups[0].stages, middle, groups[-1].stages) if segment)
+        group = replace(concatenate_groups(groups, groups[-1].outputs), segments=segments)
+        fuser.fuse(schedules.ROW_BLOCKS, group, positions)
 
-    def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
-        """Return the bindings, with chains fused at the position of their last binding."""
-        replacements: dict[int, list[relax.Binding]] = {}
-        read = [list_reads(binding.value) for binding in bindings]
-        for n, binding in enumerate(bindings):
-            if n in replacements or not self.is_int8_matmul(binding):
-                continue
-            positions = self.find_chain(bindings, read, n)
-            call = self.fuse_chain(bindings, positions, kind) if positions else None
-            if call is not None:
-                replacements |= {position: [] for position in positions} | {
-                    positions[-1]: self.calls.emit_bindings(call, kind, self.builder_)
-                }
-        return [new for n, binding in enumerate(bindings) for new in replacements.get(n, [binding])]
 
-    def is_int8_matmul(self, binding: relax.Binding) -> bool:
-        """Return whether a call's function has matmuls, all of them int8."""
-        name = read_callee(binding)
-        if name is not None and name not in self.int8_functions:
-            matmuls = [matmul for stage in self.calls.find_stages(binding) or () if (matmul := read_matmul(stage))]
-            self.int8_functions[name] = bool(matmuls) and all(matmul.acc == "int32" for matmul in matmuls)
-        return name is not None and self.int8_functions[name]
+def _is_int8_matmul(fuser: Fuser, n: int) -> bool:
+    """Return whether a call's function has matmuls, all of them int8."""
+    matmuls = fuser.read_function(n)[1]
+    return bool(matmuls) and all(matmul.acc == "int32" for matmul in matmuls)
 
-    def find_chain(self, bindings: Sequence[relax.Binding], read: Sequence[list[relax.Var]], first: int) -> list[int]:
-        """Return the positions of the matmul, the readers of its results and the next matmul.
 
-        Return [] if other bindings read intermediate results. read are the reads of each binding.
-        """
-        inside, positions, use_count = {bindings[first].var}, [first], 0
-        for n in range(first + 1, len(bindings)):
-            chain_reads = sum(var in inside for var in read[n])
-            if not chain_reads:
-                continue
-            stages = self.calls.find_stages(bindings[n])
-            if stages is None:
-                return []
-            positions, use_count = [*positions, n], use_count + chain_reads
-            if any(map(read_matmul, stages)):
-                is_sole_reader = use_count == sum(self.readers[var] for var in inside)
-                return positions if is_sole_reader and self.is_int8_matmul(bindings[n]) else []
-            inside.add(bindings[n].var)
-        return []
+def _find_chain(fuser: Fuser, first: int) -> list[int]:
+    """Return the positions of the matmul, the readers of its results and the next matmul.
 
-    def fuse_chain(
-        self, bindings: Sequence[relax.Binding], positions: Sequence[int], kind: type[relax.Var]
-    ) -> StageCall | None:
-        """Return these calls as one, None if the target has no kernel for it."""
-        calls = []
-        for position in positions:
-            stages = self.calls.find_stages(bindings[position])
-            assert stages is not None
-            calls.append(self.calls.read_call(bindings[position], stages, kind))
-        first, *middle, last = calls
-        if self.has_weight_matrix(first) or self.has_weight_matrix(last):
-            return None
-        segments = [
-            segment for segment in (first.stages, [s for call in middle for s in call.stages], last.stages) if segment
-        ]
-        call = StageCall(
-            "_".join(call.name for call in calls), [stage for segment in segments for stage in segment], last.outputs,
-            tuple(dict.fromkeys(node for call in calls for node in call.nodes)), "",
-            stage_counts=tuple(map(len, segments)),
-        )  # fmt: skip
-        function, _ = call.build_function()
-        variant = schedules.find_variants(function, self.target)
-        return call if variant is not None and variant[0] == schedules.ROW_BLOCKS else None
+    Return [] if other bindings read intermediate results.
+    """
+    block = fuser.block
+    inside, positions, use_count = {block.bindings[first].var}, [first], 0
+    for n in range(first + 1, len(block.bindings)):
+        chain_reads = sum(var in inside for var in block.reads[n])
+        if not chain_reads:
+            continue
+        stages, matmuls = fuser.read_function(n)
+        if not stages:
+            return []
+        positions, use_count = [*positions, n], use_count + chain_reads
+        if matmuls:
+            is_sole_reader = use_count == sum(block.uses[var] for var in inside)
+            return positions if is_sole_reader and _is_int8_matmul(fuser, n) else []
+        inside.add(block.bindings[n].var)
+    return []
 
-    def has_weight_matrix(self, call: StageCall) -> bool:
-        """Return whether a call multiplies by constants: all rows share their preparation, those of a block do not."""
-        matrices = [self.calls.names.get(p.b.source) for p in map(read_matmul, call.stages) if p is not None]
-        return any(matrix in self.weights or isinstance(matrix, ir.GenericConst) for matrix in matrices)
+
+def _has_weight_matrix(fuser: Fuser, weights: set[relax.Var], group: FusionGroup) -> bool:
+    """Return whether a group multiplies by constants: all rows share their preparation, those of a block do not."""
+    matrices = [fuser.names.get(matmul.b.source) for matmul in map(read_matmul, group.stages) if matmul is not None]
+    return any(matrix in weights or isinstance(matrix, ir.GenericConst) for matrix in matrices)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import walk
+from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.scatter import BoundUpdate, CacheUpdate
 
-from ...reading.stages import read_stages
+from ...reading.epilogues import FusedEpilogue, read_epilogues
 from ...reading.values import flat_view
 from ..elementwise.chunks import CHUNK, store_values
 from ..elementwise.elementwise import launch
@@ -21,30 +20,36 @@ from ..primitives.ptx import let
 from ..primitives.threads import ThreadTiles
 
 
-def emit_cache_rows(func: tirx.PrimFunc, update: CacheUpdate, tiles: ThreadTiles) -> tirx.PrimFunc | None:
-    """Return the function (*inputs, cache[, write_indices][, length]) that stores its result into the cache.
+def read_computed_rows(func: tirx.PrimFunc) -> FusedEpilogue | None:
+    """Return the stages and the in-place update of a function (reading/epilogues.py) of nothing else.
 
-    Rows go to the positions of an in-place update. length (int64) is that of the update, unless it is constant. The
-    result is None where chunks do not divide the rows of the cache, or the function has another form.
+    None for any other function, and where chunks do not divide the rows of the cache.
     """
-    stages = read_stages(func)
-    if not stages or any(stage.reduce for stage in stages) or str(func.params[-1].dtype) != update.dtype:
+    segments, epilogues = read_epilogues(func) or ([], [])
+    if segments or len(epilogues) != 1:
         return None
-    *inputs, rows = func.params
-    outputs = [stage for stage in stages if stage.output in set(func.params)]
-    if row_size(update) is None or len(outputs) > 1 or not _can_derive_sizes(inputs, rows.shape):
+    (epilogue,) = epilogues
+    if epilogue.update is None or any(stage.reduce for stage in epilogue.stages):
         return None
-    with IRBuilder() as builder, T.prim_func(private=True):
-        bound = BoundUpdate.declare(update, copy=False)
-        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, inputs)}
-        cache = CacheRows(bound)
-        launch(func, stages, outputs, memory, tiles, lambda _, at, chunk: cache.store_chunk(at, chunk))
-    kernel = builder.get()
-    params = [
-        param for n, param in enumerate(kernel.params) if n != 1
-    ]  # parameter 1 is the update, which is never materialized
-    length = [] if update.length is not None else [bound.length]
-    return tirx.PrimFunc([*inputs, *params, *length], kernel.body).with_attr({"tirx.noalias": True, "op_pattern": 8})
+    record = epilogue.update.record
+    return epilogue if str(epilogue.rows.dtype) == record.dtype and row_size(record) is not None else None
+
+
+def emit_computed_rows(func: tirx.PrimFunc, epilogue: FusedEpilogue, tiles: ThreadTiles) -> tirx.PrimFunc:
+    """Return the function, each thread of which stores a chunk of the result into the cache."""
+    assert epilogue.update is not None
+    with IRBuilder() as builder, T.prim_func():
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        cache = CacheRows(epilogue.update.bound())
+        launch(
+            func,
+            epilogue.stages,
+            epilogue.stages[-1:],
+            memory,
+            tiles,
+            lambda _, at, chunk: cache.store_chunk(at, chunk),
+        )
+    return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
 
 def row_size(update: CacheUpdate) -> int | None:
@@ -74,9 +79,3 @@ class CacheRows:
             # Where several rows have one slot, the last one must win.
             with T.If(s >= bound.length - bound.max_len), T.Then():
                 store_values(self.cache, target, chunk)
-
-
-def _can_derive_sizes(inputs: Sequence[tirx.Var], shape: Sequence[Expr]) -> bool:
-    """Return whether all variables of a shape are parameters, or sizes of parameters."""
-    available = {extent for param in inputs for extent in (param.shape if tirx.is_buffer_var(param) else [param])}
-    return all(node in available for extent in shape for node in walk(extent) if isinstance(node, tirx.Var))

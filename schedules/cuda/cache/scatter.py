@@ -21,6 +21,7 @@ from ...variant import Variant
 from ..primitives.device import device
 from ..primitives.ptx import let
 from ..primitives.threads import ThreadTiles, launch_threads
+from .cache_rows import emit_computed_rows, read_computed_rows
 
 CHUNK = 16  # bytes that a thread moves at once
 
@@ -29,10 +30,25 @@ _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32x2", 16: "uint32x4"}
 
 
 def cache_update(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Return the variant for a cache update (lowering/tensorir/scatter.py), in place or not; None for anything else."""
+    """Return the variant for a cache update (lowering/tensorir/scatter.py), in place or not; None for anything else.
+
+    An in-place update may have an element-wise function that computes its rows (cache_rows.py).
+    """
+    gpu = device(target)
     if func.attrs is None or ATTRIBUTE not in func.attrs:
-        return None
-    update, gpu = CacheUpdate.from_json(str(func.attrs[ATTRIBUTE])), device(target)
+        computed = read_computed_rows(func)
+        if computed is None:
+            return None
+        return [
+            Variant(
+                "chunks",
+                None,
+                gpu,
+                {"chunks": ThreadTiles()},
+                lambda tiles: emit_computed_rows(func, computed, tiles["chunks"]),
+            )
+        ]
+    update = CacheUpdate.from_json(str(func.attrs[ATTRIBUTE]))
     copy = len(func.params) > 2 + update.indices
     tiles = {"update": ThreadTiles.default(update, gpu)}
     return [Variant("rows", update, gpu, tiles, lambda tiles: _kernels(update, copy, tiles["update"]))]

@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.manifest import CallSpec
-from lowering.passes.fusion import fuse_launches
+from lowering.passes.aliases import Accesses
 from tests import cuda_emulation as emulated
 from tests.cuda.models.steps import work
 from tests.cuda_emulation import device
@@ -119,7 +119,7 @@ def test_launches(name: str) -> None:
 
 
 def joined_all_the_same(name: str) -> str:
-    with mock.patch.object(fuse_launches._Group, "meets", lambda *_: False):
+    with mock.patch.object(Accesses, "conflict_with", lambda *_: False):
         try:
             measured(name, "cuda:sm_80")  # its kernels declare by restricted pointers which arrays do not alias
         except lowering.InputError as error:
