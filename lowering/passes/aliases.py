@@ -10,7 +10,16 @@ from tvm import ir, relax
 
 from ..importing.checks import read_checked_tensor
 
-_CALL, _IN_PLACE, _RESHAPE = map(ir.Op.get, ("relax.call_tir", "relax.call_tir_inplace", "relax.reshape"))
+_CALL, _IN_PLACE, *_VIEWS = map(
+    ir.Op.get,
+    (
+        "relax.call_tir",
+        "relax.call_tir_inplace",
+        "relax.reshape",
+        "relax.memory.view",
+        "relax.memory.ensure_zero_offset",
+    ),
+)
 
 
 @dataclass
@@ -67,13 +76,20 @@ def read_inplace_arguments(value: relax.Expr) -> list[int]:
     return [int(index) for index in value.attrs.inplace_indices] if is_in_place else []
 
 
-def is_view(binding: relax.Binding) -> bool:
-    """Return whether a binding only renames memory, checked or not."""
+def get_viewed(binding: relax.Binding) -> relax.Expr | None:
+    """Return the tensor whose memory a binding only renames, casts or checks; None if it owns its memory."""
     value = binding.value
+    if isinstance(binding, relax.MatchCast) or isinstance(value, relax.Var):
+        return value
+    is_view_call = isinstance(value, relax.Call) and value.op in _VIEWS
+    return value.args[0] if is_view_call else read_checked_tensor(value)
+
+
+def is_view(binding: relax.Binding) -> bool:
+    """Return whether a binding only renames memory, checked or not, and defines no sizes."""
     if isinstance(binding, relax.MatchCast):
         return False
-    is_reshape = isinstance(value, relax.Call) and value.op == _RESHAPE
-    return is_reshape or isinstance(value, relax.Var | relax.TupleGetItem) or read_checked_tensor(value) is not None
+    return isinstance(binding.value, relax.TupleGetItem) or get_viewed(binding) is not None
 
 
 def list_reads(expr: relax.Expr) -> list[relax.Var]:

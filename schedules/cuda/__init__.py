@@ -23,11 +23,10 @@ from .elementwise.running_sum import running_sum
 from .elementwise.top_few import top_few
 from .elementwise.top_k import top_k
 from .elementwise.transposition import transposition
-from .fusion.epilogue_matmul import epilogue_matmul
 from .fusion.fused_launches import KernelLaunch as KernelLaunch
 from .fusion.fused_launches import merge_launches as merge_launches
 from .fusion.fused_launches import read_launch as read_launch
-from .fusion.prologue_matmul import prologue_matmul
+from .fusion.fused_matmul import epilogue_matmul, prologue_matmul
 from .matmul.matmul import accepts_siblings as accepts_siblings
 from .matmul.matmul import matmul
 from .primitives.cost_model import min_seconds as min_seconds

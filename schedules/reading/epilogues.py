@@ -29,7 +29,8 @@ class EpilogueSpec:
     """An epilogue, by indices of the function's parameters.
 
     rows is the result that it reads, -1 if there is no matmul; has_stages is whether it has stages. update is the
-    record of an update ("" for none), cache and indices are its cache and write indices (-1 for none).
+    record of an update ("" for none), cache and indices are its cache and write indices (-1 for none). length is the
+    number of its rows, -1 if it is an extent of the result.
     """
 
     rows: int
@@ -37,24 +38,26 @@ class EpilogueSpec:
     update: str = ""
     cache: int = -1
     indices: int = -1
+    length: int = -1
 
 
 @dataclass(frozen=True, eq=False)
 class EpilogueUpdate:
     """A write of new rows to a cache.
 
-    The memory layout of the rows is that of CacheUpdate; the number of rows of a batch is one of their dimensions
-    (row_axis).
+    The memory layout of the rows is that of CacheUpdate. The number of rows of a batch is one of their dimensions
+    (row_axis), or an integer parameter, where the rows have other dimensions.
     """
 
     record: CacheUpdate
     rows: tirx.Buffer
     cache: tirx.Buffer
     indices: tirx.Buffer | None
+    length_parameter: tirx.Var | None = None
 
     @property
     def length(self) -> Expr:
-        return self.rows.shape[self.record.row_axis]
+        return self.rows.shape[self.record.row_axis] if self.length_parameter is None else self.length_parameter
 
     def inputs(self) -> list[tirx.Buffer]:
         """Return the inputs other than the rows."""
@@ -113,7 +116,6 @@ def _read_epilogue(func: tirx.PrimFunc, spec: EpilogueSpec, stages: list[Stage])
     if not spec.update:
         return FusedEpilogue(rows, stages, None)
     indices = params[spec.indices] if spec.indices >= 0 else None
-    result = stages[-1].output if stages else rows
-    return FusedEpilogue(
-        rows, stages, EpilogueUpdate(CacheUpdate.from_json(spec.update), result, params[spec.cache], indices)
-    )
+    length = params[spec.length] if spec.length >= 0 else None
+    result, record = stages[-1].output if stages else rows, CacheUpdate.from_json(spec.update)
+    return FusedEpilogue(rows, stages, EpilogueUpdate(record, result, params[spec.cache], indices, length))

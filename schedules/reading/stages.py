@@ -135,8 +135,8 @@ def replace_symbols(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symb
     return rewrite(expr, replacement)
 
 
-EmitTrailing = Callable[[Callable[[tirx.Buffer], tirx.Buffer]], None]
-"""Emits blocks; its argument returns the function's tensor for each buffer of the stages."""
+EmitTrailing = Callable[[Callable[[tirx.Var], tirx.Var]], None]
+"""Emits blocks; its argument returns the function's tensor or integer for each of the stages."""
 
 
 def write_stages(
@@ -182,5 +182,5 @@ def write_stages(
                     with T.init():
                         T.buffer_store(output, replace(stage.init), indices)
                 T.buffer_store(output, replace(stage.value), indices)
-        emit_trailing(tensors.__getitem__)
+        emit_trailing(lambda var: (tensors if tirx.is_buffer_var(var) else symbols)[var])
     return builder.get()

@@ -28,6 +28,5 @@ def _find_cache_writes(fuser: Fuser) -> None:
             continue
         (views, reader), producer = sole_reader, fuser.read_group(n)
         update = fuser.read_update(reader, producer.stages[-1].output, producer.stages)
-        if update is not None:
-            group = replace(concatenate_groups((producer, update), ()), name=f"{producer.name}_into_cache")
-            fuser.fuse(schedules.CACHE_UPDATE, group, (n, *views, reader))
+        group = replace(concatenate_groups((producer, update), ()), name=f"{producer.name}_into_cache")
+        fuser.fuse(schedules.CACHE_UPDATE, group, (n, *views, reader))

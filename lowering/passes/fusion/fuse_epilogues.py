@@ -98,12 +98,9 @@ def _fuse_matmul(fuser: Fuser, n: int, epilogues: Sequence[_Epilogue]) -> None:
 
 
 def _read_groups(fuser: Fuser, n: int, epilogue: _Epilogue) -> list[FusionGroup]:
-    """Return the groups of an epilogue of matmul n, over the matmul's result; [] if it reads another view of it."""
-    rows, bindings, elementwise = (
-        fuser.read_group(n).outputs[epilogue.number],
-        fuser.block.bindings,
-        epilogue.elementwise,
-    )
+    """Return the groups of an epilogue of matmul n, over the matmul's result; [] if it uses another view of it."""
+    rows, bindings = fuser.read_group(n).outputs[epilogue.number], fuser.block.bindings
+    elementwise = epilogue.elementwise
     groups, stages = list[FusionGroup](), list[Stage]()
     if elementwise is not None:
         reads = fuser.block.reads[elementwise]
@@ -117,8 +114,9 @@ def _read_groups(fuser: Fuser, n: int, epilogue: _Epilogue) -> list[FusionGroup]
         outputs = group.outputs if epilogue.update is None else ()
         groups.append(replace(group, segments=(stages,), outputs=outputs, epilogues=fused))
     if epilogue.update is not None:
-        update = fuser.read_update(epilogue.update, rows, stages)
-        groups = [] if update is None else [*groups, update]
+        groups.append(fuser.read_update(epilogue.update, rows, stages))
+        if any(update.length_parameter is not None for update in groups[-1].updates):
+            return []
     return groups
 
 

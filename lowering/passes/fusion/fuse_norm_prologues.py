@@ -1,7 +1,7 @@
 """Prologue fusion on GPUs: a norm and the matmuls of its rows become one function, if the target has a kernel.
 
 With few rows, as in a decode step, the norm costs a launch; each thread block of the matmul can compute it instead
-(schedules/cuda/fusion/prologue_matmul.py). The norm's result stays a result of the function, since other bindings may
+(schedules/cuda/fusion/fused_matmul.py). The norm's result stays a result of the function, since other bindings may
 read it. With many rows it is written to memory as before, and the matmul reads it there.
 """
 

@@ -44,7 +44,7 @@ class Fuser(BlockMutator):
     Attributes:
         block: The current block.
         replacements: The new bindings of the block, by position.
-        names: The tensor of `main` that a buffer stands for.
+        names: The tensor or integer of `main` that a buffer or variable stands for.
     """
 
     def __init__(self, state: CompileState, find_groups: Callable[[Fuser], None]) -> None:
@@ -57,7 +57,7 @@ class Fuser(BlockMutator):
         self.block = Block([], relax.Var, self.uses)
         self.replacements: dict[int, list[relax.Binding]] = {}
         self.tensors: dict[relax.Expr, tirx.Buffer] = {}
-        self.names: dict[tirx.Buffer, relax.Expr] = {}
+        self.names: dict[tirx.Var, relax.Expr] = {}
         self._groups: dict[relax.Var, FusionGroup] = {}
         self._functions: dict[ir.GlobalVar, tuple[list[Stage], list[Matmul]]] = {}
         self._rules = Memo[str]()
@@ -137,19 +137,18 @@ class Fuser(BlockMutator):
             return False
         return self.find_rule(self.mod[read_kernel(binding)]) == "elementwise"
 
-    def read_update(self, n: int, rows: tirx.Buffer, stages: list[Stage]) -> FusionGroup | None:
-        """Return the update of a cache by the result of an epilogue's stages on rows, of which its own are a view.
-
-        Return None if the result has another number of rows.
-        """
+    def read_update(self, n: int, rows: tirx.Buffer, stages: list[Stage]) -> FusionGroup:
+        """Return the update of a cache by the result of an epilogue's stages on rows, of which its own are a view."""
         binding, result = self.block.bindings[n], stages[-1].output if stages else rows
         kernel, (cache, own_rows, *indices) = binding.value.args[0], binding.value.args[1].fields
         record = CacheUpdate.from_json(str(self.mod[kernel].attrs[ATTRIBUTE]))
-        axis = record.row_axis
-        if len(result.shape) <= axis or not prim.expr_deep_equal(own_rows.ty.shape.values[axis], result.shape[axis]):
-            return None
+        length, axis = own_rows.ty.shape.values[record.row_axis], record.row_axis
+        parameter = None
+        if len(result.shape) <= axis or not prim.expr_deep_equal(length, result.shape[axis]):
+            parameter = tirx.Var("length", "int64")
+            self.names[parameter] = length
         write_indices = self.get_buffer(indices[0], "write_indices") if indices else None
-        update = EpilogueUpdate(record, result, self.get_buffer(cache, "cache"), write_indices)
+        update = EpilogueUpdate(record, result, self.get_buffer(cache, "cache"), write_indices, parameter)
         updated = self.get_buffer(binding.var, "updated")
         epilogues = (FusedEpilogue(rows, stages, update),)
         return FusionGroup("", (), (), self.origins.get(binding.var.name, ()), epilogues=epilogues, updated=(updated,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import relax, tirx
 
@@ -61,7 +61,8 @@ class FusionGroup:
         bound |= {axis.var for stage in self.stages for axis in (*stage.axes, *stage.reduce)}
         used = [*(extent for buffer in tensors for extent in buffer.shape), *self._list_expressions()]
         free = (node for expr in used for node in walk(expr) if isinstance(node, tirx.Var) and node not in bound)
-        arguments = [*self.list_inputs(), *dict.fromkeys(free)]
+        lengths = (update.length_parameter for update in self.updates if update.length_parameter is not None)
+        arguments = [*self.list_inputs(), *dict.fromkeys((*free, *lengths))]
         func = write_stages(self.stages, [*arguments, *self.outputs], self._write_updates)
         if self.matmul_mode and any(map(read_matmul, self.stages)):
             func = func.with_attr(MATMULS, self.matmul_mode)
@@ -71,23 +72,27 @@ class FusionGroup:
             func = func.with_attr(EPILOGUES, to_json([*self._describe_epilogues([*arguments, *self.outputs])]))
         return func, arguments
 
-    def _write_updates(self, to_buffer: Callable[[tirx.Buffer], tirx.Buffer]) -> None:
+    def _write_updates(self, to_parameter: Callable[[tirx.Var], tirx.Var]) -> None:
         for update in self.updates:
-            indices = None if update.indices is None else to_buffer(update.indices)
-            emit_update(EpilogueUpdate(update.record, to_buffer(update.rows), to_buffer(update.cache), indices).bound())
+            optional = (update.indices, update.length_parameter)
+            indices, length = (None if x is None else to_parameter(x) for x in optional)
+            rows, cache = to_parameter(update.rows), to_parameter(update.cache)
+            emit_update(EpilogueUpdate(update.record, rows, cache, indices, length).bound())
 
     def _list_expressions(self) -> Iterator[Expr]:
         for stage in self.stages:
             yield from (*(axis.extent for axis in (*stage.axes, *stage.reduce)), *stage.output.shape, stage.value)
 
     def _describe_epilogues(self, parameters: Sequence[tirx.Var]) -> Iterator[EpilogueSpec]:
-        numbers = {param: k for k, param in enumerate(parameters)}
-        for rows, stages, update in ((e.rows, e.stages, e.update) for e in self.epilogues):
-            spec = numbers.get(rows, -1), bool(stages)
-            if update is None:
-                yield EpilogueSpec(*spec)
-            else:
-                yield EpilogueSpec(*spec, update.record.to_json(), *(numbers[buffer] for buffer in update.inputs()))
+        numbers: dict[tirx.Var | None, int] = {param: k for k, param in enumerate(parameters)}
+        for epilogue in self.epilogues:
+            spec = EpilogueSpec(numbers.get(epilogue.rows, -1), bool(epilogue.stages))
+            if (update := epilogue.update) is not None:
+                accesses = update.cache, update.indices, update.length_parameter
+                cache, indices, length = (numbers.get(parameter, -1) for parameter in accesses)
+                record = update.record.to_json()
+                spec = replace(spec, update=record, cache=cache, indices=indices, length=length)
+            yield spec
 
 
 def concatenate_groups(groups: Sequence[FusionGroup], outputs: Sequence[tirx.Buffer] | None = None) -> FusionGroup:

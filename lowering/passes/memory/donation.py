@@ -23,8 +23,8 @@ import tvm
 from tvm import relax, te, tirx
 
 from ...attention import kv_write, linear
-from ...importing.checks import read_checked_tensor
 from ...tensorir import scatter
+from ..aliases import get_viewed, read_inplace_arguments, read_kernel
 from ..compile_state import CompileState
 
 
@@ -46,8 +46,6 @@ _KINDS = {
     kv_write.ATTRIBUTE: _UpdateKind(kv_write.in_place, caches=None, is_always_in_place=True),
     linear.ATTRIBUTE: _UpdateKind(linear.in_place, caches=1, is_always_in_place=True),
 }
-
-_VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
 
 def donate(state: CompileState) -> CompileState:
@@ -106,7 +104,7 @@ class _MainEditor:
     def _find_root(self, expr: Any) -> Any:
         """Return the variable that owns the memory of `expr`: views, casts and aliases are followed."""
         while True:
-            source = next((_get_viewed(b) for b in self.bindings if b.var.same_as(expr)), None)
+            source = next((get_viewed(b) for b in self.bindings if b.var.same_as(expr)), None)
             if source is None:
                 return expr
             expr = source
@@ -127,10 +125,10 @@ class _MainEditor:
 
     def _read_update(self, binding: Any) -> tirx.PrimFunc | None:
         """Return the copying cache update that the binding calls, None if it calls none."""
-        value = binding.value
-        if not (isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_tir")):
+        kernel = read_kernel(binding)
+        if kernel is None or read_inplace_arguments(binding.value):
             return None
-        function = self.mod[value.args[0]]
+        function = self.mod[kernel]
         return function if _find_kind(function) is not None else None
 
     def _read_step(self, result: relax.Var) -> _UpdateStep:
@@ -176,7 +174,7 @@ class _MainEditor:
         """Ensure that no binding needs the old value of a cache when the step writes to it."""
         old = self._find_root(self._read_cache(step))
         position = self._hoist_readers(self._find_position(step.call), old)
-        late = [b for b in self.bindings[position + 1 :] if _get_viewed(b) is None and self._reads(b.value, old)]
+        late = [b for b in self.bindings[position + 1 :] if get_viewed(b) is None and self._reads(b.value, old)]
         late_outputs = [k for k, o in enumerate(self.outputs) if self._find_root(o).same_as(old)]
         if late or late_outputs:
             copied = self._insert_copy(position, old)
@@ -230,7 +228,7 @@ class _MainEditor:
             k = pending.pop()
             if k in moved or k <= position:
                 continue
-            if _is_in_place(self.bindings[k]):
+            if read_inplace_arguments(self.bindings[k].value):
                 return position  # an update of another cache stays where its own readers were ordered around it
             moved.add(k)
             used = relax.analysis.free_vars(self.bindings[k].value)
@@ -256,14 +254,14 @@ class _MainEditor:
             copy = next((t for v, t in twins if v.same_as(var)), None)
             if copy is None:
                 binding = self._find_binding(var)
-                source = _get_viewed(binding)
+                source = get_viewed(binding)
                 copy = relax.Var(var.name, var.ty)
                 rebound = _rebind(binding, copy, source, twin(source))
                 self.bindings.insert(start + len(twins) - 1, rebound)
                 twins.append((var, copy))
             return copy
 
-        readers = [b for b in self.bindings[start:] if _get_viewed(b) is None and self._reads(b.value, old)]
+        readers = [b for b in self.bindings[start:] if get_viewed(b) is None and self._reads(b.value, old)]
         for reader in readers:
             for used in relax.analysis.free_vars(reader.value):
                 if self._find_root(used).same_as(old):
@@ -306,21 +304,6 @@ class _MainEditor:
 def _find_kind(function: tirx.PrimFunc | None) -> _UpdateKind | None:
     attributes = (function.attrs if function is not None else None) or {}
     return next((kind for attribute, kind in _KINDS.items() if attribute in attributes), None)
-
-
-def _get_viewed(binding: Any) -> Any:
-    """Return the source of the binding's view, None if it owns its memory."""
-    value = binding.value
-    if isinstance(binding, relax.MatchCast) or isinstance(value, relax.Var):
-        return value
-    if isinstance(value, relax.Call) and getattr(value.op, "name", "") in _VIEWS:
-        return value.args[0]
-    return read_checked_tensor(value)
-
-
-def _is_in_place(binding: Any) -> bool:
-    value = binding.value
-    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.call_tir_inplace"
 
 
 def _rebind(binding: Any, var: Any, old: Any, new: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tiles of matmuls with a norm prologue (prologue_matmul.py), besides those of the matmuls; the problem is their
+"""Tiles of matmuls with a norm prologue (fused_matmul.py), besides those of the matmuls; the problem is their
 shape.
 """
 

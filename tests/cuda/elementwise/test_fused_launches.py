@@ -60,6 +60,20 @@ MODELS = {
         "next_v = TensorScatter (v, y2)",
         [2],
     ),
+    "also where they are reshaped, and their number is a size": (
+        "float[1, 16, 8] k, float[L, 2, 8] new, int64[1] at",
+        "float[1, 16, 8] next_k",
+        "shape = Constant <value_ints = [1, -1, 8]> () y = Exp (new) rows = Reshape (y, shape) "
+        "next_k = TensorScatter (k, rows, at)",
+        [1],
+    ),
+    "or a number": (
+        "float[B, 16, 8] k, float[B, 16] new, int64[B] at",
+        "float[B, 16, 8] next_k",
+        "shape = Constant <value_ints = [-1, 2, 8]> () y = Exp (new) rows = Reshape (y, shape) "
+        "next_k = TensorScatter (k, rows, at)",
+        [1],
+    ),
     "but not where somebody else reads them": (
         CACHES,
         "float[B, 2, 16, 8] next_k, float[B, 2, L, 8] y",

@@ -15,7 +15,7 @@ from tvm import te, tirx, topi
 
 import lowering
 from lowering.manifest import CallSpec
-from schedules.cuda.fusion.prologue_matmul import prologue_matmul
+from schedules.cuda.fusion.fused_matmul import prologue_matmul
 from schedules.cuda.fusion.prologue_tiles import PrologueSmallMTiles
 from schedules.reading.row_segments import SEGMENTS
 from schedules.variant import Variant

@@ -1,12 +1,12 @@
-"""The rule for matmuls with a norm prologue, which computes their rows first
-(lowering/passes/fusion/fuse_norm_prologues.py).
+"""The rules for matmuls with a norm prologue, which computes their rows first, and with epilogues (fused_epilogues.py).
 
-With few rows, the blocks of the matmul compute them (prologue_rows.py). With more, that would repeat too much work: one
-launch computes them, and others multiply.
+With few rows, the blocks of the matmul compute the prologue (prologue_rows.py). With more, that would repeat too much
+work: one launch computes it, and others multiply.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
@@ -19,6 +19,7 @@ from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 from lowering.tensorir.expressions import is_int
 
 from ...half_precision import HALF
+from ...reading.epilogues import FusedEpilogue, read_epilogues
 from ...reading.row_segments import split_segments
 from ...reading.stages import Stage
 from ...variant import Variant
@@ -28,6 +29,8 @@ from ..matmul.matmul import choose_tiles, combined_shape, emit_branches, emit_ma
 from ..matmul.matmul_reader import read_stage_matmuls
 from ..matmul.small_m_matmul import MatmulOperands, can_multiply_small_m, small_m_matmul
 from ..primitives.device import Device, device
+from ..primitives.threads import ThreadTiles
+from .fused_epilogues import FusedEpilogues
 from .prologue_rows import PrologueRows, max_rows
 from .prologue_tiles import NormTiles, PrologueSmallMTiles
 
@@ -37,20 +40,54 @@ def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
 
     None for any other function, and where rows are too many or too long.
     """
-    stages = split_segments(func)
-    matmuls = read_prologue_matmul(func, *stages) if stages is not None and len(stages) == 2 else None
-    if matmuls is None:
+    segments = split_segments(func)
+    return _list_variants(func, target, segments, []) if segments is not None and len(segments) == 2 else None
+
+
+def epilogue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """Return variants for matmuls that the small-M kernel accepts, with epilogues that it can compute.
+
+    Their rows may be computed first. None for anything else.
+    """
+    split = read_epilogues(func)
+    return None if split is None else _list_variants(func, target, *split)
+
+
+def _list_variants(
+    func: tirx.PrimFunc, target: tvm.target.Target, segments: list[list[Stage]], epilogues: Sequence[FusedEpilogue]
+) -> list[Variant] | None:
+    gpu, groups, prologue = device(target), None, None
+    if len(segments) == 2:
+        groups, prologue = read_prologue_matmul(func, *segments) or (None, None)
+    elif len(segments) == 1:
+        groups = plan_groups(read_stage_matmuls(func, segments[0]) or ())
+    if groups is None or not can_multiply_small_m(groups) or not _can_fuse_epilogues(func, groups, epilogues):
         return None
-    groups, prologue = matmuls
-    gpu = device(target)
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
+        factory = FusedEpilogues(func, epilogues, tiles["epilogues"]) if epilogues else EpilogueFactory()
         with IRBuilder() as builder, T.prim_func():
-            emit_prologue_matmul(groups, prologue, tiles, gpu, EpilogueFactory())
+            if prologue is None:
+                emit_matmuls(groups, tiles, gpu, factory)
+            else:
+                emit_prologue_matmul(groups, prologue, tiles, gpu, factory)
         return func.with_body(builder.get().body).without_attr(BLOCK_ATTRIBUTE)
 
-    by_name = prologue_tiles(groups, gpu)
-    return [Variant(name, widest_shape(groups), gpu, tiles, emit) for name, tiles in by_name.items()]
+    by_name = choose_tiles(groups, gpu) if prologue is None else prologue_tiles(groups, gpu)
+    own_tiles = {"epilogues": ThreadTiles()} if epilogues else {}
+    return [Variant(name, widest_shape(groups), gpu, {**tiles, **own_tiles}, emit) for name, tiles in by_name.items()]
+
+
+def _can_fuse_epilogues(func: tirx.PrimFunc, groups: list[MatmulOperands], epilogues: Sequence[FusedEpilogue]) -> bool:
+    """Return whether the small-M blocks can compute the epilogues."""
+    factory = FusedEpilogues(func, epilogues, ThreadTiles())
+    with IRBuilder(), T.prim_func():
+        try:
+            for matmuls, *_ in groups:
+                factory.create_epilogue(matmuls)
+        except ValueError:
+            return False
+    return True
 
 
 def prologue_tiles(groups: list[MatmulOperands], gpu: Device) -> dict[str, dict[str, Any]]:
