@@ -35,7 +35,7 @@ from ..passes.graph.fold_transposes import fold_transposes
 from ..passes.graph.mark_tf32_matmuls import mark_tf32_matmuls
 from ..passes.graph.pack_weights import pack_weights
 from ..passes.graph.prove_indices import prove_indices
-from ..passes.kernels import schedule_kernels
+from ..passes.kernels import describe_kernels, schedule_kernels
 from ..passes.memory.donation import donate
 from ..passes.memory.plan_memory import plan_memory
 from ..passes.memory.release import add_release
@@ -147,6 +147,7 @@ PHASES: dict[str, tuple[Pass, ...]] = {
     "scheduling": (
         Pass("schedule", schedule_kernels, after=("donate", "fuse_cache_writes")),
         Pass("fuse_launches", fuse_launches, after=("schedule",), target="gpu kernels"),
+        Pass("describe_kernels", describe_kernels, after=("fuse_launches",)),
         Pass("guard_divisions", lift(guard_divisions), after=("fuse_launches",)),
         Pass("guard_float_arithmetic", lift(guard_float_arithmetic), after=("fuse_launches",)),
     ),

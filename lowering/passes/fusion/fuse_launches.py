@@ -13,19 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
+from tvm.relax.expr_functor import mutator
 
 import schedules
 from schedules import KernelLaunch, merge_launches, read_launch
 
-from ...importing.origins import iterate_bindings
-from ...manifest import CallSpec
 from ..aliases import Accesses, Memory, is_view, read_inplace_arguments, read_kernel
 from ..compile_state import CompileState
-from ..costs import make_kernel_spec
-from ..main_function import emit_call
+from ..main_function import BlockMutator, emit_call, rewrite_main
 
 RULE = "several"
 """The name of the rule in kernels of several (schedules.ATTRIBUTE)."""
@@ -37,7 +34,9 @@ _MAX_KERNELS = 8  # of a launch, which takes the parameters of all
 
 def fuse_launches(state: CompileState) -> CompileState:
     """Return the module, without dataflow blocks, with fewer launches."""
-    return _LaunchFuser(state).build_result()
+    fuser = _LaunchFuser(state)
+    module = rewrite_main(state.module, fuser)
+    return replace(state, module=module, origins=fuser.origins, unscheduled=fuser.unscheduled)
 
 
 @dataclass
@@ -49,37 +48,16 @@ class _Group:
     trailing: list[relax.Binding] = field(default_factory=list)
 
 
-class _LaunchFuser:
-    """Rewrites the blocks of `main`, and maintains kernels, calls and unscheduled functions."""
-
+@mutator
+class _LaunchFuser(BlockMutator):
     def __init__(self, state: CompileState) -> None:
-        self.state, self.mod, self.unscheduled = state, state.module, dict(state.unscheduled)
-        self.builder = relax.BlockBuilder(self.mod)
-        self.kernels = {kernel.name: kernel for kernel in state.kernels}
-        bindings = iterate_bindings(self.mod["main"].body)
-        called = [binding.var for binding in bindings if read_kernel(binding) is not None]
-        self.calls: dict[relax.Var, CallSpec] = dict(zip(called, state.calls, strict=True))
-        """By the variable of the result."""
+        super().__init__(state.module)
+        self.mod, self.origins, self.unscheduled = state.module, dict(state.origins), dict(state.unscheduled)
         self.memory = Memory()
         self.launches: dict[ir.GlobalVar, KernelLaunch | None] = {}
         self.fused_kernels: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
 
-    def build_result(self) -> CompileState:
-        """Return the rewritten module, without functions that are no longer called."""
-        main = self.mod["main"]
-        blocks = [relax.BindingBlock(self.rewrite_block(block.bindings)) for block in main.body.blocks]
-        body = relax.SeqExpr(blocks, main.body.body)
-        mod = self.builder.get()
-        mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
-        calls = tuple(self.calls[binding.var] for binding in iterate_bindings(body) if binding.var in self.calls)
-        called = {call.kernel for call in calls}
-        removed = self.kernels.keys() - called
-        functions = {variable: func for variable, func in mod.functions_items() if variable.name_hint not in removed}
-        kernels = tuple(kernel for kernel in self.kernels.values() if kernel.name in called)
-        mod = tvm.IRModule(functions, attrs=mod.attrs)
-        return replace(self.state, module=mod, kernels=kernels, calls=calls, unscheduled=self.unscheduled)
-
-    def rewrite_block(self, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
+    def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         """Return the new bindings of a block, in execution order."""
         result: list[relax.Binding] = []
         group = _Group()
@@ -142,9 +120,9 @@ class _LaunchFuser:
             arguments += member.value.args[1].fields
         kernel = self.make_kernel([member.value.args[0] for member in members], inplace_indices)
         results = [member.var for member in members]
-        bindings = emit_call(self.builder, kernel, arguments, inplace_indices=inplace_indices, results=results)
-        nodes = dict.fromkeys(node for member in members for node in self.calls.pop(member.var).nodes)
-        self.calls[bindings[0].var] = CallSpec(kernel.name_hint, tuple(nodes))
+        bindings = emit_call(self.builder_, kernel, arguments, inplace_indices=inplace_indices, results=results)
+        nodes = dict.fromkeys(node for member in members for node in self.origins.get(member.var.name, ()))
+        self.origins[bindings[0].var.name] = tuple(nodes)
         return [*bindings, *group.trailing]
 
     def make_kernel(self, kernels: Sequence[ir.GlobalVar], inplace_indices: Sequence[int]) -> ir.GlobalVar:
@@ -155,18 +133,15 @@ class _LaunchFuser:
             has_new_result = [index < 0 for index in inplace_indices]
             functions = [_renew_variables(self.mod[kernel]) for kernel in kernels]
             launches = [launch for launch in map(read_launch, functions) if launch is not None]
+            sources = dict.fromkeys(str(func.attrs.get(schedules.SOURCE, "")) for func in functions)
             attributes = {"tirx.noalias": True, "op_pattern": 8, schedules.ATTRIBUTE: RULE}
-            func = tirx.PrimFunc(_list_parameters(functions, has_new_result), merge_launches(launches)).with_attr(
-                attributes
-            )
-            self.fused_kernels[key] = self.builder.add_func(func, "_and_".join(names))
+            attributes[schedules.SOURCE] = "; ".join(filter(None, sources))
+            func = tirx.PrimFunc(_list_parameters(functions, has_new_result), merge_launches(launches))
+            self.fused_kernels[key] = self.builder_.add_func(func.with_attr(attributes), "_and_".join(names))
             plain = [_renew_variables(self.unscheduled[name]) for name in names]
             body = tirx.stmt_seq(*(member.body for member in plain))
-            name = self.fused_kernels[key].name_hint
-            self.unscheduled[name] = tirx.PrimFunc(_list_parameters(plain, has_new_result), body)
-            spec = make_kernel_spec(name, self.unscheduled[name], RULE)
-            sources = dict.fromkeys(self.kernels[member].source for member in names)
-            self.kernels[name] = replace(spec, source="; ".join(filter(None, sources)))
+            parameters = _list_parameters(plain, has_new_result)
+            self.unscheduled[self.fused_kernels[key].name_hint] = tirx.PrimFunc(parameters, body)
         return self.fused_kernels[key]
 
 
