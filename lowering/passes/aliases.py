@@ -37,7 +37,7 @@ class Accesses:
         self.read |= other.read
         self.written |= other.written
 
-    def conflict_with(self, later: Accesses) -> bool:
+    def has_conflict_with(self, later: Accesses) -> bool:
         """Return whether later accesses must stay ordered with these."""
         return bool((later.read | later.written) & self.written or later.written & self.read)
 

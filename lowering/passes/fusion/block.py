@@ -80,6 +80,6 @@ class Block:
                 moved.add(accesses)
             elif is_view(self.bindings[n]) and accesses.read & moved.written:
                 trailing.append(n)
-            elif moved.conflict_with(accesses):
+            elif moved.has_conflict_with(accesses):
                 return None
         return trailing

@@ -57,13 +57,17 @@ class _LaunchFuser(BlockMutator):
         self.launches: dict[ir.GlobalVar, KernelLaunch | None] = {}
         self.fused_kernels: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
 
+    def visit_if_(self, branches: relax.If) -> relax.Expr:
+        """Leave branches as they are: split_tuple_results would not split the results of a launch in them."""
+        return branches
+
     def rewrite_block(self, bindings: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         """Return the new bindings of a block, in execution order."""
         result: list[relax.Binding] = []
         group = _Group()
         for binding in bindings:
             accesses = self.memory.record_accesses(binding)
-            has_conflict = group.accesses.conflict_with(accesses)
+            has_conflict = group.accesses.has_conflict_with(accesses)
             is_small = self.is_small(binding)
             is_full = is_small and len(group.members) == _MAX_KERNELS
             if is_small and self.can_join(binding, group) and not has_conflict and not is_full:

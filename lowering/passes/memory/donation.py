@@ -114,13 +114,11 @@ class _MainEditor:
 
     def _find_dependents(self, start: int) -> set[int]:
         """Return the positions of bindings that use the result of binding `start`, directly or indirectly."""
-        tainted = [self.bindings[start].var]
-        dependents = set()
+        tainted, dependents = {self.bindings[start].var}, set()
         for k in range(start + 1, len(self.bindings)):
-            used = relax.analysis.free_vars(self.bindings[k].value)
-            if any(u.same_as(t) for u in used for t in tainted):
+            if not tainted.isdisjoint(relax.analysis.free_vars(self.bindings[k].value)):
                 dependents.add(k)
-                tainted.append(self.bindings[k].var)
+                tainted.add(self.bindings[k].var)
         return dependents
 
     def _read_update(self, binding: Any) -> tirx.PrimFunc | None:

@@ -133,7 +133,7 @@ def test_launches(name: str) -> None:
 
 
 def joined_all_the_same(name: str) -> str:
-    with mock.patch.object(Accesses, "conflict_with", lambda *_: False):
+    with mock.patch.object(Accesses, "has_conflict_with", lambda *_: False):
         try:
             measured(name, "cuda:sm_80")  # its kernels declare by restricted pointers which arrays do not alias
         except lowering.InputError as error:
