@@ -23,10 +23,8 @@ from .cpu import remove_unused_features as remove_unused_features
 from .cuda import CHUNK_BYTES as CHUNK_BYTES
 from .cuda import DEVICES as DEVICES
 from .cuda import KernelLaunch as KernelLaunch
-from .cuda import ThreadTiles as ThreadTiles
 from .cuda import count_packed_heads as count_packed_heads
 from .cuda import early_launch as early_launch
-from .cuda import emit_cache_rows as emit_cache_rows
 from .cuda import merge_launches as merge_launches
 from .cuda import read_launch as read_launch
 from .rejections import collect_rejections

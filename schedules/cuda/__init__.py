@@ -10,7 +10,6 @@ from .attention.attention import attention
 from .attention.attention_tiles import count_packed_heads as count_packed_heads
 from .attention.gradient import gradient
 from .attention.linear import linear
-from .cache.cache_rows import emit_cache_rows as emit_cache_rows
 from .cache.kv_write import kv_write
 from .cache.scatter import cache_update
 from .dependent_launch import early_launch as early_launch
@@ -33,7 +32,6 @@ from .primitives.cost_model import min_seconds as min_seconds
 from .primitives.device import DEVICES as DEVICES
 from .primitives.device import device as device
 from .primitives.ptx import CHUNK_BYTES as CHUNK_BYTES
-from .primitives.threads import ThreadTiles as ThreadTiles
 
 RULES: tuple[Rule, ...] = (
     attention,
