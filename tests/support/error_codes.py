@@ -50,6 +50,7 @@ FORWARDING = frozenset(
         "lowering/functions/gpt_checks/values.py",
         "lowering/importing/node.py",
         "lowering/ops/helpers/assertions.py",
+        "lowering/ops/helpers/requirements.py",
         "lowering/ops/flex/reads.py",
         "lowering/runtime/decoding/decoder.py",
         "lowering/runtime/executor.py",
@@ -76,14 +77,40 @@ class RaiseSite:
 
 def find_raise_sites() -> Iterator[RaiseSite]:
     """Yield the calls that create errors in lowering/ and schedules/."""
+    requirements = _read_requirements()
     for path in sorted((*(ROOT / "lowering").rglob("*.py"), *(ROOT / "schedules").rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and (index := _find_code_argument(node)) is not None:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in requirements:
+                code, text = requirements[node.func.id]
+                code = next((getattr(k.value, "value", None) for k in node.keywords if k.arg == "code"), code)
+                yield RaiseSite(str(path.relative_to(ROOT)), node.lineno, code, text)
+            elif isinstance(node, ast.Call) and (index := _find_code_argument(node)) is not None:
                 arguments = node.args[index : index + 3]
                 code = arguments[0].value if arguments and isinstance(arguments[0], ast.Constant) else None
                 code = code if isinstance(code, str) and CODE.fullmatch(code) else None
                 text = " ".join(_read_text(argument) for argument in arguments[1:])
                 yield RaiseSite(str(path.relative_to(ROOT)), node.lineno, code, text)
+
+
+def _read_requirements() -> dict[str, tuple[str, str]]:
+    """Return the default code and the text of each function that raises an error with the code of an argument."""
+    requirements: dict[str, tuple[str, str]] = {}
+    for function in ast.parse((ROOT / "lowering/ops/helpers/requirements.py").read_text()).body:
+        if isinstance(function, ast.FunctionDef) and function.args.args[-1].arg == "code":
+            raised = [n for n in ast.walk(function) if isinstance(n, ast.Call) and _find_code_argument(n) is not None]
+            strings = {
+                n.targets[0].id: _read_text(n.value)
+                for n in ast.walk(function)
+                if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+            }
+            text = " ".join(
+                strings.get(a.id, "{remedy}") if isinstance(a, ast.Name) else _read_text(a)
+                for call in raised[:1]
+                for a in call.args[1:]
+            )
+            requirements[function.name] = ast.literal_eval(function.args.defaults[-1]), text
+    requirements["read_choice"] = requirements["read_choice"][0], requirements["require_choice"][1]
+    return requirements
 
 
 def find_native_codes() -> Iterator[tuple[str, str]]:

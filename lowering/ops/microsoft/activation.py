@@ -10,6 +10,7 @@ from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import Element, pointwise, require_numbers, widen_dtype
 from ..helpers.kernels import ElementReader, compute
+from ..helpers.requirements import require_rank
 from ..math.activation import gelu, swish
 from . import DOMAIN
 
@@ -34,10 +35,7 @@ def bias_gelu(node: Node, x: Value, bias: Value) -> Value:
 def _emit_biased_gelu(node: Node, form: str, x: Value, bias: Value | None) -> Value:
     if bias is None:
         return pointwise(node, lambda x: gelu(x, form), x, name="gelu")
-    if bias.rank != 1:
-        raise node.error(
-            "node.rank_unsupported", f"bias has rank {bias.rank}.", "Make it [last dimension of the input]."
-        )
+    require_rank(node, "bias", bias, "[last dimension of the input]")
     bias = assert_shape(node, bias, x.shape[-1:])
     return pointwise(node, lambda x, bias: gelu(x + bias, form), x, bias, name="bias_gelu")
 
@@ -61,8 +59,7 @@ def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
         raise node.error(
             "bias_split_gelu.size_not_even", f"the last dimension of X is {width}.", "Give it an even number."
         )
-    if bias.rank != 1:
-        raise node.error("node.rank_unsupported", f"bias has rank {bias.rank}.", f"Make it [{width}].")
+    require_rank(node, "bias", bias, f"[{width}]")
     bias = assert_shape(node, bias, (width,))
 
     dtype = x.dtype

@@ -6,6 +6,7 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..helpers.channels import channels_last, channels_second
+from ..helpers.requirements import reject_attribute, require_range
 from ..nn.causal_conv import convolve_causally, read_causal_window, require_state_rank
 from . import DOMAIN
 
@@ -37,11 +38,7 @@ def read_attributes(node: Node) -> tuple[int, bool]:
         NodeError: an attribute is unsupported.
     """
     for name, neutral in _NEUTRAL_VALUES.items():
-        if node.attr(name, neutral) != neutral:
-            raise node.error(
-                "node.attribute_unsupported", f"attribute {name} is {node.attr(name)}.", f"Leave it at {neutral}."
-            )
+        reject_attribute(node, name, neutral, f"Leave it at {neutral}.")
     dilation = node.attr("dilation", 1)
-    if dilation < 1:
-        raise node.error("node.value_out_of_range", f"attribute dilation is {dilation}.", "Make it 1 or more.")
+    require_range(node, "dilation", dilation, 1)
     return dilation, bool(node.attr("channels_last", 0))

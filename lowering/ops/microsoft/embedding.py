@@ -17,6 +17,7 @@ from ..helpers import symbolic
 from ..helpers.assertions import assert_in_bounds, assert_shape, require
 from ..helpers.compute import Element, require_numbers, widen_dtype
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_dtype, require_rank
 from ..math.integer_matmul import BYTES, broadcast_scale
 from ..math.matmul import round_to
 from ..nn.normalization import normalize_last_axes
@@ -119,8 +120,7 @@ def q_embed_layer_normalization(
 def _read_quantized_lookup(
     node: Node, name: str, table: Value, indices: Value | None, scale: Value, zero: Value
 ) -> _Lookup:
-    if table.dtype not in BYTES:
-        raise node.error("node.dtype_unsupported", f"input {name} is {table.dtype}.", "Make it uint8 or int8.")
+    require_dtype(node, name, table, BYTES)
     return _Lookup(name, table, indices, broadcast_scale(node, scale), broadcast_scale(node, zero))
 
 
@@ -175,18 +175,10 @@ def _check_lookups(node: Node, lookups: Sequence[_Lookup]) -> list[_Lookup]:
     checked = []
     for lookup in lookups:
         table, indices = lookup.table, lookup.indices
-        if table.rank != 2:
-            raise node.error(
-                "node.rank_unsupported", f"input {lookup.name} has rank {table.rank}.", "Make it [rows, width]."
-            )
+        require_rank(node, lookup.name, table, "[rows, width]")
         table = assert_shape(node, table, (table.shape[0], *width))
         if indices is not None:
-            if indices.rank != 2:
-                raise node.error(
-                    "node.rank_unsupported",
-                    f"{node.describe(indices, False)} has rank {indices.rank}.",
-                    "Make it [batch, sequence].",
-                )
+            require_rank(node, f"indices of {lookup.name}", indices, "[batch, sequence]")
             is_shared = lookup.shared and is_one(indices.shape[0])
             indices = assert_shape(node, indices, (1 if is_shared else ids.shape[0], ids.shape[1]))
             indices = assert_in_bounds(node, indices, table.shape[0], bound_name=f"the number of rows of {lookup.name}",

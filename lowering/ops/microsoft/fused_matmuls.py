@@ -10,6 +10,7 @@ from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import relax_call
+from ..helpers.requirements import require_choice
 from ..math.activation import emit_activation
 from ..math.matmul import emit_gemm_accumulator, round_to
 from ..nn.conv import convolve
@@ -43,10 +44,7 @@ def _activate_conv(node: Node, y: Value) -> Value:
     name, numbers = node.attr("activation", None), node.attr("activation_params", [])
     if name is None:
         return y
-    if name not in _PARAMETERS:
-        raise node.error(
-            "node.attribute_unsupported", f"attribute activation is '{name}'.", f"Use one of {', '.join(_PARAMETERS)}."
-        )
+    require_choice(node, "activation", name, _PARAMETERS)
     names = _PARAMETERS[name]
     if len(numbers) != len(names):
         raise node.error(
@@ -65,12 +63,7 @@ def fused_gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
     """
     y = emit_gemm_accumulator(node, a, b, c)
     name = node.attr("activation", None)
-    if name is not None and name not in _GEMM_ACTIVATIONS:
-        raise node.error(
-            "node.attribute_unsupported",
-            f"attribute activation is '{name}'.",
-            f"Use one of {', '.join(_GEMM_ACTIVATIONS)}.",
-        )
+    require_choice(node, "activation", name, (None, *_GEMM_ACTIVATIONS))
     if name is not None:
         attributes = {key: node.attr(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")}
         y = emit_activation(node, y, name, {key: number for key, number in attributes.items() if number is not None})

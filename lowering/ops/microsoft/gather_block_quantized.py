@@ -19,6 +19,7 @@ from ...importing.values import Value
 from .. import op
 from ..helpers.contents import normalize_axis
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_choice, require_dtype, require_range
 from ..tensor.gather import wrap_index
 from . import DOMAIN
 
@@ -87,15 +88,10 @@ def gather_block_quantized(
 
 def _read_bits_and_block_size(node: Node, data: Value) -> tuple[int, int]:
     """Return the bits of a quantized value, and the number of values in a block."""
-    if data.dtype not in _TYPES:
-        raise node.error("node.dtype_unsupported", f"input data is {data.dtype}.", "Use int4, uint4 or uint8.")
+    require_dtype(node, "data", data, _TYPES)
     bits, size = _TYPES[data.dtype] or node.attr("bits", 4), node.attr("block_size", 128)
-    if bits not in (2, 4, 8):
-        raise node.error("node.attribute_unsupported", f"attribute bits is {bits}.", "Use 2, 4 or 8.")
-    if size < 1:
-        raise node.error(
-            "node.value_out_of_range", f"attribute block_size is {size}.", "Use a power of 2 that is at least 16."
-        )
+    require_choice(node, "bits", bits, (2, 4, 8))
+    require_range(node, "block_size", size, 1)
     return bits, size
 
 

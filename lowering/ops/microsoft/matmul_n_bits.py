@@ -14,6 +14,7 @@ from ...importing.quantized_matrix import QuantizedMatrix, unpack_bits
 from ...importing.values import Value
 from .. import op
 from ..helpers.compute import relax_call
+from ..helpers.requirements import reject_attribute, reject_input, require_choice
 from ..math.matmul import emit_matmul, round_to
 from . import DOMAIN
 
@@ -29,16 +30,8 @@ def matmul_n_bits(
     bias: Value | None = None,
 ) -> Value:
     """Return A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
-    if g_idx is not None:
-        raise node.error(
-            "node.input_unsupported", "input g_idx reorders the groups of the weight.", "Quantize without act_order."
-        )
-    if node.attr("weight_prepacked", 0):
-        raise node.error(
-            "node.attribute_unsupported",
-            "attribute weight_prepacked is not 0.",
-            "Export the weight in the operator's own layout.",
-        )
+    reject_input(node, "g_idx", g_idx, "Quantize without act_order, which reorders the groups of the weight.")
+    reject_attribute(node, "weight_prepacked", 0, "Export the weight in the operator's own layout.")
     weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
     y = emit_matmul(node, a, node.quantized(weight.transpose((1, 0))))
     if bias is not None:
@@ -52,8 +45,7 @@ def read_weight(
     """Return the weight [columns, K], packed as attributes K, bits and block_size specify."""
     rows, size = (node.attr(name) for name in ("K", "block_size"))
     bits = node.attr("bits", 4)
-    if bits not in (2, 4, 8):
-        raise node.error("node.attribute_unsupported", f"attribute bits is {bits}.", "Use 2, 4 or 8.")
+    require_choice(node, "bits", bits, (2, 4, 8))
     blocks = -(-rows // size)
     q, scale, zeros = (None if v is None else v.constant for v in (packed, scales, zero_points))
     if q is None or scale is None or (zero_points is not None and zeros is None):

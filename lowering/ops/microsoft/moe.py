@@ -27,6 +27,14 @@ from ...importing.quantized_matrix import unpack_bits
 from ...importing.values import Value, prod
 from .. import op
 from ..helpers.compute import number
+from ..helpers.requirements import (
+    read_choice,
+    reject_attribute,
+    require_choice,
+    require_input,
+    require_range,
+    require_rank,
+)
 from . import DOMAIN
 
 _GATED = ("swiglu", "geglu")
@@ -65,12 +73,7 @@ def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> V
     """
     if _as_text(node.attr("quant_type", "int")) != "int":
         raise node.error("node.attribute_unsupported", "attribute quant_type is not int.", "Quantize to integers.")
-    if node.attr("weights_prepacked", -1) == 1:
-        raise node.error(
-            "node.attribute_unsupported",
-            "attribute weights_prepacked is 1.",
-            "Export weights in the operator's own layout.",
-        )
+    read_choice(node, "weights_prepacked", -1, (-1, 0))
     padded_inputs = [*inputs, *(None,) * (13 - len(inputs))]
     if any(value is not None for value in padded_inputs[13:]):
         raise node.error(
@@ -112,13 +115,9 @@ def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) ->
     packed, scales, bias, zeros = (_read_array(node, value) for value in inputs)
     if packed is None:
         return None
-    if scales is None:
-        raise node.error(
-            "node.input_missing", f"input fc{k + 1}_scales is missing.", "Add it: quantized weights need scales."
-        )
+    scales = require_input(node, f"fc{k + 1}_scales", scales, "Add it: quantized weights need scales.")
     bits = node.attr(f"fc{k + 1}_expert_weight_bits", node.attr("expert_weight_bits", 4))
-    if bits not in (2, 4, 8):
-        raise node.error("node.attribute_unsupported", f"weights have {bits} bits.", "Use 2, 4 or 8.")
+    require_choice(node, f"fc{k + 1}_expert_weight_bits", bits, (2, 4, 8))
     if packed.ndim != 3:
         raise node.error(
             "node.rank_unsupported",
@@ -144,21 +143,12 @@ def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) ->
 def _emit_mixture(
     node: Node, x: Value, router: Value, weights: Value | None, layers: Sequence[ExpertLayer | None], routing: str
 ) -> Value:
-    if x.rank not in (2, 3) or router.rank != 2:
-        raise node.error(
-            "node.rank_unsupported",
-            f"the input has rank {x.rank}, and router_probs has rank {router.rank}.",
-            "Use [tokens, hidden] or [batch, sequence, hidden], and [tokens, experts].",
-        )
+    require_rank(node, "input", x, "[tokens, hidden] or [batch, sequence, hidden]")
+    require_rank(node, "router_probs", router, "[tokens, experts]")
     width = number(node, "the last dimension of the input", x.shape[-1])
     experts = number(node, "dimension 1 of router_probs", router.shape[1])
     per_token = node.attr("k", 1)
-    if not 0 < per_token <= experts:
-        raise node.error(
-            "moe.k_out_of_range",
-            f"attribute k is {per_token}, and there are {experts} experts.",
-            f"Use 1 to {experts}.",
-        )
+    require_range(node, "k", per_token, 1, experts, code="moe.k_out_of_range")
     gate_layers = _split_gate(node, layers)
     _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))
@@ -178,19 +168,9 @@ def _make_input(name: str, value: Value) -> ir.Value:
 def _read_activation(node: Node) -> tuple[str, float, float, float]:
     """Return the activation, its alpha, beta and limit."""
     kind = _as_text(node.attr("activation_type", "relu"))
-    if kind not in ACTIVATIONS:
-        raise node.error(
-            "node.attribute_unsupported",
-            f"attribute activation_type is {kind}.",
-            f"Use one of {', '.join(ACTIVATIONS)}.",
-        )
+    require_choice(node, "activation_type", kind, ACTIVATIONS)
     for name in ("use_sparse_mixer", "swiglu_limit_after_activation"):
-        if node.attr(name, 0):
-            raise node.error(
-                "node.attribute_unsupported",
-                f"attribute {name} is 1.",
-                "Write that part of the model as separate nodes, and set it to 0.",
-            )
+        reject_attribute(node, name, 0, "Write that part of the model as separate nodes, and set it to 0.")
     alpha, beta = node.attr("activation_alpha", 1.0), node.attr("activation_beta", 0.0)
     return kind, alpha, beta, node.attr("swiglu_limit", math.inf)
 

@@ -9,6 +9,7 @@ from ...importing.values import Shape, Value
 from .. import op
 from ..helpers.assertions import assert_broadcastable, assert_shape
 from ..helpers.compute import pointwise, widen_dtype
+from ..helpers.requirements import require_rank
 from ..math.matmul import round_to
 from ..nn.normalization import layer_normalization, normalize_last_axes
 from . import DOMAIN
@@ -63,10 +64,7 @@ def _skip_normalization(
 
 def _check_vector(node: Node, vector: Value, width: Shape) -> Value:
     """Return gamma, beta or a bias, checked to have an element for each of the last axis."""
-    if vector.rank != 1:
-        raise node.error(
-            "node.rank_unsupported", f"{node.describe(vector, False)} has rank {vector.rank}.", "Make it a vector."
-        )
+    require_rank(node, "gamma, beta or bias", vector, "[last dimension of the input]")
     return assert_shape(node, vector, width)
 
 

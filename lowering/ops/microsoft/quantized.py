@@ -15,6 +15,7 @@ from .. import op
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import pointwise, relax_call
 from ..helpers.contents import normalize_axis
+from ..helpers.requirements import require_rank
 from ..math.activation import emit_softmax
 from ..math.integer_matmul import broadcast_column_scale, broadcast_row_scale, broadcast_scale, integer_matmul
 from ..math.matmul import permute_axes
@@ -132,8 +133,7 @@ def qlinear_pool(
 
     If count_include_pad is set, onnxruntime divides by all elements of a window.
     """
-    if x.rank < 3:
-        raise node.error("node.rank_unsupported", f"X has rank {x.rank}.", "Make it [N, C, D1, ...].")
+    require_rank(node, "X", x, "[N, C, D1, ...]")
     has_channels_last = node.attr("channels_last", 0)
     numbers = dequantize(node, x, x_scale, x_zero)
     numbers = channels_second(node, numbers) if has_channels_last else numbers
@@ -185,8 +185,8 @@ def qgemm(
 
     The result is quantized if y_scale is present, else float32.
     """
-    if a.rank != 2 or b.rank != 2:
-        raise node.error("node.rank_unsupported", f"A and B have ranks {a.rank} and {b.rank}.", "Make them matrices.")
+    require_rank(node, "A", a, "[M, K]")
+    require_rank(node, "B", b, "[K, N]")
     a = permute_axes(node, a, [1, 0]) if node.attr("transA", 0) else a
     if node.attr("transB", 0):
         b = permute_axes(node, b, [1, 0]) if b.constant is None else node.constant(b.constant.T)

@@ -8,6 +8,7 @@ from ...importing.values import MAX_DIMENSION, Value
 from ..attention.attend import make_ragged_problem
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number
+from ..helpers.requirements import require_range, require_tensor
 from . import ppl_op
 from .ppl_cache import append_to_cache, read_cache
 from .ppl_requests import read_requests, require_present
@@ -30,16 +31,11 @@ def key_value_cache(
 ) -> tuple[Value, Value, Value, Value | None]:
     """Return keys and values [NK, Hkv * num_repeat, D], and cache and scale with the new rows."""
     repeat = node.attr("num_repeat", 1)
-    if not 1 <= repeat <= MAX_DIMENSION:
-        raise node.error("node.value_out_of_range", f"attribute num_repeat is {repeat}.", f"Use 1 to {MAX_DIMENSION}.")
+    require_range(node, "num_repeat", repeat, 1, MAX_DIMENSION)
     require_present(node, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
     key, value = current_key, current_value
-    if key.rank != 3 or value.rank != 3 or key.dtype != value.dtype:
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"current_key is {key.dtype} of rank {key.rank}, and current_value is {value.dtype} of rank {value.rank}.",
-            "Make them [tokens, heads, head_dim] of the same type.",
-        )
+    for name, x in (("current_key", key), ("current_value", value)):
+        require_tensor(node, name, x, key.dtype, "[tokens, heads, head_dim]")
     heads, size = (number(node, f"dimension {axis} of current_key", key.shape[axis]) for axis in (1, 2))
     key, value = (assert_shape(node, x, (current_key.shape[0], heads, size)) for x in (key, value))
     cache_before = read_cache(node, heads, key, seqstarts, cachestarts, cache, scale)

@@ -16,6 +16,7 @@ from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.compute import unify_sizes
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_dtype, require_head_groups, require_range, require_rank, require_tensor
 from .ppl_requests import PplRequests
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -29,19 +30,10 @@ def check_rows(
     Keys and values must have equally many rows. If has_own_keys is set, the keys are those of the rows' own tokens, and
     queries must have as many rows, too.
     """
-    if size < 1 or heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
-        raise node.error(
-            "node.heads_not_divisible",
-            f"{heads[0]} heads of {size} do not divide into {heads[1]} key/value heads.",
-            "Choose num_heads as a multiple of num_kv_heads.",
-        )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.rank != 3 or x.dtype not in FLOATS or x.dtype != query.dtype:
-            raise node.error(
-                "node.tensor_type_unsupported",
-                f"{name} is {x.dtype} of rank {x.rank}, and query is {query.dtype}.",
-                f"Make them [tokens, heads, head_dim] of the same type, one of {', '.join(FLOATS)}.",
-            )
+    require_range(node, "head_dim", size, 1, code="node.heads_not_divisible")
+    require_head_groups(node, *heads)
+    for name, x, dtypes in (("query", query, FLOATS), ("key", key, query.dtype), ("value", value, query.dtype)):
+        require_tensor(node, name, x, dtypes, "[tokens, heads, head_dim]")
     tokens = unify_sizes(node, "the number of rows", key=key.shape[0], value=value.shape[0])
     query_rows = query.shape[0]
     if has_own_keys:
@@ -110,14 +102,8 @@ def _read_mask(node: Node, mask: Value, heads: int, tokens: Size) -> Value | Non
     """Return the mask as [1, 1 or Hq, N, columns], or None for an empty tensor."""
     if is_empty(mask.shape):
         return None
-    if mask.rank not in (2, 3):
-        raise node.error(
-            "node.rank_unsupported",
-            f"attn_mask has rank {mask.rank}.",
-            "Make it [tokens, keys] or [heads, tokens, keys].",
-        )
-    if mask.dtype not in FLOATS:
-        raise node.error("node.dtype_unsupported", f"attn_mask is {mask.dtype}.", f"Use one of {', '.join(FLOATS)}.")
+    require_rank(node, "attn_mask", mask, "[tokens, keys] or [heads, tokens, keys]")
+    require_dtype(node, "attn_mask", mask, FLOATS)
     head_axes = (heads,) if mask.rank == 3 else ()
     mask = assert_shape(node, mask, (*head_axes, tokens, mask.shape[-1]))
     return node.reshape_to(mask, (1, *(head_axes or (1,)), tokens, mask.shape[-1]))

@@ -14,6 +14,7 @@ from ...importing.values import MAX_DIMENSION, Size, Value, static
 from ..attention.kv_write import kv_write
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number
+from ..helpers.requirements import require_choice, require_dtype, require_range
 from .ppl_requests import PplRequests, check_integers
 
 LAYOUTS = ("tlchd", "ltchd", "lcthd", "lchtd")
@@ -69,26 +70,15 @@ def read_cache(
 
 
 def _check_attributes(node: Node, mode: int, layout_index: int, layer: int, layers: int, bits: int) -> None:
-    if mode not in (0, 1):
-        raise node.error(
-            "node.attribute_unsupported", f"attribute cache_mode is {mode}.", "Use 0 (offsets) or 1 (pages)."
-        )
-    if layout_index not in range(len(LAYOUTS)):
-        raise node.error(
-            "node.attribute_unsupported", f"attribute cache_layout is {layout_index}.", "Use 0, 1, 2 or 3."
-        )
+    require_choice(node, "cache_mode", mode, (0, 1))
+    require_choice(node, "cache_layout", layout_index, range(len(LAYOUTS)))
     if not 1 <= layers <= MAX_DIMENSION or layer not in range(layers):
         raise node.error(
             "node.layer_out_of_range",
             f"attribute layer_idx is {layer}, and num_layer is {layers}.",
             "Use 0 to num_layer - 1.",
         )
-    if bits not in (0, *_BITS):
-        raise node.error(
-            "node.attribute_unsupported",
-            f"attribute quant_bit is {bits}.",
-            "Use 8, or 0 for a cache that is not quantized.",
-        )
+    require_choice(node, "quant_bit", bits, (0, *_BITS))
 
 
 def _check_scale(node: Node, cache: Value, scale: Value | None, group: int, size: int) -> Value:
@@ -105,8 +95,7 @@ def _check_scale(node: Node, cache: Value, scale: Value | None, group: int, size
             "scale is missing or not of the cache's rank, and quant_bit is 8.",
             "Give the scales of the cache, with its rank.",
         )
-    if scale.dtype not in ("float32", "float16"):
-        raise node.error("node.dtype_unsupported", f"scale is {scale.dtype}.", "Use float32 or float16.")
+    require_dtype(node, "scale", scale, ("float32", "float16"))
     return scale
 
 
@@ -125,10 +114,7 @@ def append_to_cache(
 
 def _read_pages(node: Node) -> Pages:
     page = node.attr("page_size", 128)
-    if not 1 <= page <= MAX_DIMENSION:
-        raise node.error(
-            "node.value_out_of_range", f"attribute page_size is {page}.", f"Use 1 to {MAX_DIMENSION} tokens."
-        )
+    require_range(node, "page_size", page, 1, MAX_DIMENSION)
     return Pages(page, "slot")
 
 

@@ -14,6 +14,7 @@ from ...importing.node import Node
 from ...importing.values import Size, Value, is_one
 from ..helpers.assertions import assert_shape, require
 from ..helpers.kernels import emit_loops, serial
+from ..helpers.requirements import require_input
 from ..helpers.run_time import bind_sizes
 
 
@@ -92,8 +93,7 @@ def read_requests(
 def require_present(node: Node, **inputs: Value | None) -> None:
     """Raise NodeError if an input that the operator requires is missing."""
     for name, value in inputs.items():
-        if value is None:
-            raise node.error("node.input_missing", f"{name} is missing.", "Give it; the operator requires it.")
+        require_input(node, name, value, "Give it; the operator requires it.")
 
 
 def check_integers(node: Node, name: str, value: Value, *ranks: int) -> None:

@@ -23,6 +23,7 @@ from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.compute import number
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_input, require_rank, require_tensor
 from .requests import GptRequests, cast_to_int64, check_ints, require_nonempty
 from .rows import Projections
 from .settings import GptSettings
@@ -52,19 +53,10 @@ class GptCache:
 def read_tokens_per_block(node: Node, pool: Value, paged: bool) -> int:
     """Return the number of tokens in a block of a paged cache; 0 for a contiguous one."""
     if not paged:
-        if pool.rank != 5:
-            raise node.error(
-                "node.rank_unsupported",
-                f"past_key_value has rank {pool.rank}.",
-                "Make it [rows, 2, heads, tokens, size].",
-            )
+        require_rank(node, "past_key_value", pool, "[rows, 2, heads, tokens, size]")
         return 0
-    if pool.rank not in (5, 6):
-        raise node.error(
-            "node.rank_unsupported",
-            f"past_key_value has rank {pool.rank}.",
-            "Make it a pool [blocks, (layers,) 2, heads, tokens, size].",
-        )
+    form = "[blocks, 2, heads, tokens, size] or [blocks, layers, 2, heads, tokens, size]"
+    require_rank(node, "past_key_value", pool, form)
     tokens = number(node, "the number of tokens in a block of past_key_value", pool.shape[-2])
     if tokens < 1 or tokens & (tokens - 1):
         raise node.error(
@@ -262,16 +254,8 @@ def _number_pool_blocks(
 
 def _read_scales(node: Node, name: str, value: Value | None) -> Value:
     """Return the scales [2], from one number for keys and values or one for each."""
-    if value is None:
-        raise node.error(
-            "node.input_missing", f"{name} is missing, and kv_cache_quant_mode requires a quantized cache.", "Give it."
-        )
-    if value.dtype != "float32" or value.rank != 1:
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"{name} is {value.dtype} of rank {value.rank}.",
-            "Make it float32 [1] or [2].",
-        )
+    value = require_input(node, name, value, "Give it, as the quantized cache of kv_cache_quant_mode requires.")
+    require_tensor(node, name, value, "float32", "[1] or [2]")
     count = number(node, f"the size of {name}", value.shape[0])
     if count not in (1, 2):
         raise node.error(

@@ -23,6 +23,7 @@ from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.compute import number
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_input, require_tensor
 from . import DOMAIN
 from .cache import (
     GptCache,
@@ -203,12 +204,8 @@ class _GptCall:
         node, settings, inputs = self.node, self.settings, self.inputs
         kv, width = inputs.get("cross_kv"), 2 * settings.kv_heads * settings.size
         if kv is not None:
-            if kv.rank not in (2, 3) or kv.dtype != self.projections.qkv.dtype:
-                raise node.error(
-                    "node.tensor_type_unsupported",
-                    f"cross_kv is {kv.dtype} of rank {kv.rank}.",
-                    "Make it like qkv, [rows, columns].",
-                )
+            form = "[tokens, columns] or [batch, tokens, columns]"
+            require_tensor(node, "cross_kv", kv, self.projections.qkv.dtype, form)
             kv = assert_shape(node, kv, (*kv.shape[:-1], width))
         padded_rows = kv.shape[1] if kv is not None and kv.rank == 3 else None
         count = 0 if kv is None else node.simplify(kv.shape[0] * (1 if padded_rows is None else padded_rows))
@@ -306,12 +303,7 @@ def _read_qkv(node: Node, settings: GptSettings, inputs: dict[str, Value]) -> Va
         raise node.error("node.shape_mismatch", f"qkv has {last} columns.", f"Make it {' or '.join(map(str, legal))}.")
     bias = inputs.get("qkv_bias")
     if bias is not None:
-        if bias.dtype != qkv.dtype or bias.rank != 1:
-            raise node.error(
-                "node.tensor_type_unsupported",
-                f"qkv_bias is {bias.dtype} of rank {bias.rank}.",
-                f"Make it {qkv.dtype} [{last}].",
-            )
+        require_tensor(node, "qkv_bias", bias, qkv.dtype, f"[{last}]")
         inputs["qkv_bias"] = assert_shape(node, bias, (last,))
     return qkv
 
@@ -354,8 +346,7 @@ def _check_inputs(node: Node, settings: GptSettings, inputs: dict[str, Value]) -
     if settings.mask == "custom_mask" and "attention_packed_mask" not in inputs:
         required_names.append("attention_mask")
     for name in required_names:
-        if name not in inputs:
-            raise node.error("node.input_missing", f"{name} is missing.", "Give it.")
+        require_input(node, name, inputs.get(name), "Give it.")
     count = inputs["context_lengths"].shape[0]
     for name in ("context_lengths", "host_request_types", "host_past_key_value_lengths", "host_context_lengths"):
         if name in inputs:
@@ -365,12 +356,7 @@ def _check_inputs(node: Node, settings: GptSettings, inputs: dict[str, Value]) -
             inputs[name] = require_nonempty(node, name, check_ints(node, name, inputs[name], 1), 0)
     if "logn_scaling" in inputs:
         logn = inputs["logn_scaling"]
-        if logn.dtype != "float32" or logn.rank != 1:
-            raise node.error(
-                "node.tensor_type_unsupported",
-                f"logn_scaling is {logn.dtype} of rank {logn.rank}.",
-                "Make it float32 [positions].",
-            )
+        require_tensor(node, "logn_scaling", logn, "float32", "[positions]")
         inputs["logn_scaling"] = require_nonempty(node, "logn_scaling", logn, 0)
     if "cache_indirection" in inputs:
         value = check_ints(node, "cache_indirection", inputs["cache_indirection"], 3)

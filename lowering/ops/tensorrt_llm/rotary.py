@@ -15,6 +15,7 @@ from ...importing.node import Node
 from ...importing.values import Value, prod
 from ..helpers.assertions import assert_shape
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_dtype
 from .requests import GptRequests, require_nonempty
 from .settings import GptSettings, RotarySettings
 
@@ -103,8 +104,7 @@ def list_angle_tables(scaling: str, inputs: Collection[str]) -> list[str]:
 
 
 def _read_table(node: Node, value: Value, name: str, half: int) -> Value:
-    if value.dtype != "float32":
-        raise node.error("node.dtype_unsupported", f"{name} is {value.dtype}.", "Make it float32.")
+    require_dtype(node, name, value, "float32")
     if name.endswith("inv_freq"):
         return assert_shape(node, node.reshape_to(value, (half,)) if value.rank != 1 else value, (half,))
     if value.rank == 3:

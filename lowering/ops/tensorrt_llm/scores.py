@@ -18,6 +18,7 @@ from ...importing.values import Value
 from ..attention.attend import trace_formula
 from ..helpers.assertions import assert_shape
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_dtype, require_tensor
 from .requests import GptRequests, require_nonempty
 from .settings import GptSettings
 
@@ -57,10 +58,7 @@ def read_score_tables(
         slopes = _read_slopes(node, settings, inputs.get("alibi_slopes"))
     if "relative_attention_bias" in inputs:
         bias = inputs["relative_attention_bias"]
-        if bias.dtype not in (dtype, "float32"):
-            raise node.error(
-                "node.dtype_unsupported", f"relative_attention_bias is {bias.dtype}.", f"Make it {dtype} or float32."
-            )
+        require_dtype(node, "relative_attention_bias", bias, (dtype, "float32"))
         if settings.max_distance:
             bucketed, bias = _compute_bucketed_bias(node, settings, bias), None
         elif bias.rank != 3:
@@ -237,12 +235,7 @@ def _read_slopes(node: Node, settings: GptSettings, slopes_input: Value | None) 
         first = settings.tp_rank * heads
         slopes = alibi_slopes(heads * settings.tp_size, range(first, first + heads))
         return node.constant((slopes * factor).astype("float32"))
-    if slopes_input.dtype != "float32" or slopes_input.rank != 1:
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"alibi_slopes is {slopes_input.dtype} of rank {slopes_input.rank}.",
-            f"Make it float32 [{heads}].",
-        )
+    require_tensor(node, "alibi_slopes", slopes_input, "float32", f"[{heads}]")
     slopes_input = assert_shape(node, slopes_input, (heads,))
     scale = tirx.const(factor, "float32")
     return compute(node, "slopes", lambda i, x: x(*i) * scale, [slopes_input], (heads,))
@@ -299,12 +292,7 @@ def _read_mask(node: Node, inputs: Mapping[str, Value], requests: GptRequests) -
         unpacked = _unpack_mask(node, assert_shape(node, bits, (requests.rows, *bits.shape[1:])))
         mask = unpacked if mask is None else mask
     assert mask is not None
-    if mask.rank != 2 or mask.dtype != "bool":
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"attention_mask is {mask.dtype} of rank {mask.rank}.",
-            "Make it bool [rows, keys].",
-        )
+    require_tensor(node, "attention_mask", mask, "bool", "[rows, keys]")
     mask = assert_shape(node, mask, (requests.rows, mask.shape[1]))
     if requests.is_padded:
         mask = compute(
@@ -314,12 +302,7 @@ def _read_mask(node: Node, inputs: Mapping[str, Value], requests: GptRequests) -
 
 
 def _unpack_mask(node: Node, bits: Value) -> Value:
-    if bits.rank != 2 or bits.dtype not in ("uint32", "int32"):
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"attention_packed_mask is {bits.dtype} of rank {bits.rank}.",
-            "Make it uint32 [rows, words].",
-        )
+    require_tensor(node, "attention_packed_mask", bits, ("uint32", "int32"), "[rows, words]")
 
     def element(index: tuple[Expr, ...], packed: Read) -> Expr:
         row, key = index

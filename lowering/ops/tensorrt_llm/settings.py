@@ -10,6 +10,7 @@ from typing import Any
 from ...attention.record.cache_layout import QuantizedType
 from ...attention.record.problem import MAX_SPLITS
 from ...importing.node import Node
+from ..helpers.requirements import require_choice, require_range
 
 POSITIONS = (
     "learned_absolute", "rope_gptj", "rope_gpt_neox", "long_rope", "alibi", "alibi_with_scale", "relative", "chatglm",
@@ -256,10 +257,7 @@ def _read_rank(node: Node) -> int:
 def _read_splits(node: Node) -> int | None:
     """Return the number of splits: -1 by size (None), 0 never (1), 1 always (2), more: this number."""
     mode = _read_integer(node, "multi_block_mode", -1, -1)
-    if mode > MAX_SPLITS:
-        raise node.error(
-            "node.value_out_of_range", f"attribute multi_block_mode is {mode}.", f"Use {MAX_SPLITS} or less."
-        )
+    require_range(node, "multi_block_mode", mode, -1, MAX_SPLITS)
     return {-1: None, 0: 1, 1: 2}.get(mode, mode)
 
 
@@ -277,13 +275,11 @@ def _read_enumeration(
 
 def _read_flag(node: Node, name: str, default: int) -> bool:
     value = node.attr(name, default)
-    if value not in (0, 1):
-        raise node.error("node.value_out_of_range", f"attribute {name} is {value}.", "Use 0 or 1.")
+    require_choice(node, name, value, (0, 1), code="node.value_out_of_range")
     return bool(value)
 
 
 def _read_integer(node: Node, name: str, default: int, minimum: int) -> int:
     value = int(node.attr(name, default))
-    if value < minimum:
-        raise node.error("node.value_out_of_range", f"attribute {name} is {value}.", f"Use {minimum} or more.")
+    require_range(node, name, value, minimum)
     return value

@@ -14,6 +14,7 @@ from ...attention.attend import concatenate_cache, describe_mask, lower_attentio
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import number, relax_call
 from ...helpers.kernels import compute
+from ...helpers.requirements import reject_attribute, reject_input, require_rank
 from ...math.matmul import emit_matmul, round_to
 from .. import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
@@ -37,10 +38,7 @@ def attention(
 
     x is [B, S, E], weights [E, H * (2 D + Dv)] and past [2, B, H, P, D].
     """
-    if past_sequence_length is not None:
-        raise node.error(
-            "node.input_unsupported", "input past_sequence_length is given.", "Export with a growing cache."
-        )
+    reject_input(node, "past_sequence_length", past_sequence_length, "Export with a growing cache.")
     check_floats(node, input=x, weights=weights, bias=bias, past=past)
     widths = read_widths(node, x, weights)
     qkv = emit_matmul(node, x, weights)
@@ -64,12 +62,7 @@ def emit_attention(
         )
     past_length = 0
     if past is not None:
-        if past.rank != 5:
-            raise node.error(
-                "node.rank_unsupported",
-                f"input past has rank {past.rank}.",
-                "Make it [2, batch, heads, length, head size].",
-            )
+        require_rank(node, "past", past, "[2, batch, heads, length, head size]")
         past_length = past.shape[3]
         past = assert_shape(node, past, (2, batch, heads, past_length, widths[1] // heads))
         k, v = (
@@ -99,18 +92,10 @@ def read_widths(node: Node, x: Value, weights: Value) -> Widths:
     Raises:
         NodeError: the node has an unsupported attribute or shape.
     """
-    if node.attr("past_present_share_buffer", 0):
-        raise node.error(
-            "node.attribute_unsupported", "attribute past_present_share_buffer is 1.", "Export with a growing cache."
-        )
-    if node.attr("do_rotary", 0):
-        raise node.error(
-            "node.attribute_unsupported", "attribute do_rotary is 1.", "Use MultiHeadAttention after RotaryEmbedding."
-        )
-    if x.rank != 3 or weights.rank != 2:
-        raise node.error(
-            "node.rank_unsupported", f"input and weights have ranks {x.rank} and {weights.rank}.", "Make them 3 and 2."
-        )
+    reject_attribute(node, "past_present_share_buffer", 0, "Export with a growing cache.")
+    reject_attribute(node, "do_rotary", 0, "Use MultiHeadAttention after RotaryEmbedding.")
+    require_rank(node, "input", x, "[batch, sequence, input hidden]")
+    require_rank(node, "weights", weights, "[input hidden, hidden + hidden + v_hidden]")
     heads = node.attr("num_heads")
     total = number(node, "last dimension of weights", weights.shape[1])
     sizes = node.attr("qkv_hidden_sizes", None) or [total // 3] * 3

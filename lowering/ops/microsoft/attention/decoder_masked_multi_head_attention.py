@@ -17,6 +17,7 @@ from ...helpers import symbolic
 from ...helpers.assertions import assert_shape, require
 from ...helpers.compute import number, unify_sizes
 from ...helpers.contents import read_sizes
+from ...helpers.requirements import require_input, require_rank
 from ...helpers.run_time import bind_sizes
 from .. import DOMAIN
 from .masks import PaddingMask, ScoreMatrix, add_biases, read_filter_value, read_padding
@@ -47,8 +48,7 @@ def decoder_masked_multi_head_attention(
     """
     heads, has_shared_buffer = node.attr("num_heads"), bool(node.attr("past_present_share_buffer", 0))
     check_floats(node, query=query, key=key, value=value, past_key=past_key, past_value=past_value, bias=bias)
-    if query.rank != 3:
-        raise node.error("node.rank_unsupported", f"input query has rank {query.rank}.", "Make it [batch, 1, hidden].")
+    require_rank(node, "query", query, "[batch, 1, hidden]")
     check_pair(node, past_key=past_key, past_value=past_value)
     check_cache_ranks(node, past_key, past_value)
     batched_inputs = [x for x in (query, past_key, past_value) if x is not None]
@@ -153,10 +153,8 @@ def _append_new_tokens(
             "node.input_missing", "past_key and past_value are missing.", "Give them, or keys of an encoder."
         )
     if has_shared_buffer:
-        if past_sequence_length is None:
-            raise node.error(
-                "node.input_missing", "past_sequence_length is missing.", "Give it with past_present_share_buffer = 1."
-            )
+        remedy = "Give it with past_present_share_buffer = 1."
+        past_sequence_length = require_input(node, "past_sequence_length", past_sequence_length, remedy)
         shared = append_to_shared_buffer(
             node, heads, new, (past_key, past_value), past_sequence_length, cache_indirection
         )
@@ -174,10 +172,7 @@ def _append_new_tokens(
 
 def _read_mask(node: Node, mask_index: Value, scores: ScoreMatrix) -> PaddingMask:
     """Return the mask of mask_index [B, T]."""
-    if mask_index.rank != 2:
-        raise node.error(
-            "node.rank_unsupported", f"input mask_index has rank {mask_index.rank}.", "Make it [batch, keys]."
-        )
+    require_rank(node, "mask_index", mask_index, "[batch, keys]")
     return read_padding(node, "mask_index", mask_index, scores)
 
 

@@ -19,9 +19,18 @@ from ...attention.attend import describe_mask, lower_attention, move_heads_first
 from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import number, unify_sizes
+from ...helpers.requirements import reject_attribute, reject_input, require_head_groups, require_rank
 from .. import DOMAIN
 from .new_tokens import NewTokens
-from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
+from .projections import (
+    check_cache_ranks,
+    check_floats,
+    check_pair,
+    divide_heads,
+    normalize_heads,
+    read_head_sink,
+    slice_projection,
+)
 from .quantized_caches import CacheQuantization, check_cache_width, read_cache_quantization, reject_quantization
 
 
@@ -92,29 +101,16 @@ def _reject_unsupported(node: Node, query_seqlens: Value | None) -> None:
         ("sliding_window_cache", "Use a cache of all tokens; local_window_size still skips the old ones."),
         ("qk_output", "Remove the output: the scores are never materialized."),
     ):
-        if node.attr(name, 0):
-            raise node.error("node.attribute_unsupported", f"attribute {name} is {node.attr(name)}.", remedy)
-    if query_seqlens is not None:
-        raise node.error(
-            "node.input_unsupported",
-            "input query_seqlens is given.",
-            "Remove it and the padding: without it, all rows are tokens.",
-        )
+        reject_attribute(node, name, 0, remedy)
+    reject_input(node, "query_seqlens", query_seqlens, "Remove it and the padding: without it, all rows are tokens.")
 
 
 def _split_projections(
     node: Node, heads: tuple[int, int], query: Value, key: Value | None, value: Value | None
 ) -> tuple[Value, Value, Value]:
-    if heads[1] < 1 or heads[0] % heads[1]:
-        raise node.error(
-            "group_query_attention.heads_not_divisible",
-            f"{heads[0]} query heads do not divide into {heads[1]} key/value heads.",
-            "Choose num_heads as a multiple of kv_num_heads.",
-        )
-    if any(x is not None and x.rank != 3 for x in (query, key, value)):
-        raise node.error(
-            "node.rank_unsupported", "query, key or value is not of rank 3.", "Make them [batch, sequence, hidden]."
-        )
+    require_head_groups(node, *heads, code="group_query_attention.heads_not_divisible")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require_rank(node, name, x, "[batch, sequence, hidden]")
     if key is None or value is None:
         if key is not None or value is not None:
             raise node.error(
@@ -190,12 +186,7 @@ def _append_to_caches(
     """
     (q, k, v), (past_key, past_value), (k_scale, v_scale) = rows, pasts, scales
     size = q.shape[2] // heads[0]
-    if past_key.rank != 4 or past_value.rank != 4:
-        raise node.error(
-            "node.rank_unsupported",
-            "past_key or past_value is not of rank 4.",
-            "Make them [batch, heads, length, head size].",
-        )
+    check_cache_ranks(node, past_key, past_value)
     length = unify_sizes(node, "the length of past_key and past_value", past_key.shape[2], past_value.shape[2])
     unify_sizes(node, "the number of heads of the caches", heads[1], past_key.shape[1], past_value.shape[1])
     quantization = read_cache_quantization(
@@ -234,10 +225,7 @@ def _read_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) -> V
 
 def _check_bias(node: Node, bias: Value, scores: tuple[Size, int, Size]) -> Value:
     """Return attention_bias [B or 1, H or 1, S, total_sequence_length], after checking its shape."""
-    if bias.rank != 4:
-        raise node.error(
-            "node.rank_unsupported", f"attention_bias has rank {bias.rank}.", "Make it [batch, heads, rows, keys]."
-        )
+    require_rank(node, "attention_bias", bias, "[batch, heads, rows, keys]")
     for size, expected in zip(bias.shape, scores):
         if not is_one(size):
             unify_sizes(node, "a dimension of attention_bias", size, expected)

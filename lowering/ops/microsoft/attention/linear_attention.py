@@ -6,6 +6,7 @@ from ....importing.node import Node
 from ....importing.values import Value
 from ... import op
 from ...attention.linear_attention import LinearAttentionInputs, emit_linear_attention
+from ...helpers.requirements import reject_attribute
 from .. import DOMAIN
 
 
@@ -36,10 +37,5 @@ def read_head_counts(node: Node) -> tuple[int, int]:
             f"attributes q_num_heads and kv_num_heads are {q_heads} and {kv_heads}.",
             "Make one a positive multiple of the other.",
         )
-    if node.attr("state_window", 0):
-        raise node.error(
-            "node.attribute_unsupported",
-            "attribute state_window requests the states after earlier tokens.",
-            "Leave it at 0.",
-        )
+    reject_attribute(node, "state_window", 0, "Leave it at 0: the states after earlier tokens are not supported.")
     return q_heads, kv_heads

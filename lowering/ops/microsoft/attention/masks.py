@@ -15,6 +15,7 @@ from ....importing.values import Shape, Size, Value, is_one
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import Element, pointwise, unify_sizes
 from ...helpers.kernels import ElementReader, compute
+from ...helpers.requirements import require_rank
 
 # Below this, exp(filter + s - s') is 0 in float32 for all scores that differ by less than some hundreds.
 _MAX_HIDING_VALUE = -1000.0
@@ -109,12 +110,7 @@ def add_biases(node: Node, scores: ScoreMatrix, attention_bias: Value | None, bi
     """Return the sum of attention_bias [B or 1, H or 1, S, T] and the bias of the padding; either may be None."""
     if attention_bias is None:
         return bias
-    if attention_bias.rank != 4:
-        raise node.error(
-            "node.rank_unsupported",
-            f"input attention_bias has rank {attention_bias.rank}.",
-            "Make it [batch, heads, rows, keys].",
-        )
+    require_rank(node, "attention_bias", attention_bias, "[batch, heads, rows, keys]")
     expected = (scores.batch, scores.heads, scores.rows, scores.keys)
     shape = tuple(
         1 if is_one(size) else unify_sizes(node, "a dimension of attention_bias", size, target)

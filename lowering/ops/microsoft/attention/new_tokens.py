@@ -20,6 +20,7 @@ from ...helpers.assertions import assert_shape
 from ...helpers.compute import Element
 from ...helpers.contents import read_sizes
 from ...helpers.kernels import ElementReader, compute
+from ...helpers.requirements import require_rank
 from ...helpers.run_time import bind_sizes
 from .quantized_caches import CacheQuantization
 
@@ -70,10 +71,7 @@ class NewTokens:
         shape = (self.batch, self.rows)
         if position_ids is None:
             return compute(self.node, "positions", lambda i, start: start(i[0]) + i[1], [self._compute_start()], shape)
-        if position_ids.rank != 2:
-            raise self.node.error(
-                "node.rank_unsupported", f"position_ids has rank {position_ids.rank}.", "Make it [batch, sequence]."
-            )
+        require_rank(self.node, "position_ids", position_ids, "[batch, sequence]")
         position_ids = assert_shape(self.node, position_ids, shape)
         zeros = (tirx.const(0, "int64"),)
 

@@ -22,6 +22,7 @@ from ...attention.attend import call_attention_kernel, make_ragged_problem, trac
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import number, relax_call, unify_sizes
 from ...helpers.kernels import compute, emit_loops, serial
+from ...helpers.requirements import require_dtype, require_range, require_rank
 from ...helpers.run_time import bind_sizes
 from .. import DOMAIN
 from .projections import check_floats, check_ints, divide_heads
@@ -48,10 +49,7 @@ def packed_multi_head_attention(
     """
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value)
-    if query.dtype not in _FLOATS:
-        raise node.error(
-            "node.dtype_unsupported", f"input query is {query.dtype}.", f"Use one of {', '.join(_FLOATS)}."
-        )
+    require_dtype(node, "query", query, _FLOATS)
     check_ints(node, "token_offset", token_offset, 2)
     check_ints(node, "cumulative_sequence_length", cumulative_sequence_length, 1)
     q, k, v = (
@@ -82,15 +80,9 @@ def packed_multi_head_attention(
 
 def _split_rows(node: Node, heads: int, query: Value, key: Value | None, value: Value | None) -> list[Value]:
     """Return Q, K and V as [T, H * D]."""
-    if heads < 1:
-        raise node.error("node.value_out_of_range", f"attribute num_heads is {heads}.", "Use at least 1.")
+    require_range(node, "num_heads", heads, 1)
     if key is None and value is None:
-        if query.rank != 4:
-            raise node.error(
-                "node.rank_unsupported",
-                f"packed query has rank {query.rank}.",
-                "Make it [tokens, heads, 3, head size].",
-            )
+        require_rank(node, "query", query, "[tokens, heads, 3, head size]")
         size = number(node, "the last dimension of query", query.shape[3])
         whole = assert_shape(node, query, (query.shape[0], heads, 3, size))
         return [
@@ -106,11 +98,8 @@ def _split_rows(node: Node, heads: int, query: Value, key: Value | None, value: 
             "only one of key and value is given.",
             "Give both, or none and pack them in query.",
         )
-    for x in (query, key, value):
-        if x.rank != 2:
-            raise node.error(
-                "node.rank_unsupported", f"{node.describe(x, False)} has rank {x.rank}.", "Make it [tokens, hidden]."
-            )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require_rank(node, name, x, "[tokens, hidden]")
     tokens = unify_sizes(node, "the number of tokens", query.shape[0], key.shape[0], value.shape[0])
     width = heads * divide_heads(node, "query", query.shape[1], heads)
     v_width = heads * divide_heads(node, "value", value.shape[1], heads)
@@ -122,10 +111,7 @@ def _add_biases(node: Node, rows: list[Value], bias: Value | None) -> list[Value
     if bias is None:
         return rows
     widths = [number(node, "a hidden size", x.shape[1]) for x in rows]
-    if bias.rank != 1:
-        raise node.error(
-            "node.rank_unsupported", f"input bias has rank {bias.rank}.", "Make it [hidden + hidden + v_hidden]."
-        )
+    require_rank(node, "bias", bias, "[hidden + hidden + v_hidden]")
     bias = assert_shape(node, bias, (sum(widths),))
     biased_rows = []
     for n, x in enumerate(rows):
@@ -174,12 +160,7 @@ def _build_bias(
     """Return the formula that adds the bias to scores, and its arguments."""
     if bias is None:
         return None, {}
-    if bias.rank != 4:
-        raise node.error(
-            "node.rank_unsupported",
-            f"input attention_bias has rank {bias.rank}.",
-            "Make it [batch, heads, rows, keys].",
-        )
+    require_rank(node, "attention_bias", bias, "[batch, heads, rows, keys]")
     batch, heads, sequence = sizes
     is_batch_shared, is_head_shared = (bias.shape[axis] == 1 for axis in range(2))
     bias = assert_shape(

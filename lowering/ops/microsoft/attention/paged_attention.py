@@ -25,6 +25,7 @@ from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import Element, number, unify_sizes
 from ...helpers.kernels import ElementReader, compute
+from ...helpers.requirements import require_choice, require_dtype, require_head_groups, require_rank
 from .. import DOMAIN
 from .paged_caches import PagedCaches, PagedSequences, PagedShape, locate_sequences
 from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
@@ -61,10 +62,7 @@ def paged_attention(
     """
     shape = _read_shape(node)
     check_floats(node, query=query, key=key, value=value)
-    if query.dtype not in _FLOATS:
-        raise node.error(
-            "node.dtype_unsupported", f"input query is {query.dtype}.", f"Use one of {', '.join(_FLOATS)}."
-        )
+    require_dtype(node, "query", query, _FLOATS)
     q, k, v = _split_projections(node, shape, query, key, value)
     size, tokens = q.shape[2] // shape.heads, q.shape[1]
     check_pair(node, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
@@ -90,16 +88,8 @@ def paged_attention(
 def _read_shape(node: Node) -> PagedShape:
     heads, kv_heads = node.attr("num_heads"), node.attr("kv_num_heads")
     layout, v_size = node.attr("kv_cache_layout", "SEPARATE"), node.attr("v_head_size", 0)
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise node.error(
-            "paged_attention.heads_not_divisible",
-            f"{heads} query heads do not divide into {kv_heads} key/value heads.",
-            "Choose num_heads as a multiple of kv_num_heads.",
-        )
-    if layout not in ("SEPARATE", "LATENT"):
-        raise node.error(
-            "node.attribute_unsupported", f"attribute kv_cache_layout is '{layout}'.", "Use 'SEPARATE' or 'LATENT'."
-        )
+    require_head_groups(node, heads, kv_heads, code="paged_attention.heads_not_divisible")
+    require_choice(node, "kv_cache_layout", layout, ("SEPARATE", "LATENT"))
     is_latent = layout == "LATENT"
     if is_latent and kv_heads != 1:
         raise node.error(
@@ -121,8 +111,7 @@ def _split_projections(
 ) -> tuple[Value, Value, Value | None]:
     """Return Q [1, N, Hq * D], and K and V [1, N, Hkv * D]; a latent cache has no V."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x is not None and x.rank != 2:
-            raise node.error("node.rank_unsupported", f"input {name} has rank {x.rank}.", "Make it [tokens, hidden].")
+        require_rank(node, name, x, "[tokens, hidden]")
     tokens, heads, kv_heads = query.shape[0], shape.heads, shape.kv_heads
     if shape.is_latent and (key is None or value is not None):
         raise node.error(
@@ -174,12 +163,8 @@ def _rotate_heads(
         raise node.error(
             "node.input_missing", "attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both."
         )
-    if cos.rank != 2 or sin.rank != 2:
-        raise node.error(
-            "node.rank_unsupported",
-            f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
-            "Make them matrices.",
-        )
+    for name, x in (("cos_cache", cos), ("sin_cache", sin)):
+        require_rank(node, name, x, "[positions, angles]")
     first, angles = node.attr("rotary_offset", 0), number(node, "last dimension of cos_cache", cos.shape[1])
     if first < 0 or first + 2 * angles > size:
         raise node.error(

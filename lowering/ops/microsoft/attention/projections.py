@@ -9,6 +9,7 @@ from ....importing.values import Size, Value
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import Element, number, unify_sizes, widen_dtype
 from ...helpers.kernels import ElementReader, compute
+from ...helpers.requirements import require_rank
 from ...math.matmul import round_to
 from ...nn.normalization import normalize_last_axes
 
@@ -71,10 +72,7 @@ def split_bias(node: Node, bias: Value | None, widths: tuple[int, ...]) -> list[
 
 def check_packed_bias(node: Node, bias: Value, total: int) -> Value:
     """Return the bias, whose shape is [total], statically or asserted at run time."""
-    if bias.rank != 1:
-        raise node.error(
-            "node.rank_unsupported", f"input bias has rank {bias.rank}.", "Make it one vector for Q, K and V."
-        )
+    require_rank(node, "bias", bias, f"[{total}]")
     if isinstance(bias.shape[0], int) and bias.shape[0] != total:
         raise node.error(
             "node.shape_mismatch",
@@ -93,10 +91,7 @@ def normalize_heads(node: Node, x: Value, heads: int, weight: Value | None, epsi
     if weight is None:
         return x
     split = (*x.shape[:2], heads, x.shape[2] // heads)
-    if weight.rank != 1:
-        raise node.error(
-            "node.rank_unsupported", f"a weight of the head norms has rank {weight.rank}.", f"Make it [{split[3]}]."
-        )
+    require_rank(node, "q_norm_weight or k_norm_weight", weight, f"[{split[3]}]")
     unify_sizes(node, "the size of a weight of the norms of heads", weight.shape[0], split[3])
     y = node.reshape_to(x, split)
     weight = assert_shape(node, weight, split[3:])
@@ -110,8 +105,7 @@ def read_head_sink(node: Node, heads: int, head_sink: Value | None, dtype: str) 
     """Return the input head_sink [Hq], in the type of the rows."""
     if head_sink is None:
         return None
-    if head_sink.rank != 1:
-        raise node.error("node.rank_unsupported", f"head_sink has rank {head_sink.rank}.", f"Make it [{heads}].")
+    require_rank(node, "head_sink", head_sink, f"[{heads}]")
     unify_sizes(node, "the size of head_sink", head_sink.shape[0], heads)
     return round_to(node, assert_shape(node, head_sink, (heads,)), dtype)
 
@@ -137,12 +131,7 @@ def check_pair(node: Node, **inputs: Value | None) -> None:
 def check_cache_ranks(node: Node, past_key: Value | None, past_value: Value | None) -> None:
     """Raise NodeError for a cache that is not of rank 4."""
     for name, cache in (("past_key", past_key), ("past_value", past_value)):
-        if cache is not None and cache.rank != 4:
-            raise node.error(
-                "node.rank_unsupported",
-                f"input {name} has rank {cache.rank}.",
-                "Make it [batch, heads, length, head size].",
-            )
+        require_rank(node, name, cache, "[batch, heads, length, head size]")
 
 
 def check_floats(node: Node, **inputs: Value | None) -> None:

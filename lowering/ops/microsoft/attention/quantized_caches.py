@@ -17,6 +17,7 @@ from ...helpers import symbolic
 from ...helpers.assertions import require
 from ...helpers.compute import Element
 from ...helpers.kernels import ElementReader, compute
+from ...helpers.requirements import require_choice, require_dtype
 
 _TYPES: dict[str, QuantizedType] = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
 """The type of quantized values, by the type of the cache."""
@@ -82,12 +83,7 @@ def _read_kinds(node: Node, dtype: str, caches: Sequence[tuple[str, Value | None
     kinds: dict[str, str] = {}
     for name, cache, scale in caches:
         kind = node.attr(f"{name}_quant_type", "NONE")
-        if kind not in _QUANTIZATION_KINDS:
-            raise node.error(
-                "node.attribute_unsupported",
-                f"attribute {name}_quant_type is '{kind}'.",
-                f"Use one of {', '.join(_QUANTIZATION_KINDS)}.",
-            )
+        require_choice(node, f"{name}_quant_type", kind, _QUANTIZATION_KINDS)
         if cache is None:
             if kind != "NONE" or scale is not None:
                 raise node.error(
@@ -132,8 +128,7 @@ def _compute_factor(node: Node, scales: Mapping[str, Value], heads: tuple[int, i
 
 def _read_scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int] | None) -> Value:
     """Return the scale as [1], or for scales per channel as [heads, size]."""
-    if scale.dtype != "float32":
-        raise node.error("node.dtype_unsupported", f"{name} is {scale.dtype}.", "Use float32.")
+    require_dtype(node, name, scale, "float32")
     expected = 1
     if kind == "PER_CHANNEL":
         assert heads is not None

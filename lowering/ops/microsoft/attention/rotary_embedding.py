@@ -8,6 +8,7 @@ from ... import op
 from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.compute import require_numbers
 from ...helpers.kernels import compute
+from ...helpers.requirements import reject_attribute, require_rank
 from .. import DOMAIN
 
 
@@ -18,24 +19,10 @@ def rotary_embedding(node: Node, x: Value, positions: Value, cos: Value, sin: Va
     position_ids is [B, S], or the offset [1] of 0 1 2 ....
     """
     require_numbers(node, x, cos, sin)
-    if x.rank not in (3, 4):
-        raise node.error(
-            "node.rank_unsupported",
-            f"input has rank {x.rank}.",
-            "Make it [batch, sequence, hidden] or [batch, heads, ...].",
-        )
-    if cos.rank != 2 or sin.rank != 2:
-        raise node.error(
-            "node.rank_unsupported",
-            f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
-            "Make them matrices.",
-        )
-    if node.attr("scale", 1.0) != 1.0:
-        raise node.error(
-            "node.attribute_unsupported",
-            f"attribute scale is {node.attr('scale')}.",
-            "Remove it: onnxruntime does not apply it.",
-        )
+    require_rank(node, "input", x, "[batch, sequence, hidden] or [batch, heads, sequence, head size]")
+    for name, table in (("cos_cache", cos), ("sin_cache", sin)):
+        require_rank(node, name, table, "[positions, angles]")
+    reject_attribute(node, "scale", 1.0, "Remove it: onnxruntime does not apply it.")
     if positions.rank == 1:
         positions = expand_offset(node, positions, x.shape[1 if x.rank == 3 else 2])
     elif positions.rank != 2:

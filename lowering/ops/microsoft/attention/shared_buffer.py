@@ -21,6 +21,7 @@ from ...helpers.assertions import assert_shape, require
 from ...helpers.compute import Element, number, unify_sizes
 from ...helpers.contents import read_sizes
 from ...helpers.kernels import ElementReader, compute
+from ...helpers.requirements import require_tensor
 from ...helpers.run_time import bind_sizes
 from .masks import PaddingMask
 
@@ -95,12 +96,7 @@ def trim_scores(node: Node, qk: Value, total: Size) -> Value:
 
 
 def _read_past(node: Node, value: Value) -> Size:
-    if value.dtype not in ("int32", "int64") or value.rank > 1:
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"past_sequence_length is {value.dtype} of rank {value.rank}.",
-            "Make it int32 [1].",
-        )
+    require_tensor(node, "past_sequence_length", value, ("int32", "int64"), "[] or [1]")
     if value.rank == 1:
         value = assert_shape(node, value, (1,))
     static_sizes = read_sizes(value)
@@ -117,12 +113,7 @@ def _read_past(node: Node, value: Value) -> Size:
 
 
 def _read_beams(node: Node, batch: Size, past: Size, total: Size, indirection: Value) -> tuple[Beams, dict[str, Value]]:
-    if indirection.rank != 3 or indirection.dtype not in ("int32", "int64"):
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"cache_indirection is {indirection.dtype} of rank {indirection.rank}.",
-            "Make it int32 [requests, beams, tokens].",
-        )
+    require_tensor(node, "cache_indirection", indirection, ("int32", "int64"), "[requests, beams, tokens]")
     count = number(node, "the number of beams, dimension 1 of cache_indirection,", indirection.shape[1])
     if count < 1:
         raise node.error(
