@@ -21,6 +21,7 @@ from .. import op
 from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.compute import unify_sizes
+from ..helpers.requirements import require_choice, require_range, require_tensor
 from ..tensor.reshape import reshape_to
 from .attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from .attention_inputs import check_attention_inputs, read_attention_sizes
@@ -109,8 +110,7 @@ class _Attributes:
 
 def _read_attributes(node: Node) -> _Attributes:
     causal = node.attr("is_causal", 0)
-    if causal not in (0, 1):
-        raise node.error("attention.is_causal_unsupported", f"attribute is_causal is {causal}.", "Use 0 or 1.")
+    require_choice(node, "is_causal", causal, (0, 1), code="attention.is_causal_unsupported")
     left, right = _read_window_side(node, "left_window_size"), _read_window_side(node, "right_window_size")
     if causal:
         right = 0
@@ -122,10 +122,7 @@ def _read_attributes(node: Node) -> _Attributes:
             "Use a scale >= 0.",
         )
     softcap = node.attr("softcap", 0.0)
-    if not softcap >= 0:
-        raise node.error(
-            "attention.softcap_negative", f"attribute softcap is {softcap}.", "Use a positive cap, or 0 for none."
-        )
+    require_range(node, "softcap", softcap, 0, code="attention.softcap_negative")
     precision = node.attr("softmax_precision", None)
     if precision is not None and precision not in _SOFTMAX_PRECISIONS:
         legal = ", ".join(f"{number} ({name})" for number, name in _SOFTMAX_PRECISIONS.items())
@@ -135,12 +132,7 @@ def _read_attributes(node: Node) -> _Attributes:
             f"Use one of {legal}.",
         )
     qk_mode = node.attr("qk_matmul_output_mode", 0)
-    if qk_mode not in (0, 1, 2, 3):
-        raise node.error(
-            "attention.qk_matmul_output_mode_unsupported",
-            f"attribute qk_matmul_output_mode is {qk_mode}.",
-            "Use 0, 1, 2 or 3.",
-        )
+    require_choice(node, "qk_matmul_output_mode", qk_mode, range(4), code="attention.qk_matmul_output_mode_unsupported")
     softmax = _SOFTMAX_PRECISIONS.get(precision)
     return _Attributes(left, right, scale, softcap, softmax, qk_mode)
 
@@ -153,10 +145,7 @@ def _read_window_side(node: Node, name: str) -> int | None:
             f"attribute {name} does not exist before opset 25.",
             "Import opset 25 or later.",
         )
-    if size < -1:
-        raise node.error(
-            "attention.window_out_of_range", f"attribute {name} is {size}.", "Use a size >= 0, or -1 for no bound."
-        )
+    require_range(node, name, size, -1, code="attention.window_out_of_range")
     return None if size == -1 or size > _UNBOUNDED else size
 
 
@@ -169,12 +158,7 @@ def _build_window(attributes: _Attributes, offset: WindowOffset) -> Window | Non
 
 def _read_sink(node: Node, sink: Value, q: Value, q_heads: int) -> Value:
     """Return the sinks [Hq], of Q's type."""
-    if sink.dtype != q.dtype or sink.rank != 1:
-        raise node.error(
-            "attention.sink_unsupported",
-            f"input sink is {sink.dtype} of rank {sink.rank}.",
-            f"Use {q.dtype} of shape [query heads].",
-        )
+    require_tensor(node, "sink", sink, q.dtype, "[query heads]", code="attention.sink_unsupported")
     return assert_shape(node, sink, (q_heads,))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from ..helpers.compute import number, unify_sizes
+from ..helpers.requirements import require_dtype, require_rank, require_same_dtype, require_tensor
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -35,24 +36,11 @@ def check_attention_inputs(
         ("past_key", past_key, q, "Q"),
         ("past_value", past_value, v, "V"),
     ):
-        if value is not None and value.dtype != like.dtype:
-            raise node.error(
-                "attention.dtype_mismatch",
-                f"input {name} is {value.dtype} and {other} is {like.dtype}.",
-                "Give them the same type.",
-            )
+        require_same_dtype(node, name, value, other, like, code="attention.dtype_mismatch")
     for name, value in (("Q", q), ("V", v)):
-        if value.dtype not in _FLOATS:
-            raise node.error(
-                "attention.dtype_unsupported", f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}."
-            )
+        require_dtype(node, name, value, _FLOATS, code="attention.dtype_unsupported")
     for name, value in (("past_key", past_key), ("past_value", past_value)):
-        if value is not None and value.rank != 4:
-            raise node.error(
-                "attention.past_rank_unsupported",
-                f"input {name} has rank {value.rank}.",
-                "Make it 4-D, also for 3-D Q, K and V.",
-            )
+        require_rank(node, name, value, "[batch, heads, length, head size]", code="attention.past_rank_unsupported")
     if node.version >= 25 and node.has_output(1) != node.has_output(2):
         present, missing = ("present_key", "present_value") if node.has_output(1) else ("present_value", "present_key")
         raise node.error(
@@ -86,12 +74,7 @@ def _check_nonpad(node: Node, nonpad: Value, past_key: Value | None) -> None:
     if node.has_output(1) or node.has_output(2):
         text = "input nonpad_kv_seqlen excludes the outputs present_key and present_value."
         raise node.error("attention.nonpad_with_present", text, "Remove them.")
-    if nonpad.dtype != "int64" or nonpad.rank != 1:
-        raise node.error(
-            "attention.nonpad_unsupported",
-            f"input nonpad_kv_seqlen is {nonpad.dtype} of rank {nonpad.rank}.",
-            "Use int64 of shape [batch].",
-        )
+    require_tensor(node, "nonpad_kv_seqlen", nonpad, "int64", "[batch]", code="attention.nonpad_unsupported")
 
 
 @dataclass(frozen=True)

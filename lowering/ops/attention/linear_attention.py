@@ -12,6 +12,7 @@ from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.requirements import require_choice, require_head_groups, require_rank, require_tensor
 
 _DECAY = ("gated", "gated_delta")
 _DELTA = ("delta", "gated_delta")
@@ -45,12 +46,7 @@ def linear_attention(
     Attribute chunk_size is a hint.
     """
     q_heads, kv_heads = node.attr("q_num_heads"), node.attr("kv_num_heads")
-    if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
-        raise node.error(
-            "linear_attention.heads_not_divisible",
-            f"attributes q_num_heads and kv_num_heads are {q_heads} and {kv_heads}.",
-            "Choose q_num_heads as a positive multiple of kv_num_heads.",
-        )
+    require_head_groups(node, q_heads, kv_heads, code="linear_attention.heads_not_divisible")
     rows = LinearAttentionInputs(query, key, value, decay, beta)
     return emit_linear_attention(node, rows, past_state, (q_heads, kv_heads), shared_keys=False)
 
@@ -67,12 +63,8 @@ def emit_linear_attention(
     state_shape = (batch, record.v_heads, record.head_dim, record.v_head_dim)
     if past is None:
         past = node.emit(relax.op.zeros(node.shape_expr(state_shape), inputs.query.dtype))
-    if past.rank != 4 or past.dtype not in FLOATS:
-        raise node.error(
-            "linear_attention.past_state_unsupported",
-            f"input past_state is {past.dtype} of rank {past.rank}.",
-            "Give it a float type and the shape [batch, kv_num_heads, D, Dv].",
-        )
+    form = "[batch, kv_num_heads, D, Dv]"
+    require_tensor(node, "past_state", past, FLOATS, form, code="linear_attention.past_state_unsupported")
     past = assert_shape(node, past, state_shape)
     record = replace(record, state_dtype=past.dtype)
     outputs = [(past.shape, past.dtype), ((batch, length, record.y_heads * record.v_head_dim), inputs.query.dtype)]
@@ -94,12 +86,7 @@ def read_linear_attention(
     """
     query, decay, beta = inputs.query, inputs.decay, inputs.beta
     rule = node.attr("update_rule", "gated_delta")
-    if rule not in _RULES:
-        raise node.error(
-            "linear_attention.update_rule_unsupported",
-            f"attribute update_rule is '{rule}'.",
-            f"Use one of {', '.join(_RULES)}.",
-        )
+    require_choice(node, "update_rule", rule, _RULES, code="linear_attention.update_rule_unsupported")
     for name, value, rules in (("decay", decay, _DECAY), ("beta", beta, _DELTA)):
         if (value is not None) != (rule in rules):
             state = "missing" if value is None else "given"
@@ -140,12 +127,7 @@ def read_linear_attention(
 def _check_rows(node: Node, rows: dict[str, Value], dtype: str) -> None:
     """Check the ranks of the present inputs, and that they have the type of the query."""
     for name, x in rows.items():
-        if x.rank != 3:
-            raise node.error(
-                "linear_attention.rank_unsupported",
-                f"input {name} has rank {x.rank}.",
-                "Give it the shape [batch, length, heads * size].",
-            )
+        require_rank(node, name, x, "[batch, length, heads * size]", code="linear_attention.rank_unsupported")
         if x.dtype != dtype or x.dtype not in FLOATS:
             raise node.error(
                 "linear_attention.dtype_mismatch",

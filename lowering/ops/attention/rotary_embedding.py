@@ -16,6 +16,7 @@ from .. import op
 from ..helpers.assertions import assert_in_bounds
 from ..helpers.channels import find_transpose_source
 from ..helpers.compute import Element, read_element, require_numbers, unify_sizes
+from ..helpers.requirements import require_rank
 from ..tensor.gather import wrap_index
 
 
@@ -51,12 +52,8 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
     Caches are [P, R / 2] with position_ids [B, S], else [B or 1, S, R / 2].
     """
     require_numbers(node, x, cos, sin)
-    if x.rank not in (3, 4):
-        raise node.error(
-            "rotary_embedding.rank_unsupported",
-            f"X has rank {x.rank}.",
-            "Give it the shape [batch, heads, sequence, head size] or [batch, sequence, hidden].",
-        )
+    form = "[batch, sequence, hidden] or [batch, heads, sequence, head size]"
+    require_rank(node, "X", x, form, code="rotary_embedding.rank_unsupported")
     rank = 3 if positions is None else 2
     if cos.rank != rank or sin.rank != rank:
         raise node.error(

@@ -8,6 +8,7 @@ from ...tensorir.scatter import CacheUpdate, make_copying_update
 from .. import op
 from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
+from ..helpers.requirements import require_choice, require_same_dtype
 
 
 @op("TensorScatter", since=24)
@@ -27,10 +28,7 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
             f"Use 1 to {rank - 1}; axis 0 is the batch.",
         )
     mode = node.attr("mode", "linear")
-    if mode not in ("linear", "circular"):
-        raise node.error(
-            "tensor_scatter.mode_unsupported", f"attribute mode is '{mode}'.", "Use 'linear' or 'circular'."
-        )
+    require_choice(node, "mode", mode, ("linear", "circular"), code="tensor_scatter.mode_unsupported")
     max_len, length = past_cache.shape[axis], update.shape[axis]
     if isinstance(max_len, int) and isinstance(length, int) and length > max_len:
         raise node.error(
@@ -75,12 +73,7 @@ def _check_types(node: Node, past_cache: Value, update: Value) -> None:
             f"inputs past_cache and update have ranks {rank} and {update.rank}.",
             "Give both the same rank of 2 or more.",
         )
-    if update.dtype != past_cache.dtype:
-        raise node.error(
-            "tensor_scatter.dtype_mismatch",
-            f"input past_cache is {past_cache.dtype} and update is {update.dtype}.",
-            "Give them the same type.",
-        )
+    require_same_dtype(node, "update", update, "past_cache", past_cache, code="tensor_scatter.dtype_mismatch")
 
 
 def _check_write_indices(node: Node, write_indices: Value, batch: Size) -> None:

@@ -19,6 +19,7 @@ from ..helpers.assertions import assert_shape
 from ..helpers.compute import combine_in_groups, number, unify_sizes
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute
+from ..helpers.requirements import reject_input
 from ..math.matmul import permute_axes
 from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to
@@ -144,12 +145,13 @@ def _move_steps_axis(node: Node, stacked: Value, axis: int, back: int) -> Value:
 @op("Scan", since=8)
 def scan_8(node: Node, lengths: Value | None, *inputs: Value) -> tuple[Value, ...]:
     """Emit a Scan of each entry of a batch, which is the first axis of all inputs and outputs."""
-    if lengths is not None:
-        raise node.error(
-            "scan.sequence_lens_unsupported",
-            "input sequence_lens is given.",
-            "Leave it out, or export the model for opset 9 or newer.",
-        )
+    reject_input(
+        node,
+        "sequence_lens",
+        lengths,
+        "Leave it out, or export the model for opset 9 or newer.",
+        code="scan.sequence_lens_unsupported",
+    )
     if not all(x.rank for x in inputs):
         raise node.error(
             "scan.batch_missing",

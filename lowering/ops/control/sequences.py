@@ -16,6 +16,7 @@ from ...importing.values import ABSENT, SequenceValue, Size, Value
 from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.contents import normalize_axis, read_sizes
+from ..helpers.requirements import read_length, require_range, require_same_dtype
 from ..helpers.run_time import bind_sizes
 from ..tensor.concat import concatenate_values, emit_concat, split_axis
 from ..tensor.gather import gather_along
@@ -51,12 +52,7 @@ def sequence_construct(node: Node, *items: Value) -> Value:
 @op("SequenceInsert", since=11)
 def sequence_insert(node: Node, sequence: SequenceValue, item: Value, position: Value | None = None) -> Value:
     items = list(sequence.items)
-    if item.dtype != sequence.dtype:
-        raise node.error(
-            "sequence_insert.dtype_mismatch",
-            f"input tensor is {item.dtype}, and the sequence is of {sequence.dtype}.",
-            "Cast the tensor before the node.",
-        )
+    require_same_dtype(node, "tensor", item, "the sequence", sequence, code="sequence_insert.dtype_mismatch")
     index = len(items) if position is None else _read_position(node, position, len(items) + 1, -len(items))
     return _make_sequence(node, sequence.dtype, [*items[:index], item, *items[index:]])
 
@@ -123,10 +119,7 @@ def split_to_sequence(node: Node, data: Value, lengths: Value | None = None) -> 
 def _read_lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> list[Size]:
     """Return the length of each slice of a dimension."""
     if lengths is not None and lengths.rank == 1:
-        if not isinstance(lengths.shape[0], int):
-            raise node.error(
-                "node.static_length_required", "input split has a symbolic length.", "Give it a static length."
-            )
+        read_length(node, "split", lengths)
         static_lengths = read_sizes(lengths)
         return bind_sizes(node, lengths) if static_lengths is None else static_lengths
     if lengths is not None and (lengths.rank or lengths.constant is None):
@@ -136,8 +129,7 @@ def _read_lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> l
             "Make it a constant scalar, or a vector.",
         )
     length = 1 if lengths is None or lengths.constant is None else int(lengths.constant)
-    if length < 1:
-        raise node.error("node.value_out_of_range", f"input split is {length}.", "Use 1 or more.")
+    require_range(node, "split", length, 1)
     if not isinstance(size, int):
         raise node.error(
             "split_to_sequence.static_size_required",

@@ -22,6 +22,7 @@ from ..attention.attend import call_attention_kernel
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number as require_static
 from ..helpers.compute import unify_sizes
+from ..helpers.requirements import require_rank, require_same_dtype
 from .reads import CapturedReads, as_table
 
 
@@ -98,14 +99,8 @@ class FlexOperands:
 def _check_operands(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value]:
     """Return the operands with one batch size, after checking sizes that must agree."""
     for name, value in zip("qkv", (q, k, v)):
-        if value.rank != 4:
-            raise node.error(
-                "node.rank_unsupported", f"{name} has rank {value.rank}.", "Make it [batch, heads, length, head size]."
-            )
-        if value.dtype != q.dtype:
-            raise node.error(
-                "node.dtype_mismatch", f"{name} is {value.dtype}, and q is {q.dtype}.", "Give them the same type."
-            )
+        require_rank(node, name, value, "[batch, heads, length, head size]")
+        require_same_dtype(node, name, value, "q", q)
     keys = unify_sizes(node, "number of keys", k=k.shape[2], v=v.shape[2])
     kv_heads = unify_sizes(node, "number of heads", k=k.shape[1], v=v.shape[1])
     size = unify_sizes(node, "head size", q=q.shape[3], k=k.shape[3])

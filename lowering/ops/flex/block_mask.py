@@ -20,6 +20,7 @@ from ...importing.values import Value
 from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.kernels import emit_loops
+from ..helpers.requirements import require_tensor
 from ..helpers.run_time import bind_sizes
 from .reads import CapturedReads, as_table
 
@@ -33,10 +34,7 @@ def block_states(node: Node, lengths: Value, *captured: Value) -> Value:
     settings = FlexAttentionSettings.from_json(node.attr("settings"))
     if settings.mask is None or settings.block_size is None:
         raise node.error("flex.settings_incomplete", "attribute settings has no mask, or no block size.", "Give both.")
-    if lengths.rank != 1 or lengths.dtype != "int64":
-        raise node.error(
-            "node.tensor_type_unsupported", f"lengths is {lengths.dtype} of rank {lengths.rank}.", "Make it int64 [4]."
-        )
+    require_tensor(node, "lengths", lengths, "int64", "[4]")
     rows, keys = settings.block_size
     lengths = assert_shape(node, lengths, (4,))
     extents = dict(zip("bhij", bind_sizes(node, lengths)))

@@ -26,6 +26,7 @@ from ..helpers.compute import (
     require_numbers,
 )
 from ..helpers.contents import normalize_axis
+from ..helpers.requirements import require_choice
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
@@ -43,12 +44,7 @@ def emit_activation(node: Node, x: Value, name: str, attributes: Mapping[str, fl
     Raises:
         NodeError: The activation is not supported.
     """
-    if name not in _FUNCTIONS:
-        raise node.error(
-            "node.activation_unsupported",
-            f"attribute activation is '{name}'.",
-            f"Use one of {', '.join(sorted(_FUNCTIONS))}.",
-        )
+    require_choice(node, "activation", name, sorted(_FUNCTIONS), code="node.activation_unsupported")
     function, defaults = _FUNCTIONS[name]
     parameters = {key: attributes.get(key, default) for key, default in defaults.items()}
     return pointwise(node, lambda element: function(element, **parameters), x, name=name.lower())
@@ -130,8 +126,7 @@ def _shrink(x: Element, lambd: float, bias: float) -> Element:
 @op("Gelu", since=20)
 def _gelu(node: Node, x: Value) -> Value:
     form = node.attr("approximate", "none")
-    if form not in ("none", "tanh"):
-        raise node.error("gelu.approximate_unsupported", f"attribute approximate is '{form}'.", "Use 'none' or 'tanh'.")
+    require_choice(node, "approximate", form, ("none", "tanh"), code="gelu.approximate_unsupported")
     return pointwise(node, lambda element: gelu(element, form), x, name="gelu")
 
 

@@ -33,6 +33,7 @@ from ..helpers.compute import (
     require_numbers,
     widen_dtype,
 )
+from ..helpers.requirements import require_choice, require_rank
 
 # -- the four operations ----------------------------------------------------------------------------------------------
 
@@ -236,10 +237,7 @@ def clip(node: Node, x: Value, low: Value | None = None, high: Value | None = No
 
 def _require_scalar(node: Node, bound: Value) -> Value:
     """Return the bound, which may be a vector of one element, as older exporters write it."""
-    if bound.rank > 1:
-        raise node.error(
-            "clip.bound_not_scalar", f"{node.describe(bound, False)} has rank {bound.rank}.", "Make it a scalar."
-        )
+    require_rank(node, "min or max", bound, "[] or [1]", code="clip.bound_not_scalar")
     return assert_shape(node, bound, (1,) * bound.rank)
 
 
@@ -357,10 +355,7 @@ def bitshift(node: Node, x: Value, count: Value) -> Value:
     A count of at least the integer width leaves only the sign.
     """
     direction = node.attr("direction")
-    if direction not in ("LEFT", "RIGHT"):
-        raise node.error(
-            "bit_shift.direction_unsupported", f"attribute direction is {direction!r}.", "Use LEFT or RIGHT."
-        )
+    require_choice(node, "direction", direction, ("LEFT", "RIGHT"), code="bit_shift.direction_unsupported")
     return pointwise(node, _shift_left if direction == "LEFT" else _shift_right, x, count, name="bitshift")
 
 

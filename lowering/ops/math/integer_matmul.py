@@ -17,6 +17,7 @@ from ...importing.values import Size, Value, is_one
 from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import pointwise, relax_call
+from ..helpers.requirements import require_dtype
 from ..tensor.cast import cast_to
 from ..tensor.reshape import reshape_to
 from .matmul import emit_matmul
@@ -84,8 +85,7 @@ def integer_matmul(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero:
         NodeError: Another type, or shapes that do not fit.
     """
     for name, value in (("A", a), ("B", b)):
-        if value.dtype not in BYTES:
-            raise node.error("node.dtype_unsupported", f"{name} has type {value.dtype}.", "Use uint8 or int8.")
+        require_dtype(node, name, value, BYTES)
     if a.rank == 1 or b.rank == 1:  # a vector is a matrix of one row or column
         is_row, is_column = a.rank == 1, b.rank == 1
         a_zero = None if a_zero is None else broadcast_scale(node, a_zero, a.shape[-2] if a.rank > 1 else None)

@@ -17,6 +17,7 @@ from .. import op
 from ..helpers.assertions import assert_broadcastable
 from ..helpers.compute import is_float, relax_call, require_numbers, unify_sizes, widen_dtype
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_rank
 
 
 def emit_matmul(node: Node, a: Value, b: Value, acc_dtype: str | None = None) -> Value:
@@ -71,12 +72,8 @@ def gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
 
 def emit_gemm_accumulator(node: Node, a: Value, b: Value, c: Value | None) -> Value:
     """Emit alpha A' B' + beta C in the accumulator type."""
-    if a.rank != 2 or b.rank != 2:
-        raise node.error(
-            "gemm.rank_unsupported",
-            f"A and B have ranks {a.rank} and {b.rank}.",
-            "Use matrices, or MatMul for other ranks.",
-        )
+    for name, matrix in (("A", a), ("B", b)):
+        require_rank(node, name, matrix, "[rows, columns]", code="gemm.rank_unsupported")
     a = permute_axes(node, a, [1, 0]) if node.attr("transA", 0) else a
     b = permute_axes(node, b, [1, 0]) if node.attr("transB", 0) else b
     y = _scale(node, emit_matmul(node, a, b), "alpha")

@@ -20,6 +20,7 @@ from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, let
+from ..helpers.requirements import require_rank
 from ..helpers.run_time import bind_sizes, compute_sizes
 from ..tensor.reshape import reshape_to
 from .matmul import emit_matmul, permute_axes, round_to
@@ -148,12 +149,7 @@ def stft(
     """Emit [B, frames, frequencies, 2] of a signal [B, L, components], or [B, L]."""
     if signal.rank == 2:
         signal = reshape_to(node, signal, (*signal.shape, 1))
-    if signal.rank != 3:
-        raise node.error(
-            "stft.rank_unsupported",
-            f"input signal has rank {signal.rank}.",
-            "Give it the shape [batch, length, 1 or 2].",
-        )
+    require_rank(node, "signal", signal, "[batch, length, 1 or 2]", code="stft.rank_unsupported")
     default = None if window is None else _require_vector(node, window).shape[0]
     if default is None and frame_length is None:
         default = signal.shape[1]
@@ -218,8 +214,7 @@ def _read_frames(node: Node, frame_step: Value, length: Size, count: Size) -> tu
 
 
 def _require_vector(node: Node, window: Value) -> Value:
-    if window.rank != 1:
-        raise node.error("node.vector_required", f"input window has rank {window.rank}.", "Make it a vector.")
+    require_rank(node, "window", window, "[length]", code="node.vector_required")
     return window
 
 

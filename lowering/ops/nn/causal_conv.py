@@ -19,6 +19,7 @@ from ..helpers.assertions import assert_shape
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import number, pointwise, relax_call
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_choice, require_rank, require_same_dtype
 from ..math.activation import swish
 from ..math.matmul import round_to
 from ..tensor.concat import emit_concat
@@ -45,24 +46,14 @@ def read_causal_window(node: Node, x: Value, weight: Value, dilation: int = 1) -
     Raises:
         NodeError: An operand has another form.
     """
-    if x.rank != 3:
-        raise node.error(
-            "causal_conv_with_state.rank_unsupported",
-            f"input input has rank {x.rank}.",
-            "Use rank 3: batch, channels and length.",
-        )
+    require_rank(node, "input", x, "[N, C, L]", code="causal_conv_with_state.rank_unsupported")
     kernel = read_kernel_shape(node, x, weight, "[channels, 1, k]")
     return SpatialWindow(tuple(kernel), (1,), (dilation,), (0, 0), "NOTSET")
 
 
 def require_state_rank(node: Node, past: Value) -> Value:
     """Return past_state, which must have rank 3."""
-    if past.rank != 3:
-        raise node.error(
-            "causal_conv_with_state.past_rank_unsupported",
-            f"input past_state has rank {past.rank}.",
-            "Use rank 3: batch, channels and k - 1 positions.",
-        )
+    require_rank(node, "past_state", past, "[N, C, k - 1]", code="causal_conv_with_state.past_rank_unsupported")
     return past
 
 
@@ -77,12 +68,7 @@ def convolve_causally(
     state_shape = (batch, state_length, channels)
     if past is None:
         past = node.emit(relax.op.zeros(node.shape_expr(state_shape), x.dtype))
-    if past.dtype != x.dtype:
-        raise node.error(
-            "causal_conv_with_state.dtype_mismatch",
-            f"input past_state is {past.dtype}, and input is {x.dtype}.",
-            "Give both the same type.",
-        )
+    require_same_dtype(node, "past_state", past, "input", x, code="causal_conv_with_state.dtype_mismatch")
     past = assert_shape(node, past, state_shape)
     joined = emit_concat(node, [past, x], 1) if state_length else x
     weight = assert_shape(node, weight, (channels, 1, *window.kernel))
@@ -96,12 +82,7 @@ def apply_activation(node: Node, accumulator: Value, bias: Value | None, x: Valu
     The result is [B, L, C].
     """
     activation = node.attr("activation", "none")
-    if activation not in _ACTIVATIONS:
-        raise node.error(
-            "causal_conv_with_state.activation_unsupported",
-            f"attribute activation is '{activation}'.",
-            f"Use one of {', '.join(_ACTIVATIONS)}.",
-        )
+    require_choice(node, "activation", activation, _ACTIVATIONS, code="causal_conv_with_state.activation_unsupported")
     if bias is not None:
         vector = round_to(node, assert_bias_vector(node, bias, x.shape[2]), accumulator.dtype)
         accumulator = relax_call(node, relax.op.add, accumulator, vector)

@@ -19,6 +19,7 @@ from ..helpers.assertions import assert_nonnegative, assert_shape, require
 from ..helpers.compute import require_numbers, widen_dtype
 from ..helpers.contents import read_sizes
 from ..helpers.kernels import compute
+from ..helpers.requirements import read_length, require_rank
 from ..helpers.run_time import bind_sizes
 from .window import SpatialWindow
 
@@ -27,12 +28,7 @@ from .window import SpatialWindow
 def col2im(node: Node, x: Value, image_shape: Value, block_shape: Value) -> Value:
     """Emit [N, C, *image_shape] of x [N, C * elements of a block, blocks]."""
     require_numbers(node, x)
-    if x.rank != 3:
-        raise node.error(
-            "col2im.rank_unsupported",
-            f"input has rank {x.rank}.",
-            "Give it the shape [N, C * elements of a block, blocks].",
-        )
+    require_rank(node, "input", x, "[N, C * elements of a block, blocks]", code="col2im.rank_unsupported")
     image, block = (
         _read_vector(node, *argument) for argument in (("image_shape", image_shape), ("block_shape", block_shape))
     )
@@ -86,17 +82,7 @@ def col2im(node: Node, x: Value, image_shape: Value, block_shape: Value) -> Valu
 
 def _read_vector(node: Node, name: str, value: Value) -> list[Size]:
     """Return the sizes in the input; those bound at run time are not negative."""
-    if value.rank != 1:
-        raise node.error(
-            "col2im.vector_required",
-            f"input {name} has rank {value.rank}.",
-            "Give it the shape [number of spatial axes].",
-        )
-    if not isinstance(value.shape[0], int):
-        raise node.error(
-            "node.static_length_required",
-            f"input {name} has a symbolic length.",
-            "Give it a static length, the number of spatial axes.",
-        )
+    require_rank(node, name, value, "[spatial axes]", code="col2im.vector_required")
+    read_length(node, name, value)
     static_sizes = read_sizes(value)
     return bind_sizes(node, value) if static_sizes is None else static_sizes

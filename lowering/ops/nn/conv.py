@@ -17,6 +17,7 @@ from ..helpers.assertions import assert_divisible, assert_shape
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import Element, relax_call, require_numbers, unify_sizes, widen_dtype
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_rank
 from ..math.matmul import emit_matmul, permute_axes, round_to
 from ..tensor.reshape import reshape_to
 from .window import SpatialWindow, assert_window_fits
@@ -85,12 +86,7 @@ def read_kernel_shape(node: Node, x: Value, w: Value, form: str) -> list[int]:
 
 def assert_bias_vector(node: Node, bias: Value, outputs: Size) -> Value:
     """Return the bias, proved or asserted at run time to be [M]."""
-    if bias.rank != 1:
-        raise node.error(
-            "conv.bias_rank_unsupported",
-            f"{node.describe(bias, False)} has rank {bias.rank}.",
-            "Give it the shape [M].",
-        )
+    require_rank(node, "B", bias, "[M]", code="conv.bias_rank_unsupported")
     return assert_shape(node, bias, (outputs,))
 
 

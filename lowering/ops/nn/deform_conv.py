@@ -19,8 +19,9 @@ from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..helpers.assertions import assert_divisible, assert_shape
 from ..helpers.channels import channels_last, channels_second
-from ..helpers.compute import is_float, number, relax_call, widen_dtype
+from ..helpers.compute import number, relax_call, widen_dtype
 from ..helpers.kernels import compute, emit_loops, let
+from ..helpers.requirements import require_float, require_range
 from ..math.matmul import emit_matmul, permute_axes, round_to
 from ..tensor.reshape import reshape_to
 from .conv import assert_bias_vector, read_kernel_shape
@@ -42,8 +43,7 @@ def deform_conv(
         node.attr("group", 1),
         _read_groups(node),
     )
-    if not is_float(x.dtype):
-        raise node.error("deform_conv.dtype_unsupported", f"input X is {x.dtype}.", "Cast it to a float type.")
+    require_float(node, "X", x, code="deform_conv.dtype_unsupported")
     window = SpatialWindow.read(node, kernel)
     w = assert_divisible(node, w, 0, group, "group")
     outputs, inner = (number(node, f"dimension {axis} of W", w.shape[axis]) for axis in (0, 1))
@@ -71,8 +71,7 @@ def deform_conv(
 
 def _read_groups(node: Node) -> int:
     groups = int(node.attr("offset_group", 1))
-    if groups < 1:
-        raise node.error("node.value_out_of_range", f"attribute offset_group is {groups}.", "Use 1 or more.")
+    require_range(node, "offset_group", groups, 1)
     return groups
 
 

@@ -21,6 +21,7 @@ from ..helpers.assertions import assert_shape, require
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import is_float, widen_dtype
 from ..helpers.kernels import compute, emit_loops, let
+from ..helpers.requirements import require_choice
 
 _CUBIC = -0.75
 _UNROLLED = 8  # elements whose sum is unrolled
@@ -37,12 +38,7 @@ def grid_sample(node: Node, x: Value, grid: Value) -> Value:
     """
     mode, padding = node.attr("mode", "linear"), node.attr("padding_mode", "zeros")
     for name, attribute, legal in (("mode", mode, tuple(_MODES)), ("padding_mode", padding, _PADDINGS)):
-        if attribute not in legal:
-            raise node.error(
-                "grid_sample.attribute_unsupported",
-                f"attribute {name} is '{attribute}'.",
-                f"Use one of {', '.join(legal)}.",
-            )
+        require_choice(node, name, attribute, legal, code="grid_sample.attribute_unsupported")
     count = _MODES[mode]
     spatial = x.rank - 2
     if spatial < 1 or grid.rank != x.rank or grid.shape[-1] != spatial:

@@ -17,6 +17,7 @@ from .. import op
 from ..helpers.channels import channels_second
 from ..helpers.compute import Element, relax_call
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_dtype
 from ..math.integer_matmul import BYTES, broadcast_scale, integer_matmul, requantize
 from ..tensor.cast import cast_to
 from ..tensor.reshape import reshape_to
@@ -60,8 +61,7 @@ def qlinear_conv(
 def _emit_accumulator(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Value | None) -> Value:
     """Emit the accumulators [N, D1, ..., M], int32."""
     for name, value in (("X", x), ("W", w)):
-        if value.dtype not in BYTES:
-            raise node.error("node.dtype_unsupported", f"{name} has type {value.dtype}.", "Use uint8 or int8.")
+        require_dtype(node, name, value, BYTES)
     x_zero = None if x_zero is None else broadcast_scale(node, x_zero)
     w_zero = None if w_zero is None else broadcast_scale(node, w_zero, w.shape[0])
     x, w, window, group = read_conv_operands(node, x, w)

@@ -19,8 +19,9 @@ from ...importing.values import Value
 from .. import op
 from ..helpers.assertions import assert_broadcastable, assert_channel_vectors, assert_divisible
 from ..helpers.channels import unify_layouts
-from ..helpers.compute import SUM, Element, Extent, is_float, read_element, reduce_axes, require_numbers, widen_dtype
+from ..helpers.compute import SUM, Element, Extent, read_element, reduce_axes, require_numbers, widen_dtype
 from ..helpers.contents import normalize_axis
+from ..helpers.requirements import reject_attribute, require_choice, require_float, require_range
 
 _MAX_CHANNELS = 2**31 - 1  # of a window of LRN
 
@@ -196,12 +197,13 @@ def _normalize_groups(node: Node, x: Value, scale: Value, bias: Value, groups: i
 def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
     """Emit x * gain + offset per channel, from the mean and variance inputs."""
     require_numbers(node, x, scale, bias, mean, variance)
-    if node.attr("training_mode", 0):
-        raise node.error(
-            "batch_normalization.training_unsupported",
-            "attribute training_mode is 1.",
-            "Export the model for inference (model.eval()).",
-        )
+    reject_attribute(
+        node,
+        "training_mode",
+        0,
+        "Export the model for inference (model.eval()).",
+        code="batch_normalization.training_unsupported",
+    )
     x, scale, bias, mean, variance = assert_channel_vectors(node, x, scale, bias, mean, variance)
     epsilon, dtype = node.attr("epsilon", 1e-5), widen_dtype(x.dtype)
     (x,), order, back = unify_layouts(node, x)
@@ -233,10 +235,8 @@ def lrn(node: Node, x: Value) -> Value:
     (x,) = assert_channel_vectors(node, x)
     require_numbers(node, x)
     size, alpha, beta, bias = (node.attr(*a) for a in (("size",), ("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0)))
-    if not 1 <= size <= _MAX_CHANNELS:
-        raise node.error("lrn.size_out_of_range", f"attribute size is {size}.", f"Use 1 to {_MAX_CHANNELS}.")
-    if not is_float(x.dtype):
-        raise node.error("node.float_required", f"X is {x.dtype}.", "Cast it to a float type.")
+    require_range(node, "size", size, 1, _MAX_CHANNELS, code="lrn.size_out_of_range")
+    require_float(node, "X", x)
     dtype, before = widen_dtype(x.dtype), (size - 1) // 2
     (x,), order, back = unify_layouts(node, x)
     channel = order.index(1)
@@ -270,8 +270,7 @@ def lp_normalization(node: Node, x: Value) -> Value:
     """Emit x / |x|_p along one axis, 0 where the norm is 0."""
     require_numbers(node, x)
     axis, p, dtype = normalize_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widen_dtype(x.dtype)
-    if p not in (1, 2):
-        raise node.error("lp_normalization.p_unsupported", f"attribute p is {p}.", "Use 1 or 2.")
+    require_choice(node, "p", p, (1, 2), code="lp_normalization.p_unsupported")
 
     def kernel(x: te.Tensor) -> te.Tensor:
         def power(*index: Element) -> Element:

@@ -10,7 +10,8 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..helpers.channels import channels_last, channels_second, unify_layouts
-from ..helpers.compute import MAXIMUM, SUM, Element, Reducer, is_float, reduce_axes, require_numbers, widen_dtype
+from ..helpers.compute import MAXIMUM, SUM, Element, Reducer, reduce_axes, require_numbers, widen_dtype
+from ..helpers.requirements import require_float, require_range
 from .unpooling import emit_max_with_indices
 from .window import SpatialWindow, assert_window_fits
 
@@ -116,10 +117,8 @@ def _count_within(first: Element, step: int, count: int, low: Element, high: Ele
 def _make_norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[[Element], Element]]:
     """Return the functions |x|^p of an element and p-th root of a sum, for attribute p."""
     p = node.attr("p", 2)
-    if not 1 <= p <= _MAX_NORM:
-        raise node.error("node.value_out_of_range", f"attribute p is {p}.", f"Use 1 to {_MAX_NORM}.")
-    if not is_float(x.dtype):
-        raise node.error("node.float_required", f"X is {x.dtype}.", "Cast it to a float type.")
+    require_range(node, "p", p, 1, _MAX_NORM)
+    require_float(node, "X", x)
 
     def power(x: Element) -> Element:
         if p % 2 == 0:

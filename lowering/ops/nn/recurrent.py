@@ -15,6 +15,7 @@ from ...tensorir.recurrence import GATES, Activation, Recurrence, make_plain_rec
 from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number
+from ..helpers.requirements import require_choice, require_dtype, require_tensor
 from ..math.matmul import permute_axes, round_to
 from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to
@@ -137,12 +138,7 @@ def emit_recurrent(
 def _check_floats(node: Node, inputs: Mapping[str, Value]) -> None:
     """Raise NodeError if an input is not of a float type and rank 3."""
     for name, value in inputs.items():
-        if value.rank != 3 or value.dtype not in _FLOATS:
-            raise node.error(
-                "rnn.input_unsupported",
-                f"input {name} is {value.dtype} of rank {value.rank}.",
-                "Give it a float type and rank 3.",
-            )
+        require_tensor(node, name, value, _FLOATS, "[length, batch, elements]", code="rnn.input_unsupported")
 
 
 def _check_units(node: Node, units: int, width: int) -> None:
@@ -169,18 +165,14 @@ def _read_states(node: Node, kind: str, inputs: Mapping[str, Value], shape: Shap
 def _read_lengths(node: Node, lengths: Value, batch: Size) -> Value:
     """Return sequence_lens, int32 [B]."""
     lengths = assert_shape(node, _require_rank(node, "sequence_lens", lengths, 1), (batch,))
-    if lengths.dtype != "int32":
-        raise node.error("rnn.sequence_lens_unsupported", f"input sequence_lens is {lengths.dtype}.", "Make it int32.")
+    require_dtype(node, "sequence_lens", lengths, "int32", code="rnn.sequence_lens_unsupported")
     return lengths
 
 
 def _count_directions(node: Node) -> int:
     legal = {"forward": 1, "reverse": 1, "bidirectional": 2}
     direction = node.attr("direction", "forward")
-    if direction not in legal:
-        raise node.error(
-            "rnn.direction_unsupported", f"attribute direction is '{direction}'.", f"Use one of {', '.join(legal)}."
-        )
+    require_choice(node, "direction", direction, legal, code="rnn.direction_unsupported")
     return legal[direction]
 
 

@@ -28,6 +28,7 @@ from ..helpers.channels import unify_layouts
 from ..helpers.compute import is_float, widen_dtype
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, emit_loops, let
+from ..helpers.requirements import require_choice, require_dtype
 from ..helpers.run_time import bind_sizes, compute_sizes
 from ..tensor.slice import emit_slice
 from .resized_axis import (
@@ -98,20 +99,14 @@ def resize(
 
 def _read_choice(node: Node, name: str, default: str, legal: Sequence[str]) -> str:
     choice = node.attr(name, default)
-    if choice not in legal:
-        raise node.error(
-            "resize.attribute_unsupported", f"attribute {name} is '{choice}'.", f"Use one of {', '.join(legal)}."
-        )
+    require_choice(node, name, choice, legal, code="resize.attribute_unsupported")
     return str(choice)
 
 
 def _read_mode(node: Node, coordinates: str) -> str:
-    if coordinates not in _COORDINATES:
-        raise node.error(
-            "resize.attribute_unsupported",
-            f"attribute coordinate_transformation_mode is '{coordinates}'.",
-            f"Use one of {', '.join(_COORDINATES)}.",
-        )
+    require_choice(
+        node, "coordinate_transformation_mode", coordinates, _COORDINATES, code="resize.attribute_unsupported"
+    )
     mode = _read_choice(node, "mode", "nearest", ("nearest", "linear", "bilinear", "trilinear", "cubic"))
     return "linear" if mode.endswith("linear") else mode
 
@@ -166,8 +161,7 @@ def _emit_resize(
 
 
 def _apply_scales(node: Node, x: Value, axes: Sequence[int], scales: Value) -> list[ResizedAxis]:
-    if scales.dtype != "float32":
-        raise node.error("resize.scales_dtype_unsupported", f"input scales is {scales.dtype}.", "Make it float32.")
+    require_dtype(node, "scales", scales, "float32", code="resize.scales_dtype_unsupported")
     in_sizes = [x.shape[axis] for axis in axes]
     if scales.constant is None:
         return _apply_runtime_scales(node, x, axes, scales)
@@ -210,8 +204,7 @@ def _apply_runtime_scales(node: Node, x: Value, axes: Sequence[int], scales: Val
 
 def _apply_sizes(node: Node, x: Value, axes: Sequence[int], sizes: Value | None) -> list[ResizedAxis]:
     assert sizes is not None
-    if sizes.dtype != "int64":
-        raise node.error("resize.sizes_dtype_unsupported", f"input sizes is {sizes.dtype}.", "Make it int64.")
+    require_dtype(node, "sizes", sizes, "int64", code="resize.sizes_dtype_unsupported")
     out_sizes = read_sizes(sizes)
     if out_sizes is None:
         other_dims = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)

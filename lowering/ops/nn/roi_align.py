@@ -20,6 +20,7 @@ from ..helpers.assertions import assert_in_bounds, assert_shape, require
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import is_float, widen_dtype
 from ..helpers.kernels import emit_loops, let, serial
+from ..helpers.requirements import require_choice
 from ..math.matmul import round_to
 
 _MAX_SAMPLES = 1 << 12  # samples along a side of one element of the result
@@ -98,12 +99,7 @@ def _check_attributes(node: Node, mode: str, coordinates: str, ratio: int, out_s
         ("mode", mode, ("avg", "max")),
         ("coordinate_transformation_mode", coordinates, ("half_pixel", "output_half_pixel")),
     ):
-        if attribute not in legal:
-            raise node.error(
-                "roi_align.attribute_unsupported",
-                f"attribute {name} is '{attribute}'.",
-                f"Use one of {', '.join(legal)}.",
-            )
+        require_choice(node, name, attribute, legal, code="roi_align.attribute_unsupported")
     if not all(1 <= n <= _MAX_SIDE for n in out_sizes) or not 0 <= ratio <= _MAX_SAMPLES:
         raise node.error(
             "roi_align.size_out_of_range",

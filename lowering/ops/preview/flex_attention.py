@@ -22,6 +22,7 @@ from .. import op
 from ..attention.attend import lower_attention
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number, unify_sizes
+from ..helpers.requirements import require_dtype, require_head_groups, require_rank, require_same_dtype
 from . import DOMAIN
 from .materialized_scores import compute_probabilities, compute_scores, weight_values
 from .mods import ModGraph
@@ -80,32 +81,16 @@ class _AttentionSizes:
 
 def _read_sizes(node: Node, q: Value, k: Value, v: Value) -> _AttentionSizes:
     for name, value in (("Q", q), ("K", k), ("V", v)):
-        if value.rank != 4:
-            raise node.error(
-                "node.rank_unsupported",
-                f"input {name} has rank {value.rank}.",
-                "Make it [batch, heads, length, head size].",
-            )
-        if value.dtype not in _FLOATS:
-            raise node.error(
-                "node.dtype_unsupported", f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}."
-            )
-        if value.dtype != q.dtype:
-            raise node.error(
-                "node.dtype_mismatch", f"input {name} is {value.dtype} and Q is {q.dtype}.", "Give them the same type."
-            )
+        require_rank(node, name, value, "[batch, heads, length, head size]")
+        require_dtype(node, name, value, _FLOATS)
+        require_same_dtype(node, name, value, "Q", q)
 
     def require_same(what: str, axis: int, **values: Value) -> Size:
         return unify_sizes(node, what, **{name: value.shape[axis] for name, value in values.items()})
 
     q_heads = number(node, "number of heads of Q", q.shape[1])
     kv_heads = number(node, "number of heads of K", require_same("number of heads", 1, K=k, V=v))
-    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
-        raise node.error(
-            "flex_attention.heads_not_divisible",
-            f"{q_heads} query heads do not divide into {kv_heads} key/value heads.",
-            "Choose the number of query heads as a multiple of the number of key/value heads.",
-        )
+    require_head_groups(node, q_heads, kv_heads, code="flex_attention.heads_not_divisible")
     return _AttentionSizes(
         batch=require_same("batch size", 0, Q=q, K=k, V=v),
         q_heads=q_heads,

@@ -11,6 +11,7 @@ from ...importing.values import Value, static
 from .. import op
 from ..attention.linear_attention import FLOATS, LinearAttentionInputs, read_linear_attention
 from ..helpers.assertions import assert_shape
+from ..helpers.requirements import require_tensor
 from ..microsoft.attention.linear_attention import read_head_counts
 from .layer_states import select_layer_states
 
@@ -40,12 +41,7 @@ def served_linear_attention(
         node, LinearAttentionInputs(query, key, value, decay, beta), q_heads, kv_heads, shared_keys=True
     )
     shape = (*states.shape[:2], kv_heads, record.head_dim, record.v_head_dim)
-    if states.rank != 5 or states.dtype not in FLOATS:
-        raise node.error(
-            "node.tensor_type_unsupported",
-            f"input states is {states.dtype} of rank {states.rank}.",
-            "Make it floats [slots, layers, kv_num_heads, D, Dv].",
-        )
+    require_tensor(node, "states", states, FLOATS, "[slots, layers, kv_num_heads, D, Dv]")
     pool, pages = select_layer_states(node, state_slots, assert_shape(node, states, shape), past)
     record = replace(record, batch=static(past.shape[0]), state_dtype=states.dtype, packed=True)
     tables = [assert_shape(node, table, past.shape) for table in (first_rows, row_counts, past)]

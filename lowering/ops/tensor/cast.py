@@ -17,6 +17,7 @@ from ..helpers.channels import call_in_common_layout
 from ..helpers.compute import is_float, pointwise, widen_dtype
 from ..helpers.float8 import FORMATS, SCALE, decode, encode, encode_scale
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_choice
 
 _NATIVE = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -66,10 +67,7 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         return call_in_common_layout(node, lambda x: node.emit(relax.op.astype(node.tensor(x), dtype), dtype), [data])
     # TVM converts a constant of one element to a Python number, which not every type can represent.
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
-    if mode not in ("up", "down", "nearest"):
-        raise node.error(
-            "cast.round_mode_unsupported", f"attribute round_mode is '{mode}'.", "Use up, down or nearest."
-        )
+    require_choice(node, "round_mode", mode, ("up", "down", "nearest"), code="cast.round_mode_unsupported")
 
     def element(index: Any, x: Any) -> Any:
         number = x(*index)

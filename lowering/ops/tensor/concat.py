@@ -22,6 +22,7 @@ from ..helpers.channels import unify_layouts
 from ..helpers.compute import combine_in_groups
 from ..helpers.contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
 from ..helpers.kernels import emit_blocks, grid
+from ..helpers.requirements import require_rank
 from ..helpers.run_time import bind_sizes
 from .slice import emit_slice
 
@@ -91,8 +92,7 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
     dim = data.shape[axis]
     sizes_of_outputs: list[Size] | None = node.attr("split", None)
     if lengths is not None:
-        if lengths.rank != 1:
-            raise node.error("node.vector_required", f"input split has rank {lengths.rank}.", "Make it a vector.")
+        require_rank(node, "split", lengths, "[outputs]", code="node.vector_required")
         lengths = assert_shape(node, lengths, (count,))
         static_sizes = read_sizes(lengths)
         sizes_of_outputs = bind_sizes(node, lengths) if static_sizes is None else static_sizes

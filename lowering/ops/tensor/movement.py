@@ -16,6 +16,7 @@ from ..helpers.assertions import assert_in_bounds, assert_nonnegative, assert_sh
 from ..helpers.channels import channels_second, unify_layouts
 from ..helpers.contents import can_fold_contents, fits_contents, fold_contents, normalize_axis, read_sizes
 from ..helpers.kernels import compute
+from ..helpers.requirements import read_length, require_rank
 from ..helpers.run_time import bind_sizes, compute_sizes
 from .reshape import reshape_to
 
@@ -49,14 +50,9 @@ def emit_transpose(node: Node, data: Value, order: list[int]) -> Value:
 @op("Expand", since=8)
 def expand(node: Node, data: Value, shape: Value) -> Value:
     target = read_sizes(shape)
-    if shape.rank != 1:
-        raise node.error("node.vector_required", f"input shape has rank {shape.rank}.", "Make it a vector.")
-    if target is None and not isinstance(shape.shape[0], int):
-        raise node.error(
-            "node.static_length_required",
-            "input shape has a symbolic length, so the rank of the result is unknown.",
-            "Give it a static length.",
-        )
+    require_rank(node, "shape", shape, "[rank of the result]", code="node.vector_required")
+    if target is None:
+        read_length(node, "shape", shape)
     count = shape.shape[0]
     rank = max(data.rank, count)
     if target is not None:
@@ -212,10 +208,7 @@ def where(node: Node, condition: Value, a: Value, b: Value) -> Value:
 @op("Trilu", since=14)
 def trilu(node: Node, data: Value, k: Value | None = None) -> Value:
     upper = bool(node.attr("upper", 1))
-    if data.rank < 2:
-        raise node.error(
-            "trilu.rank_unsupported", f"the input has rank {data.rank}.", "Use a matrix, or a batch of matrices."
-        )
+    require_rank(node, "input", data, "[rows, columns, ...]", code="trilu.rank_unsupported")
     offset = [0] if k is None else read_sizes(k)
     far = tirx.IntImm("int64", _MAX_DIAGONAL)
     zero = tirx.const(0, storage_dtype(data.dtype))

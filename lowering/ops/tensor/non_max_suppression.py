@@ -13,6 +13,7 @@ from ...importing.values import Value, prod
 from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.kernels import emit_loops, serial
+from ..helpers.requirements import require_dtype, require_tensor
 from ..helpers.run_time import bind_sizes
 from .reshape import reshape_to
 from .slice import emit_slice
@@ -82,12 +83,14 @@ def non_max_suppression(
 def _check_types(node: Node, boxes: Value, scores: Value) -> None:
     """Raise NodeError if boxes or scores are not float32 of rank 3."""
     for name, value in (("boxes", boxes), ("scores", scores)):
-        if value.rank != 3 or value.dtype != "float32":
-            raise node.error(
-                "non_max_suppression.input_unsupported",
-                f"input {name} is {value.dtype} of rank {value.rank}.",
-                "Make it float32 of rank 3.",
-            )
+        require_tensor(
+            node,
+            name,
+            value,
+            "float32",
+            "[batches, boxes, 4] or [batches, classes, boxes]",
+            code="non_max_suppression.input_unsupported",
+        )
 
 
 def _accept_score(score: Any, min_score: Any) -> Any:
@@ -99,12 +102,13 @@ def _accept_score(score: Any, min_score: Any) -> Any:
 def _read_limit(node: Node, value: Value | None, default: np.ndarray) -> Value:
     if value is None:
         return node.constant(default)
-    if value.dtype != default.dtype.name:
-        raise node.error(
-            "non_max_suppression.dtype_unsupported",
-            f"{node.describe(value, False)} is {value.dtype}.",
-            f"Make it {default.dtype.name}.",
-        )
+    require_dtype(
+        node,
+        "max_output_boxes_per_class, iou_threshold or score_threshold",
+        value,
+        default.dtype.name,
+        code="non_max_suppression.dtype_unsupported",
+    )
     return reshape_to(node, value, (1,))
 
 

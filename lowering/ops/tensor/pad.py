@@ -17,6 +17,7 @@ from ..helpers.assertions import assert_in_bounds, assert_nonnegative, assert_sh
 from ..helpers.channels import unify_layouts
 from ..helpers.contents import normalize_axis, read_constant_ints, read_sizes
 from ..helpers.kernels import compute
+from ..helpers.requirements import read_length, require_choice
 from ..helpers.run_time import bind_sizes, compute_sizes
 from .reshape import reshape_to
 from .slice import emit_slice
@@ -91,9 +92,7 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
     """Emit a kernel that computes the padding before each dimension, and the dimensions of the result."""
     mode, rank = _read_mode(node), data.rank
     axes = node.constant(np.arange(rank)) if axes is None else axes
-    count = axes.shape[0]
-    if not isinstance(count, int):
-        raise node.error("node.static_length_required", "input axes has a symbolic length.", "Give it a static length.")
+    count = read_length(node, "axes", axes)
     axes = assert_in_bounds(node, axes, rank, bound_name=f"the rank of {node.describe(data, False)}")
     if pads.rank != 1 or (isinstance(pads.shape[0], int) and pads.shape[0] != 2 * count):
         raise node.error(
@@ -154,8 +153,7 @@ def _map_inside(mode: str, position: Any, dim: Any) -> Any:
 
 def _read_mode(node: Node) -> str:
     mode = node.attr("mode", "constant")
-    if mode not in _MODES:
-        raise node.error("pad.mode_unsupported", f"attribute mode is '{mode}'.", f"Use one of {', '.join(_MODES)}.")
+    require_choice(node, "mode", mode, _MODES, code="pad.mode_unsupported")
     return mode
 
 

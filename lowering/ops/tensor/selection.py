@@ -18,6 +18,7 @@ from ..helpers.assertions import assert_in_bounds, require
 from ..helpers.compute import MAXIMUM, MINIMUM, Reducer, is_float, read_element
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, emit_loops, grid, serial
+from ..helpers.requirements import require_rank
 from ..helpers.run_time import bind_sizes
 from .gather import wrap_index
 from .reshape import reshape_to
@@ -233,8 +234,7 @@ def compress(node: Node, data: Value, condition: Value) -> Value:
     if axis is None:
         data, axis = reshape_to(node, data, (prod(data.shape),)), 0
     axis = normalize_axis(node, axis, data.rank)
-    if condition.rank != 1:
-        raise node.error("node.vector_required", f"input condition has rank {condition.rank}.", "Make it a vector.")
+    require_rank(node, "condition", condition, "[length]", code="node.vector_required")
     count, size = condition.shape[0], data.shape[axis]
     text = f"input condition has {{}} elements, for dimension {axis}, which has {{}}."
     condition = require(

@@ -16,6 +16,7 @@ from ..helpers import symbolic
 from ..helpers.assertions import assert_nonnegative
 from ..helpers.contents import fits_contents, read_sizes
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_rank
 from ..helpers.run_time import bind_sizes, compute_sizes
 from .reshape import reshape_to
 
@@ -86,8 +87,7 @@ def emit_full(node: Node, scalar: Value, shape: Shape) -> Value:
 @op("EyeLike", since=9)
 def eye_like(node: Node, data: Value) -> Value:
     k = max(-_MAX_OFFSET, min(node.attr("k", 0), _MAX_OFFSET))
-    if data.rank != 2:
-        raise node.error("eye_like.rank_unsupported", f"the input has rank {data.rank}.", "Make it a matrix.")
+    require_rank(node, "input", data, "[rows, columns]", code="eye_like.rank_unsupported")
     onnx_type = node.attr("dtype", None)
     dtype = data.dtype if onnx_type is None else ir.DataType(onnx_type).numpy().name
     if storage_dtype(dtype) != dtype:

@@ -23,6 +23,7 @@ from ..helpers.contents import (
     read_sizes,
 )
 from ..helpers.kernels import compute
+from ..helpers.requirements import read_length, require_rank
 from ..helpers.run_time import bind_sizes, compute_sizes
 from .shape import ceil_divide, clamp_nonnegative
 
@@ -42,16 +43,9 @@ def slice_10(
     node: Node, data: Value, starts: Value, ends: Value, axes: Value | None = None, steps: Value | None = None
 ) -> Value:
     first, last = read_sizes(starts), read_sizes(ends)
-    if starts.rank != 1:
-        raise node.error("node.vector_required", f"input starts has rank {starts.rank}.", "Make it a vector.")
-    count = starts.shape[0]
-    if not isinstance(count, int):
-        raise node.error(
-            "node.static_length_required", "input starts has a symbolic length.", "Give it a static length."
-        )
+    count = read_length(node, "starts", starts)
     for name, vector in (("ends", ends), ("axes", axes), ("steps", steps)):
-        if vector is not None and vector.rank != 1:
-            raise node.error("node.vector_required", f"input {name} has rank {vector.rank}.", "Make it a vector.")
+        require_rank(node, name, vector, "[length]", code="node.vector_required")
     ends = assert_shape(node, ends, (count,))
     axes, steps = (None if v is None else assert_shape(node, v, (count,)) for v in (axes, steps))
     stride = [1] * count if steps is None else read_sizes(steps)

@@ -19,6 +19,7 @@ from ...importing.values import Value
 from .. import op
 from ..helpers import symbolic
 from ..helpers.kernels import compute
+from ..helpers.requirements import require_choice
 from ..tensor.reshape import reshape_to
 from ..tensor.selection import non_zero
 
@@ -67,12 +68,7 @@ def regex_full_match(node: Node, x: Value) -> Value:
 def string_normalizer(node: Node, x: Value) -> Value:
     """Return the strings [C] or [1, C] without stop words, in another case; if none remain, one empty string."""
     action, stopwords = node.attr("case_change_action", "NONE"), node.attr("stopwords", [])
-    if action not in _CASES:
-        raise node.error(
-            "string_normalizer.case_unsupported",
-            f"attribute case_change_action is '{action}'.",
-            f"Use one of {', '.join(_CASES)}.",
-        )
+    require_choice(node, "case_change_action", action, _CASES, code="string_normalizer.case_unsupported")
     if x.rank not in (1, 2) or (x.rank == 2 and x.shape[0] != 1):
         raise node.error(
             "string_normalizer.shape_unsupported",

@@ -18,6 +18,7 @@ from ...importing.values import Value
 from ...tensorir.independent_loops import independent_loops
 from .. import op
 from ..helpers.kernels import emit_loops, let, serial
+from ..helpers.requirements import require_choice, require_range, require_rank
 from ..tensor.reshape import reshape_to
 
 _MODES = ("TF", "IDF", "TFIDF")
@@ -42,14 +43,8 @@ class _NgramPool:
 def tfidf_vectorizer(node: Node, x: Value) -> Value:
     """Emit [max(ngram_indexes) + 1] of X [C], or [N, max(ngram_indexes) + 1] of X [N, C]."""
     mode = node.attr("mode")
-    if mode not in _MODES:
-        raise node.error(
-            "tf_idf_vectorizer.mode_unsupported", f"attribute mode is '{mode}'.", f"Use one of {', '.join(_MODES)}."
-        )
-    if x.rank not in (1, 2):
-        raise node.error(
-            "tf_idf_vectorizer.rank_unsupported", f"input X has rank {x.rank}.", "Give it the shape [C] or [N, C]."
-        )
+    require_choice(node, "mode", mode, _MODES, code="tf_idf_vectorizer.mode_unsupported")
+    require_rank(node, "X", x, "[C] or [N, C]", code="tf_idf_vectorizer.rank_unsupported")
     pool = _read_pool(node, x.dtype)
     weights = _read_weights(node, len(pool.firsts) - 1)
     dtype = "string" if x.dtype == "string" else "int64"
@@ -145,8 +140,7 @@ def _read_weights(node: Node, count: int) -> np.ndarray:
 def _emit_counts(node: Node, rows: Value, pool: _NgramPool, weights: np.ndarray, mode: str) -> Value:
     """Emit the counts [N, outputs], weighted by the mode, of rows [N, C]."""
     skips, columns = node.attr("max_skip_count"), rows.shape[1]
-    if skips < 0:
-        raise node.error("node.value_out_of_range", f"attribute max_skip_count is {skips}.", "Use 0 or more.")
+    require_range(node, "max_skip_count", skips, 0)
     one, zero = (tirx.const(number, "float32") for number in (1.0, 0.0))
 
     def statements(x: Any, firsts: Any, starts: Any, lengths: Any, items: Any, weights: Any, y: Any) -> None:
