@@ -33,24 +33,15 @@ from ..helpers.compute import (
     require_numbers,
     widen_dtype,
 )
+from ..helpers.relax_operators import register_relax_operator
 from ..helpers.requirements import require_choice, require_rank
 
 # -- the four operations ----------------------------------------------------------------------------------------------
 
 
-@op("Add", since=7)
-def add(node: Node, a: Value, b: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.add, a, b) or relax_call(node, relax.op.add, a, b)
-
-
-@op("Sub", since=7)
-def sub(node: Node, a: Value, b: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.subtract, a, b) or relax_call(node, relax.op.subtract, a, b)
-
-
-@op("Mul", since=7)
-def mul(node: Node, a: Value, b: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.multiply, a, b) or relax_call(node, relax.op.multiply, a, b)
+add = register_relax_operator("Add", 7, relax.op.add, symbolic.add)
+sub = register_relax_operator("Sub", 7, relax.op.subtract, symbolic.subtract)
+mul = register_relax_operator("Mul", 7, relax.op.multiply, symbolic.multiply)
 
 
 @op("Div", since=7)
@@ -250,9 +241,7 @@ def clip_to_attributes(node: Node, x: Value) -> Value:
 # -- one operand ------------------------------------------------------------------------------------------------------
 
 
-@op("Neg", since=6)
-def neg(node: Node, x: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.negative, x) or relax_call(node, relax.op.negative, x)
+neg = register_relax_operator("Neg", 6, relax.op.negative, symbolic.negative)
 
 
 @op("Abs", since=6)
@@ -328,24 +317,13 @@ for _name, (_since, _function) in _FUNCTIONS.items():
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
-@op("BitwiseAnd", since=18)
-def bitwise_and(node: Node, a: Value, b: Value) -> Value:
-    return relax_call(node, relax.op.bitwise_and, a, b)
-
-
-@op("BitwiseOr", since=18)
-def bitwise_or(node: Node, a: Value, b: Value) -> Value:
-    return relax_call(node, relax.op.bitwise_or, a, b)
-
-
-@op("BitwiseXor", since=18)
-def bitwise_xor(node: Node, a: Value, b: Value) -> Value:
-    return relax_call(node, relax.op.bitwise_xor, a, b)
-
-
-@op("BitwiseNot", since=18)
-def bitwise_not(node: Node, x: Value) -> Value:
-    return relax_call(node, relax.op.bitwise_not, x)
+for _name, _operator in (
+    ("BitwiseAnd", relax.op.bitwise_and),
+    ("BitwiseOr", relax.op.bitwise_or),
+    ("BitwiseXor", relax.op.bitwise_xor),
+    ("BitwiseNot", relax.op.bitwise_not),
+):
+    register_relax_operator(_name, 18, _operator)
 
 
 @op("BitShift", since=11)

@@ -9,6 +9,7 @@ from ...importing.values import Value
 from .. import op
 from ..helpers import symbolic
 from ..helpers.compute import relax_call
+from ..helpers.relax_operators import register_relax_operator
 
 
 @op("Equal", since=7)
@@ -21,16 +22,12 @@ def equal(node: Node, a: Value, b: Value) -> Value:
     return folded or relax_call(node, relax.op.equal, a, b, dtype="bool")
 
 
-@op("Less", since=7)
-def less(node: Node, a: Value, b: Value) -> Value:
-    folded = symbolic.elementwise(node, symbolic.less, a, b, dtype="bool")
-    return folded or relax_call(node, relax.op.less, a, b, dtype="bool")
-
-
-@op("LessOrEqual", since=12)
-def less_or_equal(node: Node, a: Value, b: Value) -> Value:
-    folded = symbolic.elementwise(node, symbolic.less_or_equal, a, b, dtype="bool")
-    return folded or relax_call(node, relax.op.less_equal, a, b, dtype="bool")
+less = register_relax_operator("Less", 7, relax.op.less, symbolic.less, dtype="bool")
+less_or_equal = register_relax_operator("LessOrEqual", 12, relax.op.less_equal, symbolic.less_or_equal, dtype="bool")
+and_ = register_relax_operator("And", 7, relax.op.logical_and, symbolic.logical_and)
+or_ = register_relax_operator("Or", 7, relax.op.logical_or, symbolic.logical_or)
+xor = register_relax_operator("Xor", 7, relax.op.logical_xor, symbolic.logical_xor)
+not_ = register_relax_operator("Not", 1, relax.op.logical_not, symbolic.logical_not)
 
 
 @op("Greater", since=7)
@@ -41,23 +38,3 @@ def greater(node: Node, a: Value, b: Value) -> Value:
 @op("GreaterOrEqual", since=12)
 def greater_or_equal(node: Node, a: Value, b: Value) -> Value:
     return less_or_equal(node, b, a)
-
-
-@op("And", since=7)
-def and_(node: Node, a: Value, b: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.logical_and, a, b) or relax_call(node, relax.op.logical_and, a, b)
-
-
-@op("Or", since=7)
-def or_(node: Node, a: Value, b: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.logical_or, a, b) or relax_call(node, relax.op.logical_or, a, b)
-
-
-@op("Xor", since=7)
-def xor(node: Node, a: Value, b: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.logical_xor, a, b) or relax_call(node, relax.op.logical_xor, a, b)
-
-
-@op("Not", since=1)
-def not_(node: Node, x: Value) -> Value:
-    return symbolic.elementwise(node, symbolic.logical_not, x) or relax_call(node, relax.op.logical_not, x)
