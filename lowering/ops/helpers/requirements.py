@@ -131,9 +131,10 @@ def reject_attribute(
 
 
 def _has_form(rank: int, form: str) -> bool:
+    """Return whether a form, or one of several, has that rank."""
     for alternative in form.split("] or ["):
-        dimensions = alternative.strip("[]").split(", ")
-        if rank == len(dimensions) or (dimensions[-1] == "..." and rank >= len(dimensions) - 1):
+        dimensions = [name for name in alternative.strip("[]").split(", ") if name]
+        if rank == len(dimensions) or (dimensions[-1:] == ["..."] and rank >= len(dimensions) - 1):
             return True
     return False
 

@@ -241,7 +241,7 @@ def clip_to_attributes(node: Node, x: Value) -> Value:
 # -- one operand ------------------------------------------------------------------------------------------------------
 
 
-neg = register_relax_operator("Neg", 6, relax.op.negative, symbolic.negative)
+register_relax_operator("Neg", 6, relax.op.negative, symbolic.negative)
 
 
 @op("Abs", since=6)

@@ -88,7 +88,7 @@ REFUSED = {
     "s = SequenceConstruct (x) y = SequenceAt (s, one)": r"position is 1, and the sequence of 1 tensors allows -1 to 0",
     "s = SequenceEmpty () y = SequenceAt (s, zero)": "position is 0, and the sequence of 0 tensors is empty",
     "s = SequenceEmpty () y = SequenceErase (s)": "position is -1, and the sequence of 0 tensors is empty",
-    "s = SequenceEmpty <dtype = 7> () y = SequenceInsert (s, x)": "is float32, and the sequence is of int64",
+    "s = SequenceEmpty <dtype = 7> () y = SequenceInsert (s, x)": "is float32, and the sequence is int64",
     "s = SequenceEmpty () y = ConcatFromSequence <axis = 0> (s)": "is empty, so the shape",
     "s = SequenceConstruct (x, x) y = Relu (s)": "input X is a sequence, and must be a float",
     "y = SequenceAt (x, zero)": "input input_sequence is float32, and must be a sequence",

@@ -132,7 +132,7 @@ def test_quantization(dtype: str) -> None:
         ("FusedConv", [(F, (1, 2, 5, 5)), (F, (3, 2, 3, 3)), None, (F, (3, 3))], {}, "Z has rank 2"),
         ("FusedConv", [(F, (1, 2, 5, 5)), (F, (3, 2, 3, 3)), None, (F, (1, 3, 3, 4))], {}, "input Z"),
         ("FusedGemm", [(F, (2, 3)), (F, (3, 4))], {"activation": "Clip"}, "activation is 'Clip'"),
-        ("FusedGemm", [(F, (2, 3)), (F, (2, 3, 4))], {}, "ranks 2 and 3"),
+        ("FusedGemm", [(F, (2, 3)), (F, (2, 3, 4))], {}, "B has rank 3"),
         ("Inverse", [(F, (2, 3))], {}, "dimension"),
         ("Inverse", [("int32", (3, 3))], {}, "int32"),
         ("Trilu", [(F, (3,))], {}, "rank 1"),

@@ -239,7 +239,7 @@ def with_input(k: int, dtype: str, dims: tuple[int | str, ...]) -> list[Any]:
             {},
             "length of past_key and past_value differs between the inputs: 7",
         ),
-        ([*PLAIN[:3], *[(F, ("b", 2, 16))] * 2, *PLAIN[5:]], {}, "not of rank 4"),
+        ([*PLAIN[:3], *[(F, ("b", 2, 16))] * 2, *PLAIN[5:]], {}, "past_key has rank 3"),
         (with_input(2, "float16", ("b", "s", 32)), {}, "value is float16 and query is float32"),
         (with_input(0, F, ("b", "s", "d")), {}, "symbolic"),
     ],
@@ -254,7 +254,7 @@ def test_refusals(inputs: list[Any], attributes: dict[str, Any], message: str) -
     [
         ([(1, 3, 8), (1, 3, 1), (9, 4), (9, 4)], {}, "position_ids has rank 3"),
         ([(1, 3), (1, 3), (9, 4), (9, 4)], {}, "input has rank 2"),
-        ([(1, 3, 8), (1, 3), (1, 9, 4), (9, 4)], {}, "ranks 3 and 2"),
+        ([(1, 3, 8), (1, 3), (1, 9, 4), (9, 4)], {}, "cos_cache has rank 3"),
         ([(1, 3, 8), (1, 3), (9, 2), (9, 2)], {"rotary_embedding_dim": 4}, "without num_heads"),
         ([(1, 3, 8), (1, 3), (9, 3), (9, 3)], {}, "heads of 6"),
         ([(1, 3, 8), (1, 3), (9, 4), (9, 4)], {"scale": 2.0}, "scale is 2"),

@@ -168,7 +168,7 @@ def test_any_number_of_tokens(rows: int) -> None:
         ({"fc2": (EXPERTS, WIDTH + 1, INNER)}, {}, "33 x 16"),
         ({"bias1": (EXPERTS, 3)}, {}, "the bias of"),
         ({}, {"k": EXPERTS + 1}, "attribute k is 6"),
-        ({}, {"activation_type": "tanh"}, "activation_type is tanh"),
+        ({}, {"activation_type": "tanh"}, "activation_type is 'tanh'"),
         ({}, {"use_sparse_mixer": 1}, "use_sparse_mixer"),
         ({}, {"activation_type": "swiglu"}, "fc3_experts_weights is missing"),
     ],

@@ -169,7 +169,7 @@ def test_embeddings() -> None:
 @pytest.mark.parametrize(
     ("k", "kind", "message"),
     [
-        (0, ("int32", (15,)), "'x0' has rank 1"),
+        (0, ("int32", (15,)), "word_embedding has rank 1"),
         (0, ("int32", (1, 10)), "position_embedding has 9 rows, and there are 10 tokens"),
         (2, ("float32", (7, 6)), "word_embedding is float32"),
         (3, ("uint8", (9, 5)), "dimension 1 of input 'x3' is 5, and must be 6"),

@@ -99,8 +99,8 @@ NODE: list[Any] = [(U, ("b", "s", E)), (U, (E, W)), (F, (W,)), (F, ()), (F, ())]
 @pytest.mark.parametrize(
     ("k", "kind", "attributes", "message"),
     [
-        (0, (U, ("b", E)), {}, "ranks 2 and 2"),
-        (0, (F, ("b", "s", E)), {}, "A has type float32"),
+        (0, (U, ("b", E)), {}, "input has rank 2"),
+        (0, (F, ("b", "s", E)), {}, "A is float32"),
         (1, (U, (E + 1, W)), {}, "inner dimension"),
         (1, (U, (E, W + 1)), {}, "for weights of 43 columns"),
         (2, (F, (W - 1,)), {}, "bias has 41 elements, for 42"),

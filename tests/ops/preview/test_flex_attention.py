@@ -186,8 +186,8 @@ SAME = "r = Identity(s)"
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     # the text of the error, its remedy, the change of a legal node
     ("input Q has rank 3", "[batch, heads, length, head size]", {"q": f"B, S, {D}"}),
-    ("input Q is int32", "Use one of float32", {"dtype": "int32", "softmax": "float"}),
-    ("3 query heads do not divide into 2", "as a multiple of", {"q": f"B, 3, S, {D}"}),
+    ("input Q is int32", "Use float32", {"dtype": "int32", "softmax": "float"}),
+    ("3 query heads do not divide into 2", "as a positive multiple of", {"q": f"B, 3, S, {D}"}),
     ("head size differs: Q has 8, K has 16", "", {"q": f"B, {HEADS}, S, 8"}),
     ("batch size differs: Q has 2, K has 3, V has 3", "", {"q": f"2, 4, S, {D}", "kv": f"3, 2, N, {D}"}),
     ("number of heads of Q is the symbolic size", "", {"q": f"B, H, S, {D}"}),

@@ -118,7 +118,7 @@ def _split_projections(
         biases = split_bias(node, bias, (width,) * 3)
         q, k, v = (slice_interleaved(node, query, n, biases[n]) for n in range(3))
         return q, k, v
-    if query.rank != 3:
+    if ranks not in ((3, 5, 0), (3, 3, 3), (3, 4, 4)):
         raise node.error(
             "node.rank_unsupported",
             f"inputs query, key and value have ranks {ranks}.",
@@ -136,16 +136,10 @@ def _split_projections(
         v_width = number(node, "last dimension of value", value.shape[2])
         biases = split_bias(node, bias, (width, width, v_width))
         k, v = slice_projection(node, key, 0, width, biases[1]), slice_projection(node, value, 0, v_width, biases[2])
-    elif ranks == (3, 4, 4):
+    else:
         assert key is not None and value is not None
         k, v = key, value
         biases = split_bias(node, bias, (width, width, heads * number(node, "head size of value", value.shape[3])))
-    else:
-        raise node.error(
-            "node.rank_unsupported",
-            f"inputs query, key and value have ranks {ranks}.",
-            "Use ranks that the operator's schema allows.",
-        )
     return slice_projection(node, query, 0, width, biases[0]), k, v
 
 
