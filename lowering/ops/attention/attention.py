@@ -21,7 +21,7 @@ from .. import op
 from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
 from ..helpers.compute import unify_sizes
-from ..helpers.requirements import require_choice, require_range, require_tensor
+from ..helpers.requirements import read_choice, require_choice, require_range, require_rank, require_tensor
 from ..tensor.reshape import reshape_to
 from .attend import concatenate_cache, describe_mask, lower_attention, move_heads_first
 from .attention_inputs import check_attention_inputs, read_attention_sizes
@@ -109,20 +109,14 @@ class _Attributes:
 
 
 def _read_attributes(node: Node) -> _Attributes:
-    causal = node.attr("is_causal", 0)
-    require_choice(node, "is_causal", causal, (0, 1), code="attention.is_causal_unsupported")
+    causal = read_choice(node, "is_causal", 0, (0, 1), code="attention.is_causal_unsupported")
     left, right = _read_window_side(node, "left_window_size"), _read_window_side(node, "right_window_size")
     if causal:
         right = 0
     scale = node.attr("scale", None)
-    if scale is not None and not scale >= 0:
-        raise node.error(
-            "attention.scale_negative",
-            f"attribute scale is {scale}; the operator takes its square root.",
-            "Use a scale >= 0.",
-        )
-    softcap = node.attr("softcap", 0.0)
-    require_range(node, "softcap", softcap, 0, code="attention.softcap_negative")
+    if scale is not None:
+        require_range(node, "scale", scale, 0, code="attention.scale_negative")
+    softcap = require_range(node, "softcap", node.attr("softcap", 0.0), 0, code="attention.softcap_negative")
     precision = node.attr("softmax_precision", None)
     if precision is not None and precision not in _SOFTMAX_PRECISIONS:
         legal = ", ".join(f"{number} ({name})" for number, name in _SOFTMAX_PRECISIONS.items())
@@ -167,12 +161,8 @@ def _read_mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value,
 
     full is [B, Hq, S, T].
     """
-    if not 1 <= mask.rank <= 4:
-        raise node.error(
-            "attention.mask_rank_unsupported",
-            f"input attn_mask has rank {mask.rank}.",
-            "Use rank 1 to 4, right-aligned to [B, H, S, T].",
-        )
+    form = "[T] or [S, T] or [H, S, T] or [B, H, S, T]"
+    require_rank(node, "attn_mask", mask, form, code="attention.mask_rank_unsupported")
     if mask.dtype.startswith(("int", "uint")):
         node.warn(f"input attn_mask is {mask.dtype}: its numbers are added to the scores, they are no booleans.")
     if mask.dtype not in ("bool", dtype):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...importing.node import Node
 from ...importing.values import Shape, Size, Value
 from ..helpers.compute import number, unify_sizes
-from ..helpers.requirements import require_dtype, require_rank, require_same_dtype, require_tensor
+from ..helpers.requirements import require_dtype, require_head_groups, require_rank, require_same_dtype, require_tensor
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -146,12 +146,7 @@ def _read_heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
                 )
             if attribute is not None:
                 node.warn(f"attribute {name} has no meaning for 4-D inputs and is ignored.")
-    if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1]:
-        raise node.error(
-            "attention.heads_not_divisible",
-            f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads.",
-            "Choose the number of query heads as a positive multiple of the number of key/value heads.",
-        )
+    require_head_groups(node, heads[0], heads[1], code="attention.heads_not_divisible")
     return heads
 
 

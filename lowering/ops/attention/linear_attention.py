@@ -12,7 +12,7 @@ from ...importing.node import Node
 from ...importing.values import Size, Value, static
 from .. import op
 from ..helpers.assertions import assert_shape
-from ..helpers.requirements import require_choice, require_head_groups, require_rank, require_tensor
+from ..helpers.requirements import read_choice, require_head_groups, require_rank, require_tensor
 
 _DECAY = ("gated", "gated_delta")
 _DELTA = ("delta", "gated_delta")
@@ -85,8 +85,7 @@ def read_linear_attention(
         NodeError: The attributes and inputs are not consistent.
     """
     query, decay, beta = inputs.query, inputs.decay, inputs.beta
-    rule = node.attr("update_rule", "gated_delta")
-    require_choice(node, "update_rule", rule, _RULES, code="linear_attention.update_rule_unsupported")
+    rule = read_choice(node, "update_rule", "gated_delta", _RULES, code="linear_attention.update_rule_unsupported")
     for name, value, rules in (("decay", decay, _DECAY), ("beta", beta, _DELTA)):
         if (value is not None) != (rule in rules):
             state = "missing" if value is None else "given"

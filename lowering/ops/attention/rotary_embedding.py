@@ -54,13 +54,9 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
     require_numbers(node, x, cos, sin)
     form = "[batch, sequence, hidden] or [batch, heads, sequence, head size]"
     require_rank(node, "X", x, form, code="rotary_embedding.rank_unsupported")
-    rank = 3 if positions is None else 2
-    if cos.rank != rank or sin.rank != rank:
-        raise node.error(
-            "rotary_embedding.cache_rank_unsupported",
-            f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
-            "Give them the shape [positions, angles] with position_ids, else [batch, sequence, angles].",
-        )
+    form = "[batch, sequence, angles]" if positions is None else "[positions, angles]"
+    for name, angles in (("cos_cache", cos), ("sin_cache", sin)):
+        require_rank(node, name, angles, form, code="rotary_embedding.cache_rank_unsupported")
     return rotate_heads(node, _read_head(node, x), x, cos, sin, positions, from_the_back=True)
 
 

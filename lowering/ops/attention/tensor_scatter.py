@@ -8,7 +8,7 @@ from ...tensorir.scatter import CacheUpdate, make_copying_update
 from .. import op
 from ..helpers import symbolic
 from ..helpers.assertions import assert_shape, require
-from ..helpers.requirements import require_choice, require_same_dtype
+from ..helpers.requirements import read_choice, require_same_dtype
 
 
 @op("TensorScatter", since=24)
@@ -27,8 +27,7 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
             f"attribute axis is {axis_attribute}, for inputs of rank {rank}.",
             f"Use 1 to {rank - 1}; axis 0 is the batch.",
         )
-    mode = node.attr("mode", "linear")
-    require_choice(node, "mode", mode, ("linear", "circular"), code="tensor_scatter.mode_unsupported")
+    mode = read_choice(node, "mode", "linear", ("linear", "circular"), code="tensor_scatter.mode_unsupported")
     max_len, length = past_cache.shape[axis], update.shape[axis]
     if isinstance(max_len, int) and isinstance(length, int) and length > max_len:
         raise node.error(

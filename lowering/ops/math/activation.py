@@ -26,7 +26,7 @@ from ..helpers.compute import (
     require_numbers,
 )
 from ..helpers.contents import normalize_axis
-from ..helpers.requirements import require_choice
+from ..helpers.requirements import read_choice, require_choice
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
@@ -125,8 +125,7 @@ def _shrink(x: Element, lambd: float, bias: float) -> Element:
 
 @op("Gelu", since=20)
 def _gelu(node: Node, x: Value) -> Value:
-    form = node.attr("approximate", "none")
-    require_choice(node, "approximate", form, ("none", "tanh"), code="gelu.approximate_unsupported")
+    form = read_choice(node, "approximate", "none", ("none", "tanh"), code="gelu.approximate_unsupported")
     return pointwise(node, lambda element: gelu(element, form), x, name="gelu")
 
 

@@ -33,6 +33,7 @@ from ..helpers.compute import (
     widen_dtype,
 )
 from ..helpers.contents import normalize_axis
+from ..helpers.requirements import read_length
 from ..helpers.run_time import bind_sizes, compute_sizes
 from ..tensor.reshape import reshape_to
 
@@ -205,12 +206,7 @@ def _reduce_runtime_axes(node: Node, reduction: _Reduction, data: Value, axes: V
     result[i] combines x[i + k] over k, where i or k is always 0.
     """
     rank = data.rank
-    if not isinstance(axes.shape[0], int):
-        raise node.error(
-            "node.static_length_required",
-            "the number of axes is symbolic.",
-            "Give axes a static shape, or make it a constant.",
-        )
+    read_length(node, "axes", axes)
 
     def sizes(chosen: tirx.Buffer) -> list[Element]:
         reduces = [_contains(chosen, axes.shape[0], axis, rank) for axis in range(rank)]

@@ -39,6 +39,5 @@ def read_attributes(node: Node) -> tuple[int, bool]:
     """
     for name, neutral in _NEUTRAL_VALUES.items():
         reject_attribute(node, name, neutral, f"Leave it at {neutral}.")
-    dilation = node.attr("dilation", 1)
-    require_range(node, "dilation", dilation, 1)
+    dilation = require_range(node, "dilation", node.attr("dilation", 1), 1)
     return dilation, bool(node.attr("channels_last", 0))

@@ -10,7 +10,7 @@ from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.channels import channels_last, channels_second
 from ..helpers.compute import relax_call
-from ..helpers.requirements import require_choice
+from ..helpers.requirements import read_choice, require_choice
 from ..math.activation import emit_activation
 from ..math.matmul import emit_gemm_accumulator, round_to
 from ..nn.conv import convolve
@@ -62,8 +62,7 @@ def fused_gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
     activation_alpha, _beta and _gamma are the activation's attributes.
     """
     y = emit_gemm_accumulator(node, a, b, c)
-    name = node.attr("activation", None)
-    require_choice(node, "activation", name, (None, *_GEMM_ACTIVATIONS))
+    name = read_choice(node, "activation", None, (None, *_GEMM_ACTIVATIONS))
     if name is not None:
         attributes = {key: node.attr(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")}
         y = emit_activation(node, y, name, {key: number for key, number in attributes.items() if number is not None})

@@ -14,7 +14,7 @@ from ...importing.quantized_matrix import QuantizedMatrix, unpack_bits
 from ...importing.values import Value
 from .. import op
 from ..helpers.compute import relax_call
-from ..helpers.requirements import reject_attribute, reject_input, require_choice
+from ..helpers.requirements import read_choice, reject_attribute, reject_input
 from ..math.matmul import emit_matmul, round_to
 from . import DOMAIN
 
@@ -44,8 +44,7 @@ def read_weight(
 ) -> QuantizedMatrix:
     """Return the weight [columns, K], packed as attributes K, bits and block_size specify."""
     rows, size = (node.attr(name) for name in ("K", "block_size"))
-    bits = node.attr("bits", 4)
-    require_choice(node, "bits", bits, (2, 4, 8))
+    bits = read_choice(node, "bits", 4, (2, 4, 8))
     blocks = -(-rows // size)
     q, scale, zeros = (None if v is None else v.constant for v in (packed, scales, zero_points))
     if q is None or scale is None or (zero_points is not None and zeros is None):

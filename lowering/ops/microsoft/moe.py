@@ -116,8 +116,7 @@ def _read_quantized_layer(node: Node, k: int, inputs: Sequence[Value | None]) ->
     if packed is None:
         return None
     scales = require_input(node, f"fc{k + 1}_scales", scales, "Add it: quantized weights need scales.")
-    bits = node.attr(f"fc{k + 1}_expert_weight_bits", node.attr("expert_weight_bits", 4))
-    require_choice(node, f"fc{k + 1}_expert_weight_bits", bits, (2, 4, 8))
+    bits = read_choice(node, f"fc{k + 1}_expert_weight_bits", node.attr("expert_weight_bits", 4), (2, 4, 8))
     if packed.ndim != 3:
         raise node.error(
             "node.rank_unsupported",
@@ -147,8 +146,7 @@ def _emit_mixture(
     require_rank(node, "router_probs", router, "[tokens, experts]")
     width = number(node, "the last dimension of the input", x.shape[-1])
     experts = number(node, "dimension 1 of router_probs", router.shape[1])
-    per_token = node.attr("k", 1)
-    require_range(node, "k", per_token, 1, experts, code="moe.k_out_of_range")
+    per_token = require_range(node, "k", node.attr("k", 1), 1, experts, code="moe.k_out_of_range")
     gate_layers = _split_gate(node, layers)
     _check_layers(node, gate_layers, experts, width)
     rows = node.simplify(prod(x.shape[:-1]))

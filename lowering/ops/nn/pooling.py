@@ -116,8 +116,7 @@ def _count_within(first: Element, step: int, count: int, low: Element, high: Ele
 
 def _make_norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[[Element], Element]]:
     """Return the functions |x|^p of an element and p-th root of a sum, for attribute p."""
-    p = node.attr("p", 2)
-    require_range(node, "p", p, 1, _MAX_NORM)
+    p = require_range(node, "p", node.attr("p", 2), 1, _MAX_NORM)
     require_float(node, "X", x)
 
     def power(x: Element) -> Element:

@@ -15,7 +15,7 @@ from ...tensorir.recurrence import GATES, Activation, Recurrence, make_plain_rec
 from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number
-from ..helpers.requirements import require_choice, require_dtype, require_tensor
+from ..helpers.requirements import read_choice, require_dtype, require_rank, require_tensor
 from ..math.matmul import permute_axes, round_to
 from ..tensor.concat import emit_concat
 from ..tensor.reshape import reshape_to
@@ -32,7 +32,9 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 @op("LSTM", since=7)
-def lstm(
+@op("GRU", since=7)
+@op("RNN", since=7)
+def lower_recurrent(
     node: Node,
     x: Value,
     w: Value,
@@ -43,36 +45,11 @@ def lstm(
     initial_c: Value | None = None,
     peepholes: Value | None = None,
 ) -> tuple[Value, ...]:
-    """Emit Y [L, directions, B, H], Y_h and Y_c [directions, B, H]; with layout 1 batches come first."""
-    return emit_recurrent(node, "LSTM", x, w, r, bias, lengths, initial_h, initial_c, peepholes)
+    """Emit Y [L, directions, B, H], and Y_h and of an LSTM Y_c [directions, B, H]; with layout 1 batches come first.
 
-
-@op("GRU", since=7)
-def gru(
-    node: Node,
-    x: Value,
-    w: Value,
-    r: Value,
-    bias: Value | None = None,
-    lengths: Value | None = None,
-    initial_h: Value | None = None,
-) -> tuple[Value, ...]:
-    """Emit Y and Y_h."""
-    return emit_recurrent(node, "GRU", x, w, r, bias, lengths, initial_h)
-
-
-@op("RNN", since=7)
-def rnn(
-    node: Node,
-    x: Value,
-    w: Value,
-    r: Value,
-    bias: Value | None = None,
-    lengths: Value | None = None,
-    initial_h: Value | None = None,
-) -> tuple[Value, ...]:
-    """Emit Y and Y_h."""
-    return emit_recurrent(node, "RNN", x, w, r, bias, lengths, initial_h)
+    Only an LSTM has initial_c and peepholes.
+    """
+    return emit_recurrent(node, node.op_type, x, w, r, bias, lengths, initial_h, initial_c, peepholes)
 
 
 def emit_recurrent(
@@ -110,10 +87,12 @@ def emit_recurrent(
     r = assert_shape(node, r, (directions, gates * units, units))
     _check_units(node, units, width)
     states = _read_states(node, kind, inputs, (directions, batch, units))
+    for name, value in (("B", bias), ("P", peepholes)):
+        require_rank(node, name, value, "[directions, elements]")
     if bias is not None:
-        bias = assert_shape(node, _require_rank(node, "B", bias, 2), (directions, 2 * gates * units))
+        bias = assert_shape(node, bias, (directions, 2 * gates * units))
     if peepholes is not None:
-        peepholes = assert_shape(node, _require_rank(node, "P", peepholes, 2), (directions, 3 * units))
+        peepholes = assert_shape(node, peepholes, (directions, 3 * units))
     if lengths is not None:
         lengths = _read_lengths(node, lengths, batch)
     has_peepholes, has_lengths = peepholes is not None, lengths is not None
@@ -164,15 +143,15 @@ def _read_states(node: Node, kind: str, inputs: Mapping[str, Value], shape: Shap
 
 def _read_lengths(node: Node, lengths: Value, batch: Size) -> Value:
     """Return sequence_lens, int32 [B]."""
-    lengths = assert_shape(node, _require_rank(node, "sequence_lens", lengths, 1), (batch,))
+    require_rank(node, "sequence_lens", lengths, "[batch]")
+    lengths = assert_shape(node, lengths, (batch,))
     require_dtype(node, "sequence_lens", lengths, "int32", code="rnn.sequence_lens_unsupported")
     return lengths
 
 
 def _count_directions(node: Node) -> int:
     legal = {"forward": 1, "reverse": 1, "bidirectional": 2}
-    direction = node.attr("direction", "forward")
-    require_choice(node, "direction", direction, legal, code="rnn.direction_unsupported")
+    direction = read_choice(node, "direction", "forward", legal, code="rnn.direction_unsupported")
     return legal[direction]
 
 
@@ -206,12 +185,6 @@ def _build_records(
         )
         for direction, activations in enumerate(_read_activations(node, kind, directions))
     ]
-
-
-def _require_rank(node: Node, name: str, value: Value, rank: int) -> Value:
-    if value.rank != rank:
-        raise node.error("node.rank_unsupported", f"input {name} has rank {value.rank}.", f"Use rank {rank}.")
-    return value
 
 
 def _read_activations(node: Node, kind: str, directions: int) -> list[tuple[Activation, ...]]:

@@ -28,7 +28,7 @@ from ..helpers.channels import unify_layouts
 from ..helpers.compute import is_float, widen_dtype
 from ..helpers.contents import normalize_axis, read_sizes
 from ..helpers.kernels import compute, emit_loops, let
-from ..helpers.requirements import require_choice, require_dtype
+from ..helpers.requirements import read_choice, require_choice, require_dtype
 from ..helpers.run_time import bind_sizes, compute_sizes
 from ..tensor.slice import emit_slice
 from .resized_axis import (
@@ -98,9 +98,7 @@ def resize(
 
 
 def _read_choice(node: Node, name: str, default: str, legal: Sequence[str]) -> str:
-    choice = node.attr(name, default)
-    require_choice(node, name, choice, legal, code="resize.attribute_unsupported")
-    return str(choice)
+    return str(read_choice(node, name, default, legal, code="resize.attribute_unsupported"))
 
 
 def _read_mode(node: Node, coordinates: str) -> str:

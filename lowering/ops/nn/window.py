@@ -16,7 +16,7 @@ from ...importing.values import Value
 from ..helpers import symbolic
 from ..helpers.assertions import require
 from ..helpers.compute import Element, Extent
-from ..helpers.requirements import require_choice
+from ..helpers.requirements import read_choice
 
 _MAX_ATTRIBUTE = 2**31 - 1
 
@@ -60,8 +60,7 @@ class SpatialWindow:
                     f"attribute {name} is {list(numbers)}.",
                     f"Use numbers from {low} to {_MAX_ATTRIBUTE}.",
                 )
-        auto_pad = node.attr("auto_pad", "NOTSET")
-        require_choice(node, "auto_pad", auto_pad, _AUTO_PADS, code="node.auto_pad_unsupported")
+        auto_pad = read_choice(node, "auto_pad", "NOTSET", _AUTO_PADS, code="node.auto_pad_unsupported")
         pads = lists["pads"] if auto_pad == "NOTSET" else (0,) * 2 * n
         return SpatialWindow(
             tuple(kernel), lists["strides"], lists["dilations"], pads, auto_pad, bool(node.attr("ceil_mode", 0))

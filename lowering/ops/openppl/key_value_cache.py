@@ -30,8 +30,7 @@ def key_value_cache(
     scale: Value | None = None,
 ) -> tuple[Value, Value, Value, Value | None]:
     """Return keys and values [NK, Hkv * num_repeat, D], and cache and scale with the new rows."""
-    repeat = node.attr("num_repeat", 1)
-    require_range(node, "num_repeat", repeat, 1, MAX_DIMENSION)
+    repeat = require_range(node, "num_repeat", node.attr("num_repeat", 1), 1, MAX_DIMENSION)
     require_present(node, max_seqlen=max_seqlen, max_kvlen=max_kvlen)
     key, value = current_key, current_value
     for name, x in (("current_key", key), ("current_value", value)):

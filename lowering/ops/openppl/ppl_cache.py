@@ -113,8 +113,7 @@ def append_to_cache(
 
 
 def _read_pages(node: Node) -> Pages:
-    page = node.attr("page_size", 128)
-    require_range(node, "page_size", page, 1, MAX_DIMENSION)
+    page = require_range(node, "page_size", node.attr("page_size", 128), 1, MAX_DIMENSION)
     return Pages(page, "slot")
 
 

@@ -22,7 +22,7 @@ from .. import op
 from ..attention.attend import lower_attention
 from ..helpers.assertions import assert_shape
 from ..helpers.compute import number, unify_sizes
-from ..helpers.requirements import require_dtype, require_head_groups, require_rank, require_same_dtype
+from ..helpers.requirements import require_dtype, require_head_groups, require_range, require_rank, require_same_dtype
 from . import DOMAIN
 from .materialized_scores import compute_probabilities, compute_scores, weight_values
 from .mods import ModGraph
@@ -128,12 +128,8 @@ def _read_softmax_type(node: Node, dtype: str) -> str:
 
 def _read_scale(node: Node, head_dim: int) -> float:
     scale = node.attr("scale", None)
-    if scale is not None and not scale >= 0:
-        raise node.error(
-            "node.value_out_of_range",
-            f"attribute scale is {scale}; the operator takes its square root.",
-            "Use a scale >= 0.",
-        )
+    if scale is not None:
+        require_range(node, "scale", scale, 0)
     if scale is None and head_dim == 0:
         raise node.error(
             "flex_attention.scale_undefined",

@@ -17,7 +17,7 @@ from ..helpers.assertions import assert_in_bounds, assert_nonnegative, assert_sh
 from ..helpers.channels import unify_layouts
 from ..helpers.contents import normalize_axis, read_constant_ints, read_sizes
 from ..helpers.kernels import compute
-from ..helpers.requirements import read_length, require_choice
+from ..helpers.requirements import read_choice, read_length
 from ..helpers.run_time import bind_sizes, compute_sizes
 from .reshape import reshape_to
 from .slice import emit_slice
@@ -152,9 +152,7 @@ def _map_inside(mode: str, position: Any, dim: Any) -> Any:
 
 
 def _read_mode(node: Node) -> str:
-    mode = node.attr("mode", "constant")
-    require_choice(node, "mode", mode, _MODES, code="pad.mode_unsupported")
-    return mode
+    return str(read_choice(node, "mode", "constant", _MODES, code="pad.mode_unsupported"))
 
 
 def _make_zero(node: Node, data: Value) -> Value:

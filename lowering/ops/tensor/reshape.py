@@ -23,6 +23,7 @@ from ..helpers.contents import (
     read_constant_ints,
     read_sizes,
 )
+from ..helpers.requirements import read_length
 from ..helpers.run_time import bind_sizes, compute_sizes
 
 # More elements than any tensor has.
@@ -95,12 +96,7 @@ def reshape(node: Node, data: Value, shape: Value) -> Value:
     target = read_sizes(shape)
     if target is not None:
         return reshape_to(node, data, _infer_dims(node, data.shape, target, allow_zero))
-    if not isinstance(shape.shape[0], int):
-        raise node.error(
-            "node.static_length_required",
-            "input shape has a symbolic length, so the rank of the result is unknown.",
-            "Give it a static length.",
-        )
+    read_length(node, "shape", shape)
 
     def dims(entries: Any) -> list[Any]:
         return _infer_runtime_dims(node.where, data.shape, [entries[k] for k in range(shape.shape[0])], allow_zero)
@@ -252,7 +248,7 @@ def _find_unit_dims(node: Node, data: Value) -> tuple[Value, list[int]]:
 
 
 def _squeeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
-    count = _read_axis_count(node, axes)
+    count = read_length(node, "axes", axes)
     axes = assert_in_bounds(node, axes, data.rank, bound_name=f"the rank of {node.describe(data, False)}")
 
     def dims(entries: Any) -> list[Any]:
@@ -285,7 +281,7 @@ def unsqueeze(node: Node, data: Value, axes: Value | None = None) -> Value:
 
 
 def _unsqueeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
-    count = _read_axis_count(node, axes)
+    count = read_length(node, "axes", axes)
     rank = data.rank + count
     axes = assert_in_bounds(node, axes, rank, bound_name="the rank of the result")
 
@@ -304,16 +300,6 @@ def _unsqueeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
     wide = node.emit(relax.op.astype(node.tensor(axes), "int64"))
     result = compute_sizes(node, "unsqueeze_dims", rank, dims, [wide], data.shape)
     return reshape_to(node, data, tuple(bind_sizes(node, result)))
-
-
-def _read_axis_count(node: Node, axes: Value) -> int:
-    if axes.rank != 1 or not isinstance(axes.shape[0], int):
-        raise node.error(
-            "node.static_length_required",
-            "input axes has a symbolic length, so the rank of the result is unknown.",
-            "Give it a static length.",
-        )
-    return axes.shape[0]
 
 
 def _wrap_axis(axis: Any, rank: int) -> Any:

@@ -17,7 +17,7 @@ from .. import op
 from ..helpers.assertions import assert_shape
 from ..helpers.contents import normalize_axis
 from ..helpers.kernels import emit_loops, grid
-from ..helpers.requirements import require_choice
+from ..helpers.requirements import read_choice
 from .gather import assert_element_indices, assert_tuple_indices, wrap_index
 
 _REDUCTIONS = {
@@ -98,8 +98,7 @@ def _emit_scatter(node: Node, name: str, statements: Any, data: Value, indices: 
 
 
 def _read_reduction(node: Node, data: Value) -> Any:
-    name = node.attr("reduction", "none")
-    require_choice(node, "reduction", name, _REDUCTIONS, code="node.reduction_unsupported")
+    name = read_choice(node, "reduction", "none", _REDUCTIONS, code="node.reduction_unsupported")
     if name != "none" and (storage_dtype(data.dtype) != data.dtype):
         raise node.error(
             "node.reduction_dtype_unsupported",

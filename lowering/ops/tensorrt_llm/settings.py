@@ -10,7 +10,7 @@ from typing import Any
 from ...attention.record.cache_layout import QuantizedType
 from ...attention.record.problem import MAX_SPLITS
 from ...importing.node import Node
-from ..helpers.requirements import require_choice, require_range
+from ..helpers.requirements import read_choice, require_range
 
 POSITIONS = (
     "learned_absolute", "rope_gptj", "rope_gpt_neox", "long_rope", "alibi", "alibi_with_scale", "relative", "chatglm",
@@ -274,12 +274,8 @@ def _read_enumeration(
 
 
 def _read_flag(node: Node, name: str, default: int) -> bool:
-    value = node.attr(name, default)
-    require_choice(node, name, value, (0, 1), code="node.value_out_of_range")
-    return bool(value)
+    return bool(read_choice(node, name, default, (0, 1), code="node.value_out_of_range"))
 
 
 def _read_integer(node: Node, name: str, default: int, minimum: int) -> int:
-    value = int(node.attr(name, default))
-    require_range(node, name, value, minimum)
-    return value
+    return int(require_range(node, name, node.attr(name, default), minimum))

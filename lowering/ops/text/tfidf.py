@@ -42,8 +42,7 @@ class _NgramPool:
 @op("TfIdfVectorizer", since=9)
 def tfidf_vectorizer(node: Node, x: Value) -> Value:
     """Emit [max(ngram_indexes) + 1] of X [C], or [N, max(ngram_indexes) + 1] of X [N, C]."""
-    mode = node.attr("mode")
-    require_choice(node, "mode", mode, _MODES, code="tf_idf_vectorizer.mode_unsupported")
+    mode = require_choice(node, "mode", node.attr("mode"), _MODES, code="tf_idf_vectorizer.mode_unsupported")
     require_rank(node, "X", x, "[C] or [N, C]", code="tf_idf_vectorizer.rank_unsupported")
     pool = _read_pool(node, x.dtype)
     weights = _read_weights(node, len(pool.firsts) - 1)

@@ -191,7 +191,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("head size differs: Q has 8, K has 16", "", {"q": f"B, {HEADS}, S, 8"}),
     ("batch size differs: Q has 2, K has 3, V has 3", "", {"q": f"2, 4, S, {D}", "kv": f"3, 2, N, {D}"}),
     ("number of heads of Q is the symbolic size", "", {"q": f"B, H, S, {D}"}),
-    ("attribute scale is -1.0", "Use a scale >= 0", {"attributes": "scale = -1.0"}),
+    ("attribute scale is -1.0", "Use 0 or more", {"attributes": "scale = -1.0"}),
     ("attribute softmax_precision is 7", "Use one of 1 (float32)", {"attributes": "softmax_precision = 7"}),
     ("takes float16, and the softmax is in float32", "set the attribute softmax_precision", {"softmax": "float16"}),
     ("takes a tensor of shape [b, h, s_]", f"float32[B, {HEADS}, S, N]", {"shape": "b, h, s_"}),

@@ -19,7 +19,7 @@ from ...attention.attend import describe_mask, lower_attention, move_heads_first
 from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import number, unify_sizes
-from ...helpers.requirements import reject_attribute, reject_input, require_head_groups, require_rank
+from ...helpers.requirements import reject_attribute, reject_input, require_head_groups, require_input, require_rank
 from .. import DOMAIN
 from .new_tokens import NewTokens
 from .projections import (
@@ -112,12 +112,7 @@ def _split_projections(
     for name, x in (("query", query), ("key", key), ("value", value)):
         require_rank(node, name, x, "[batch, sequence, hidden]")
     if key is None or value is None:
-        if key is not None or value is not None:
-            raise node.error(
-                "node.inputs_incomplete",
-                "only one of key and value is given.",
-                "Give both, or none and pack them in query.",
-            )
+        check_pair(node, key=key, value=value)
         size = divide_heads(node, "packed query", query.shape[2], heads[0] + 2 * heads[1])
         widths = [count * size for count in (heads[0], heads[1], heads[1])]
         q, k, v = (slice_projection(node, query, sum(widths[:n]), widths[n]) for n in range(3))
@@ -149,10 +144,9 @@ def _rotate_heads(
     angles are cos_cache and sin_cache.
     """
     cos_cache, sin_cache = angles
-    if cos_cache is None or sin_cache is None:
-        raise node.error(
-            "node.input_missing", "attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both."
-        )
+    remedy = "Give it, as do_rotary = 1 requires."
+    cos_cache = require_input(node, "cos_cache", cos_cache, remedy)
+    sin_cache = require_input(node, "sin_cache", sin_cache, remedy)
     head = RotatedHead(size, 2 * number(node, "last dimension of cos_cache", cos_cache.shape[1]), _is_interleaved(node))
     if head.rotated > size:
         raise node.error(

@@ -25,7 +25,7 @@ from ...attention.rotary_embedding import RotatedHead, rotate_heads
 from ...helpers.assertions import assert_shape
 from ...helpers.compute import Element, number, unify_sizes
 from ...helpers.kernels import ElementReader, compute
-from ...helpers.requirements import require_choice, require_dtype, require_head_groups, require_rank
+from ...helpers.requirements import require_choice, require_dtype, require_head_groups, require_input, require_rank
 from .. import DOMAIN
 from .paged_caches import PagedCaches, PagedSequences, PagedShape, locate_sequences
 from .projections import check_floats, check_pair, divide_heads, normalize_heads, read_head_sink, slice_projection
@@ -159,10 +159,8 @@ def _rotate_heads(
     node: Node, x: Value, size: int, cos: Value | None, sin: Value | None, sequences: PagedSequences
 ) -> Value:
     """Return x [1, N, H * D] with every head rotated."""
-    if cos is None or sin is None:
-        raise node.error(
-            "node.input_missing", "attribute do_rotary is 1, and cos_cache or sin_cache is missing.", "Give both."
-        )
+    remedy = "Give it, as do_rotary = 1 requires."
+    cos, sin = require_input(node, "cos_cache", cos, remedy), require_input(node, "sin_cache", sin, remedy)
     for name, x in (("cos_cache", cos), ("sin_cache", sin)):
         require_rank(node, name, x, "[positions, angles]")
     first, angles = node.attr("rotary_offset", 0), number(node, "last dimension of cos_cache", cos.shape[1])

@@ -17,7 +17,7 @@ from ...helpers import symbolic
 from ...helpers.assertions import require
 from ...helpers.compute import Element
 from ...helpers.kernels import ElementReader, compute
-from ...helpers.requirements import require_choice, require_dtype
+from ...helpers.requirements import read_choice, require_dtype
 
 _TYPES: dict[str, QuantizedType] = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
 """The type of quantized values, by the type of the cache."""
@@ -82,8 +82,7 @@ def _read_kinds(node: Node, dtype: str, caches: Sequence[tuple[str, Value | None
     assert first is not None
     kinds: dict[str, str] = {}
     for name, cache, scale in caches:
-        kind = node.attr(f"{name}_quant_type", "NONE")
-        require_choice(node, f"{name}_quant_type", kind, _QUANTIZATION_KINDS)
+        kind = read_choice(node, f"{name}_quant_type", "NONE", _QUANTIZATION_KINDS)
         if cache is None:
             if kind != "NONE" or scale is not None:
                 raise node.error(
