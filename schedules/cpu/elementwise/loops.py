@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -15,9 +15,6 @@ from lowering.tensorir.expressions import Expr, is_int
 from ...reading.stages import Axis, count_points, unravel
 from ...tiles import Space, Tiles
 from ..primitives.vector import CpuFeatures, let
-
-if TYPE_CHECKING:
-    from typing import Self  # of Python 3.11
 
 LAUNCH_ALONE = "lowering_launch_alone"
 """From lowering/runtime/native/parallel.c: whether the following parallel loop runs on the calling thread only."""
@@ -32,10 +29,6 @@ class LoopTiles(Tiles):
     needs for that work."""
     task_work: int = 1 << 13
     """Simple operations of a task: enough to hide the start of its loops."""
-
-    @classmethod
-    def default(cls, problem: Any, cpu: CpuFeatures) -> Self:
-        return cls()
 
     @classmethod
     def space(cls, problem: Any, cpu: CpuFeatures) -> Space:

@@ -161,7 +161,7 @@ class DecodeTiles(Tiles):
 class RowTiles(Tiles):
     """Tiles of `decode_rows`."""
 
-    split: int
+    split: int = 16
     """Keys are split to keep the GPU busy, into ranges of at least so many keys of the cache."""
     per_sm: int = 32
     """Warps that keep each SM busy: half of its capacity."""
@@ -205,8 +205,3 @@ class RowTiles(Tiles):
         read = sm_load.blocks * self.block * keys / splits * size / device.cache
         merging = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
         return math.log(max(waiting, read) + merging)
-
-    @classmethod
-    def default(cls, problem: AttentionProblem, device: Device) -> RowTiles:
-        """Return untuned but good tiles."""
-        return RowTiles(split=16)

@@ -35,10 +35,6 @@ class GradientTiles(Tiles):
     """Warps per block."""
 
     @classmethod
-    def default(cls, problem: GradientProblem, device: Device) -> GradientTiles:
-        return GradientTiles()
-
-    @classmethod
     def space(cls, problem: GradientProblem, device: Device) -> Space:
         return {"block": (1, 2, 4, 8)}
 

@@ -38,10 +38,6 @@ class LinearTiles(Tiles):
     """Warps per block, each with four columns."""
 
     @classmethod
-    def default(cls, problem: LinearAttention, device: Device) -> LinearTiles:
-        return LinearTiles()
-
-    @classmethod
     def space(cls, problem: LinearAttention, device: Device) -> Space:
         return {"warps": (1, 2, 4, 8)}
 

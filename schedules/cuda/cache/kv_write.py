@@ -37,10 +37,6 @@ class KvWriteTiles(Tiles):
     """Blocks to which the new rows of a batch are distributed."""
 
     @classmethod
-    def default(cls, problem: KvWrite, device: Device) -> KvWriteTiles:
-        return KvWriteTiles()
-
-    @classmethod
     def space(cls, problem: KvWrite, device: Device) -> Space:
         return {"threads": (64, 128, 256, 512), "shares": (1, 8, 32, 128)}
 

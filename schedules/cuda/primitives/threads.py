@@ -24,10 +24,6 @@ class ThreadTiles(Tiles):
     """Threads per block."""
 
     @classmethod
-    def default(cls, problem: Any, machine: Device) -> ThreadTiles:
-        return cls()
-
-    @classmethod
     def space(cls, problem: Any, machine: Device) -> Space:
         return {"threads": (64, 128, 256, 512, 1024)}
 
