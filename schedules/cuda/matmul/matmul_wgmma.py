@@ -54,12 +54,13 @@ from ..primitives.ptx import (
     synchronize,
     synchronize_cluster,
 )
-from ..primitives.tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
+from ..primitives.tma import COLUMNS, ROW_BYTES
 from .epilogue import Epilogue
 from .matmul_accumulators import AccumulatorFragment, AccumulatorStore
 from .matmul_grid import Grid, TilePosition, WorkUnit
-from .matmul_reader import Matmuls, Order
+from .matmul_reader import Matmuls
 from .matmul_tiles import WgmmaMatmulTiles
+from .operand_map import OperandMap
 from .runs import emit_run_loop
 from .tma_operand import TmaOperand
 
@@ -130,9 +131,9 @@ def _launch(
     max_clusters: Expr,
 ) -> None:
     """Launch blocks in clusters as the tiles specify, with a grid of at most so many clusters."""
-    maps = [_OperandMap(grid, accumulators.epilogue, a, grid.rows, tiles.m, 1)]
+    maps = [OperandMap(grid, accumulators.epilogue, a, grid.rows, tiles.m, 1)]
     maps += [
-        _OperandMap(grid, accumulators.epilogue, b, grid.columns, grid.columns_per_matmul, tiles.cluster) for b in bs
+        OperandMap(grid, accumulators.epilogue, b, grid.columns, grid.columns_per_matmul, tiles.cluster) for b in bs
     ]
     clusters = bind_on_host(tirx.min(grid.whole_tiles + grid.shares, max_clusters))
     with ExitStack() as stack:
@@ -142,63 +143,6 @@ def _launch(
         block = stack.enter_context(T.launch_thread("blockIdx.x", blocks))
         thread = stack.enter_context(T.launch_thread("threadIdx.x", tiles.threads))
         _Block(grid, tiles, accumulators, maps, (block, thread), clusters).emit()
-
-
-class _OperandMap:
-    """Tiles of an operand: 64 values of k by `size` rows or columns, as wgmma reads them.
-
-    `blocks` blocks of a cluster load a tile together: each has its share of the rows of 128 bytes.
-    """
-
-    def __init__(
-        self, grid: Grid, epilogue: Epilogue, operand: TmaOperand, extent: Expr, size: int, blocks: int
-    ) -> None:
-        self.tma_operand, self.size, self.along_k, self.blocks = operand, size, operand.operand.order is Order.K, blocks
-        self.share = (size if self.along_k else COLUMNS) // blocks
-        memory = epilogue.memory[operand.operand.buffer]
-        inner, rows = (grid.depth, extent) if self.along_k else (extent, grid.depth)
-        sizes = [inner, rows, *(axis_extent for _, axis_extent, _ in operand.batch)]
-        strides = [step * 2 for step in (operand.outer, *(step for *_, step in operand.batch))]
-        box = [COLUMNS, self.share, *(1 for _ in operand.batch)]
-        self.rank, self.handle = len(sizes), T.bind(T.tvm_stack_alloca("tensormap", 1))
-        # A dimension of one element may have any stride, but the driver must accept it.
-        strides = [tirx.max(step, T.int64(16)) for step in strides]
-        T.evaluate(
-            T.tensormap_encode_tiled(
-                self.handle, memory.data, *sizes, *strides, *box, *(1 for _ in sizes),
-                descriptor_dtype=str(memory.dtype), rank=self.rank, swizzle=SWIZZLE_128B,
-                l2_promotion=L2_PROMOTION_128B,
-            )
-        )  # fmt: skip
-
-    @property
-    def word_count(self) -> int:
-        """The 32-bit words of a tile in shared memory."""
-        return self.size * ROW_BYTES // 4
-
-    def load(
-        self, memory: tirx.Buffer, at: Expr, position: TilePosition, at_k: tuple[Expr, Expr], block: Expr, barrier: Expr
-    ) -> None:
-        """Load memory[at:] := the tile at (outer, k), by one thread, and signal the barrier.
-
-        Of a tile for a cluster, it loads this block's share, which is multicast to all.
-        """
-        name = f"cp.async.bulk.tensor.{self.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        (outer, k), mask = at_k, [] if self.blocks == 1 else [tirx.const((1 << self.blocks) - 1, "uint16")]
-        instruction = T.ptx[f"{name}.multicast::cluster" if mask else name]
-        batch = [position.batch_indices[var].astype("int32") for var, *_ in self.tma_operand.batch]
-        first = block * self.share if mask else T.int32(0)
-        at = at + first * ROW_WORDS
-
-        def copy(at: Expr, *where: Expr) -> None:
-            target = memory.ptr_to([at])
-            T.evaluate(instruction(target, T.address_of(self.handle), *where, *batch, barrier, *mask))
-
-        if self.along_k:
-            copy(at, k, outer + first)
-            return
-        for panel in range(self.size // COLUMNS):
-            copy(at + panel * (COLUMNS * ROW_WORDS), outer + panel * COLUMNS, k + first)
 
 
 @dataclass(frozen=True)
@@ -227,7 +171,7 @@ class _Block:
         grid: Grid,
         tiles: WgmmaMatmulTiles,
         accumulators: AccumulatorStore,
-        maps: list[_OperandMap],
+        maps: list[OperandMap],
         position: tuple[Expr, Expr],
         clusters: Expr,
     ) -> None:

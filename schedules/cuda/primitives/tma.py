@@ -9,7 +9,7 @@ are 0 too, and not written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import DataType, tirx
@@ -25,12 +25,48 @@ CHUNKS = 8  # of 16 bytes in a row
 ROW_WORDS = ROW_BYTES // 4
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2  # CUtensorMapSwizzle, CUtensorMapL2promotion
 RANK = 5
-LOAD = f"cp.async.bulk.tensor.{RANK}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 STORE = f"cp.async.bulk.tensor.{RANK}d.global.shared::cta.bulk_group"
 
 
 def count_panels(dim: int) -> int:
     return -(-dim // COLUMNS)
+
+
+def format_load(rank: int) -> str:
+    """Return the name of the PTX instruction that loads a tile of a tensor of this rank."""
+    return f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+
+def alloc_tensor_map() -> tirx.Var:
+    """Emit the host's memory of a tensor map."""
+    return T.bind(T.tvm_stack_alloca("tensormap", 1))
+
+
+def encode_tensor_map(
+    handle: tirx.Var,
+    data: tirx.Var,
+    *,
+    dtype: str,
+    sizes: Sequence[Expr | int],
+    strides: Sequence[Expr | int],
+    box: Sequence[int],
+) -> None:
+    """Emit the host's encoding of a tensor map, innermost axis first.
+
+    Args:
+        handle: The map's memory.
+        data: The tensor's memory.
+        dtype: The type of its elements.
+        sizes: Elements along each axis.
+        strides: Bytes from one element to the next along each axis but the innermost.
+        box: Elements of a tile along each axis.
+    """
+    T.evaluate(
+        T.tensormap_encode_tiled(
+            handle, data, *sizes, *strides, *box, *(1 for _ in box),
+            descriptor_dtype=dtype, rank=len(box), swizzle=SWIZZLE_128B, l2_promotion=L2_PROMOTION_128B,
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,21 +98,13 @@ class TensorMap:
         sizes = [dim, group, length, heads // group, bound.B]
         strides = [head * size, row * size, head * group * size, batch * size]
         box = [COLUMNS, group, rows // group, 1, 1]
-        handle = T.bind(T.tvm_stack_alloca("tensormap", 1))
-
-        def emit(data: tirx.Var) -> None:
-            T.evaluate(
-                T.tensormap_encode_tiled(
-                    handle, data, *sizes, *strides, *box, *(1 for _ in box),
-                    descriptor_dtype=str(buffer.dtype), rank=RANK, swizzle=SWIZZLE_128B, l2_promotion=L2_PROMOTION_128B,
-                )
-            )  # fmt: skip
-
+        handle, dtype = alloc_tensor_map(), str(buffer.dtype)
         with T.If(has_keys):
             with T.Then():
-                emit(buffer.data)
+                encode_tensor_map(handle, buffer.data, dtype=dtype, sizes=sizes, strides=strides, box=box)
             with T.Else():
-                emit(bound.buffers["q"].data)
+                data = bound.buffers["q"].data
+                encode_tensor_map(handle, data, dtype=dtype, sizes=sizes, strides=strides, box=box)
         return TensorMap(handle, dim, rows, group)
 
     @property
@@ -90,7 +118,7 @@ class TensorMap:
         """
         for panel, where in self._panels(position):
             target = memory.ptr_to([at + panel * self.rows * ROW_WORDS])
-            T.evaluate(T.ptx[LOAD](target, T.address_of(self.handle), *where, barrier))
+            T.evaluate(T.ptx[format_load(RANK)](target, T.address_of(self.handle), *where, barrier))
 
     def store(self, memory: tirx.Buffer, at: Expr, position: tuple[Expr, Expr, Expr]) -> None:
         """Store the tile at (batch, pack, row) := memory[at:], by one thread; see `wait_for_stores`."""
