@@ -25,6 +25,7 @@ from ...variant import Variant
 from ..primitives.device import Device, device
 from ..primitives.lanes import lane_elements, per_lane
 from ..primitives.ptx import WARP, let, shuffle_xor
+from ..primitives.threads import ThreadTiles, launch_threads, launch_warps
 
 
 @dataclass(frozen=True)
@@ -75,29 +76,17 @@ def _kernel(problem: GradientProblem, tiles: GradientTiles) -> tirx.PrimFunc:
 
 def _launch(batches: Expr, heads: int, length: Expr, block: int, emit: Callable[[Expr, HeadPosition], None]) -> None:
     """Launch a warp for each batch, head and row or key."""
-    count = batches * heads * length
-    with (
-        T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(count, block), T.int64(1))) as index,
-        T.launch_thread("threadIdx.x", block * WARP) as thread,
-    ):
-        n = let(index.astype("int64") * block + thread // WARP)
-        with T.If(n < count), T.Then():
-            head, at = let(tirx.truncdiv(n, length)), let(tirx.truncmod(n, length))
-            emit(let(thread % WARP), (let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads)), at))
+    with launch_warps(batches * heads * length, block) as (n, thread):
+        head, at = let(tirx.truncdiv(n, length)), let(tirx.truncmod(n, length))
+        emit(let(thread % WARP), (let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads)), at))
 
 
 def _clear(buffer: tirx.Buffer, threads: int) -> None:
     size = T.int64(1)
     for extent in buffer.shape:
         size = size * extent
-    with (
-        T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(size, threads), T.int64(1))) as index,
-        T.launch_thread("threadIdx.x", threads) as thread,
-    ):
-        n = let(index.astype("int64") * threads + thread)
-        with T.If(n < size), T.Then():
-            indices = [T.int64(0)] * (len(buffer.shape) - 1) + [n]
-            T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), indices)
+    with launch_threads(size, ThreadTiles(threads)) as n:
+        T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), [T.int64(0)] * (len(buffer.shape) - 1) + [n])
 
 
 class WarpGradient(GradientCode):

@@ -21,6 +21,7 @@ from lowering.attention.codegen.plain import PlainRow
 
 from ..primitives.lanes import lane_elements, per_lane
 from ..primitives.ptx import WARP, alloc_registers, let, shuffle_xor, store_element
+from ..primitives.threads import launch_warps
 from .decode_tiles import RowTiles
 
 
@@ -28,16 +29,11 @@ def plain(bound: BoundAttention, tiles: RowTiles) -> None:
     """Emit the kernel and its launch into the PrimFunc opened by `bound`, for any problem."""
     heads = bound.problem.q_heads
     rows = T.int64(1) * bound.B * heads * bound.S
-    with (
-        T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(rows, tiles.block), T.int64(1))) as block,
-        T.launch_thread("threadIdx.x", tiles.block * WARP) as thread,
-    ):
-        row = let(block.astype("int64") * tiles.block + thread // WARP)
-        with T.If(row < rows), T.Then():
-            head, i = let(tirx.truncdiv(row, bound.S)), let(tirx.truncmod(row, bound.S))
-            b, h = let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads))
-            with bound.guard_row(b, i):
-                WarpRow(bound, b, h, i, let(thread % WARP), tiles.keys).emit()
+    with launch_warps(rows, tiles.block) as (row, thread):
+        head, i = let(tirx.truncdiv(row, bound.S)), let(tirx.truncmod(row, bound.S))
+        b, h = let(tirx.truncdiv(head, heads)), let(tirx.truncmod(head, heads))
+        with bound.guard_row(b, i):
+            WarpRow(bound, b, h, i, let(thread % WARP), tiles.keys).emit()
 
 
 class WarpRow(PlainRow):

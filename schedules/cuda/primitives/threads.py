@@ -1,4 +1,4 @@
-"""Launches with one thread for each work item."""
+"""Launches with one thread, or one warp, for each work item."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...tiles import Space, Tiles
 from .device import Device
-from .ptx import let
+from .ptx import WARP, let
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,18 @@ def launch_threads(count: Expr, tiles: ThreadTiles) -> Iterator[Expr]:
         number = let(block.astype("int64") * tiles.threads + thread)
         with T.If(number < count), T.Then():
             yield number
+
+
+@contextmanager
+def launch_warps(count: Expr, warps: int) -> Iterator[tuple[Expr, Expr]]:
+    """Launch warps with indices from 0 to count - 1 (int64), so many per block; count may be 0.
+
+    Yields the index of the warp, and that of the thread in its block.
+    """
+    with (
+        T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(count, warps), T.int64(1))) as block,
+        T.launch_thread("threadIdx.x", warps * WARP) as thread,
+    ):
+        number = let(block.astype("int64") * warps + thread // WARP)
+        with T.If(number < count), T.Then():
+            yield number, thread
