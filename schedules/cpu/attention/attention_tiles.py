@@ -19,24 +19,41 @@ _TILE = 100  # cycles until a tile's loops run
 
 
 @dataclass(frozen=True)
-class PrefillTiles(Tiles):
-    """Tiles of `prefill`. Vectors are registers of the machine, W lanes of the accumulation type each.
+class QueryKeyTiles(Tiles):
+    """Tiles of query rows by keys. Vectors are registers of the machine, W lanes of the accumulation type each."""
+
+    q: int
+    """Query rows per tile: B_r in the paper. A unit of parallel work. Multiple of qk_vectors * W."""
+    kv: int
+    """Keys per tile: B_c in the paper. Multiple of qk_keys."""
+    qk_keys: int
+    """S^T = K Q^T, and in gradients dP^T = V dY^T, in registers: keys of the register tile ..."""
+    qk_vectors: int
+    """... times vectors of query rows."""
+    pv_rows: int
+    """O += P V, and in gradients dV, dK and dQ, in registers: rows of the register tile ..."""
+    pv_vectors: int
+    """... times at most this number of vectors of a row."""
+
+    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
+        panel = self.qk_vectors * cpu.lanes(problem.acc_dtype)
+        rules = {
+            f"q = {self.q} must be a multiple of qk_vectors * W = {panel}": self.q % panel == 0,
+            f"kv = {self.kv} must be a multiple of qk_keys = {self.qk_keys}": self.kv % self.qk_keys == 0,
+        }
+        for name, rows, vectors in (("qk", self.qk_keys, self.qk_vectors), ("pv", self.pv_rows, self.pv_vectors)):
+            tile = f"the {name} register tile {rows} x {vectors}"
+            rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
+        return rules
+
+
+@dataclass(frozen=True)
+class PrefillTiles(QueryKeyTiles):
+    """Tiles of `prefill`, whose q is a multiple of pv_rows, too.
 
     The query rows of the G heads that share a key/value head are packed, so q counts rows of all of them.
     """
 
-    q: int
-    """Query rows per tile: B_r in the paper. A unit of parallel work. Multiple of qk_vectors * W and of pv_rows."""
-    kv: int
-    """Keys per tile: B_c in the paper. Multiple of qk_keys."""
-    qk_keys: int
-    """S^T = K Q^T in registers: keys of the register tile ..."""
-    qk_vectors: int
-    """... times vectors of query rows."""
-    pv_rows: int
-    """O += P V in registers: query rows of the register tile ..."""
-    pv_vectors: int
-    """... times at most this number of vectors of v_head_dim."""
     chains: int = 4
     """Independent chains of row maxima and row sums. Even, and a divisor of qk_keys."""
 
@@ -56,24 +73,14 @@ class PrefillTiles(Tiles):
 
     def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
         lanes = cpu.lanes(problem.acc_dtype)
-        panel = self.qk_vectors * lanes
-        rules = {
-            f"q = {self.q} must be a multiple of qk_vectors * W = {panel}": self.q % panel == 0,
+        return super().rules(problem, cpu) | {
             f"q = {self.q} must be a multiple of pv_rows = {self.pv_rows}": self.q % self.pv_rows == 0,
-            f"kv = {self.kv} must be a multiple of qk_keys = {self.qk_keys}": self.kv % self.qk_keys == 0,
             f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
             f"qk_keys = {self.qk_keys} must be a multiple of 4": self.qk_keys % 4 == 0,
             f"chains = {self.chains} must be even and divide qk_keys": self.chains % 2
             == self.qk_keys % self.chains
             == 0,
         }
-        for name, rows, vectors in (
-            ("qk", self.qk_keys, self.qk_vectors),
-            ("pv", self.pv_rows, self.pv_vectors),
-        ):
-            tile = f"the {name} register tile {rows} x {vectors}"
-            rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
-        return rules
 
     def estimate(self, problem: AttentionProblem, cpu: CpuFeatures) -> float:
         """Estimate the log of the cycles of a pair of a query row and a key.

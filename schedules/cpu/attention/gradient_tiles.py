@@ -6,26 +6,14 @@ from dataclasses import dataclass
 
 from lowering.attention.record.problem import AttentionProblem
 
-from ...tiles import Space, Tiles
+from ...tiles import Space
 from ..primitives.vector import CpuFeatures
+from .attention_tiles import QueryKeyTiles
 
 
 @dataclass(frozen=True)
-class GradientTiles(Tiles):
-    """Tiles of `gradient`. Vectors are registers of the machine, W lanes of the accumulation type each."""
-
-    q: int
-    """Query rows per tile: B_r in the paper. Multiple of qk_vectors * W."""
-    kv: int
-    """Keys per tile: B_c in the paper. Multiple of qk_keys."""
-    qk_keys: int
-    """S^T = K Q^T and dP^T = V dY^T in registers: keys of the register tile ..."""
-    qk_vectors: int
-    """... times vectors of query rows."""
-    pv_rows: int
-    """dV, dK and dQ in registers: rows of the register tile ..."""
-    pv_vectors: int
-    """... times at most this number of vectors of a row."""
+class GradientTiles(QueryKeyTiles):
+    """Tiles of `gradient`."""
 
     @classmethod
     def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
@@ -38,17 +26,6 @@ class GradientTiles(Tiles):
             "pv_rows": (2, 3, 4, 6, 8, 12),
             "pv_vectors": (1, 2, 3, 4, 6),
         }
-
-    def rules(self, problem: AttentionProblem, cpu: CpuFeatures) -> dict[str, bool]:
-        panel = self.qk_vectors * cpu.lanes(problem.acc_dtype)
-        rules = {
-            f"q = {self.q} must be a multiple of qk_vectors * W = {panel}": self.q % panel == 0,
-            f"kv = {self.kv} must be a multiple of qk_keys = {self.qk_keys}": self.kv % self.qk_keys == 0,
-        }
-        for rows, vectors in ((self.qk_keys, self.qk_vectors), (self.pv_rows, self.pv_vectors)):
-            fits = rows * vectors + vectors + 1 <= cpu.registers
-            rules[f"the register tile {rows} x {vectors} does not fit {cpu.registers} registers"] = fits
-        return rules
 
     @classmethod
     def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> GradientTiles:
