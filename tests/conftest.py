@@ -7,10 +7,12 @@
 import gc
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from suite import durations, sweeps
 
 from benchmarks.in_process import provide
 from lowering.compiling.cache import artifact_cache
@@ -44,6 +46,8 @@ EXPENSIVE = {"tuning", "packaging", "serving"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     records_of_runs.add_options(parser)
+    durations.add_options(parser)
+    parser.addoption("--sweep", choices=sweeps.list_sweeps(), help="run the slow tests of this sweep alone")
     parser.addoption("--gpu", action="store_true", help="run what compares answers of GPUs on the one of this machine")
     parser.addoption("--seed", type=int, help="draw other random cases: those of this number")
     parser.addoption("--sample", type=int, help="run this sample of long lists; else a tenth of the number of commits")
@@ -51,7 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """On a GPU all cores compile, and tests that share kernels stay in one process."""
+    """Select slow tests for a sweep. On a GPU all cores compile, and tests that share kernels stay in one process."""
+    if config.getoption("sweep"):
+        config.option.markexpr = "slow"
     if config.getoption("gpu") and getattr(config.option, "numprocesses", None):
         config.option.numprocesses, config.option.dist = os.cpu_count(), "loadgroup"
 
@@ -66,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("gpu"):
         os.environ[card.VARIABLE] = "1"
     config.pluginmanager.register(records_of_runs.Records(config))
+    config.pluginmanager.register(durations.Durations(config))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -79,9 +86,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Modules with expensive fixtures come first: toward the end workers take tests from each other, and what two of
     them have of one module, both make fixtures for."""
     items.sort(key=lambda item: EXPENSIVE.isdisjoint(_folders(item)))
+    if sweep := config.getoption("sweep"):
+        _select(config, items, lambda item: sweeps.find_sweep(item.nodeid) == sweep)
     if config.getoption("gpu"):
-        config.hook.pytest_deselected(items=[item for item in items if not _needs_a_gpu(item)])
-        items[:] = filter(_needs_a_gpu, items)
+        _select(config, items, _needs_a_gpu)
         for item in items:
             if hasattr(item.module, "kernels") or hasattr(item.module, "KERNELS"):  # built once for all tests
                 item.add_marker(pytest.mark.xdist_group(item.module.__name__))
@@ -90,6 +98,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _folders(item: pytest.Item) -> tuple[str, ...]:
     """Return the names of the folders that a test is in, below that of this file."""
     return item.path.relative_to(Path(__file__).parent).parts[:-1]
+
+
+def _select(config: pytest.Config, items: list[pytest.Item], is_selected: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = filter(is_selected, items)
 
 
 def _needs_a_gpu(item: pytest.Item) -> bool:
