@@ -13,7 +13,7 @@ import pytest
 from lowering.compiling.cache import artifact_cache
 from lowering.compiling.compiler import compile_to
 from tests import cuda_emulation as emulated
-from tests.cuda_emulation import EmulationError, TensorMap
+from tests.cuda_emulation import EmulationError, TensorMap, build
 
 pytestmark = pytest.mark.no_gpu
 
@@ -235,3 +235,21 @@ def count_cached_artifacts(folder: Path) -> int:
         patch.setenv("ONNX_LOWERING_CACHE", str(folder / "cache"))
         compile_to(folder / "artifact", folder / "model.onnx", "cuda:sm_80")
         return artifact_cache.size()[0]
+
+
+def test_cached_files_have_keys_of_sources_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_digest() -> str:
+        build._digest_of_sources.cache_clear()
+        return build._digest_of_sources(tmp_path)
+
+    (tmp_path / "emulation.h").write_text("int a;")
+    digests = [read_digest(), read_digest()]
+    assert digests[0] == digests[1]
+    (tmp_path / "emulation.h").write_text("int b;")
+    digests.append(read_digest())
+    for name in ("_compiler", "_cpu"):
+        monkeypatch.setattr(build, name, lambda: "another")
+        digests.append(read_digest())
+    monkeypatch.undo()
+    build._digest_of_sources.cache_clear()
+    assert len(set(digests)) == len(digests) - 1

@@ -234,7 +234,7 @@ def three_matmuls(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc:
     return te.create_prim_func([a, *bs, bias, topi.add(q, bias), *rest])
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", sampled(["sm_80", "sm_90a"], 2))
 def test_queries_keys_and_values_are_one_function(arch: str) -> None:
     """Small M takes one launch for all three, large M one launch each."""
     widths, depth = (72, 24, 40), 264

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +117,7 @@ def measured(name: str, arch: str) -> tuple[list[CallSpec], list[int], float]:
     return list(model.manifest.calls), launches, worst
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "arch"), sampled(itertools.product(CASES, TARGETS), 3))
 def test_norms_in_matmuls(name: str, arch: str) -> None:
     calls, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
