@@ -1,6 +1,7 @@
 """Build with g++ the emulated libcuda.so.1 and libcudart.so.13, and the "cubins" that they load.
 
-Everything is cached in a folder under a digest of its sources.
+Everything is cached in a folder under a digest of its sources, the flags in this file, the compiler, the C library and
+the CPU.
 """
 
 import fcntl
@@ -33,7 +34,8 @@ def cache_folder() -> Path:
 
 @lru_cache
 def _digest_of_sources(*folders: Path) -> str:
-    digest = hashlib.sha256(_cpu().encode())
+    digest = hashlib.sha256(f"{_cpu()}\0{_compiler()}\0{os.confstr('CS_GNU_LIBC_VERSION')}".encode())
+    digest.update(Path(__file__).read_bytes())
     for folder in folders:
         for path in sorted(folder.iterdir()):
             if path.is_file():
@@ -45,6 +47,12 @@ def _cpu() -> str:
     """Return the CPU features that -march=native depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "".join(line for line in lines[:40] if line.startswith(("model name", "flags")))
+
+
+@lru_cache
+def _compiler() -> str:
+    """Return the version and the configuration of g++, as the compiler states them."""
+    return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
 
 
 def _run(*command: str | Path) -> None:
