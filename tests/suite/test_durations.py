@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .durations import SLOWEST, Duration, sum_slowest
+from .durations import SLOWEST, Duration, _measure_cpu, sum_slowest
 
 TESTS = """
 import time
@@ -21,6 +21,15 @@ def test_expensive():
     end = time.process_time() + 0.5
     while time.process_time() < end:
         pass
+"""
+BUSY_CHILD = """
+import sys
+import time
+
+while time.process_time() < 0.5:
+    pass
+print("done", flush=True)
+sys.stdin.read()
 """
 PLUGIN = """
 import sys
@@ -56,7 +65,16 @@ def test_all_durations_are_written_slowest_first(tmp_path: Path, workers: str) -
     lines = [json.loads(line) for line in (tmp_path / "log" / "durations.jsonl").read_text().splitlines()]
     assert status == 0 and "slowest tests" in output
     assert [line["test"] for line in lines] == ["test_it.py::test_expensive", "test_it.py::test_cheap"]
-    assert lines[0]["cpu_seconds"] >= 0.5 and lines[0]["seconds"] >= 0.5 > lines[1]["cpu_seconds"]
+    assert lines[0]["cpu_seconds"] >= 0.4 and lines[0]["seconds"] >= 0.5 and lines[1]["cpu_seconds"] < 0.4
+
+
+def test_children_count_before_they_end() -> None:
+    before = _measure_cpu()
+    child = subprocess.Popen([sys.executable, "-c", BUSY_CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    assert _measure_cpu() - before >= 0.4
+    child.communicate()
+    assert _measure_cpu() - before >= 0.4
 
 
 def test_the_budget_is_for_the_slowest() -> None:
