@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from suite import durations, sweeps
 
 from benchmarks.in_process import provide
 from lowering.compiling.cache import artifact_cache
 from tests.cuda_emulation import card
+from tests.suite import durations, sweeps
 from tests.support import records_of_runs, sampled, seeds
 
 provide()

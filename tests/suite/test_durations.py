@@ -34,7 +34,7 @@ sys.stdin.read()
 PLUGIN = """
 import sys
 sys.path.append({folder!r})
-from suite import durations
+from tests.suite import durations
 
 pytest_addoption = durations.add_options
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tvm import relax
 
-from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import Lowering, op
 from . import symbolic
+from .compute import relax_call
 
 
 def register_relax_operator(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from ...importing.compute import is_float
 from ...importing.node import Node
 from ...importing.values import Value
+from .compute import is_float
 
 _Input = TypeVar("_Input")
 
