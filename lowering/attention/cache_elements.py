@@ -34,20 +34,20 @@ def round_to_dtype(value: Expr, dtype: str) -> Expr:
 
 
 def compute_group_scale(largest: Expr, dtype: str) -> Expr:
-    """Return the scale of a group with this largest magnitude; float32 numbers of `dtype`."""
-    smallest = float(np.array(MIN_SCALE).astype(getattr(ml_dtypes, dtype, dtype)))  # TVM would not round it
+    """Return the scale of a quantization group of this largest magnitude, a float32 rounded to `dtype`."""
+    smallest = float(np.array(MIN_SCALE).astype(getattr(ml_dtypes, dtype, dtype)))  # TVM does not round constants
     scale = round_to_dtype(largest / tirx.const(float(MAX_GROUP_VALUE), "float32"), dtype)
     return tirx.max(scale, tirx.const(smallest, "float32"))
 
 
 def quantize_in_group(value: Expr) -> Expr:
-    """Return the quantized value of an element divided by its scale."""
+    """Round an element, divided by its scale before, to int8 and clamp it to -127 .. 127."""
     end = tirx.const(float(MAX_GROUP_VALUE), "float32")
     return cast(tirx.max(tirx.min(tirx.nearbyint(value), end), -end), "int8")
 
 
 def quantize_value(value: Expr, dtype: str) -> Expr:
-    """Quantize a float32 value to this type, rounded to even and saturated; int4 as it is stored, plus 8."""
+    """Quantize a float32 value to this type, rounded to even and saturated; int4 becomes uint8 with offset 8."""
     if dtype == "int4":
         low, high, zero = (tirx.const(x, "float32") for x in (-8.0, 7.0, 8.0))
         return cast(tirx.max(tirx.min(tirx.nearbyint(value), high), low) + zero, "uint8")
@@ -58,7 +58,7 @@ def quantize_value(value: Expr, dtype: str) -> Expr:
 
 
 def encode_e4m3(value: Expr) -> Expr:
-    """Return the bits of the float8_e4m3fn nearest to a float32 value: ties to even, 448 beyond 448 and for NaN.
+    """Return the bits of the float8_e4m3fn nearest to a float32 value, ties to even, saturated at 448; NaN gives 448.
 
     Above 2^-6 the three bits of its mantissa are the first of float32's. Below, numbers are multiples of 2^-9: adding
     and subtracting a number whose last place is 2^-9 rounds to them.

@@ -1,4 +1,7 @@
-"""Gather: the keys and values of a cache, concatenated over the batches as unquantized rows."""
+"""Gather a KV cache: copy the keys and values of all sequences, dequantized, to ragged arrays.
+
+It serves operators that need the rows themselves, such as OpenPPL's and StreamingLLM's.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def build_gather(problem: AttentionProblem, repeat: int = 1, skipping: bool = Fa
     """Build PrimFunc (*list_gather_inputs, keys, values), which reads the keys and values of all batches.
 
     Batch b has lengths[b] rows of keys [rows, Hkv * repeat, D] and of values from row key_starts[b] on. Each head is
-    repeated `repeat` times, in the type of Q. Rows without a key are not written. With skipping, skips[b] keys are left
-    out after the first sink_keys[b].
+    repeated `repeat` times, in the type of Q. Rows of no batch are not written. With skipping, skips[b] keys after the
+    first sink_keys[b] are left out, those that StreamingLLM evicted.
     """
     p = problem
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):

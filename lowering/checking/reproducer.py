@@ -37,12 +37,12 @@ class Reproducer:
 
     def __str__(self) -> str:
         names = ", ".join(self.operators[:_MAX_NAMED]) + (", ..." if len(self.operators) > _MAX_NAMED else "")
-        status = "still fail" if self.fails else "failed, but do not from the files"
+        status = "still fail" if self.fails else "failed, but the written files do not reproduce it"
         return f"{len(self.operators)} of {self.of} nodes {status} ({names}); see it by: {self.command}"
 
 
 def check_folder_is_free(folder: Path) -> None:
-    """Raise InputError if a new folder, or a folder that it is in, cannot be created."""
+    """Raise InputError unless the folder is absent or empty, and its nearest existing ancestor is a folder."""
     for ancestor in (folder, *folder.parents):
         if os.path.lexists(ancestor):
             if not ancestor.is_dir() or (ancestor == folder and os.listdir(folder)):
@@ -54,7 +54,7 @@ def check_folder_is_free(folder: Path) -> None:
 
 
 def write_reproducer(submodel: Submodel, folder: Path, options: Sequence[str]) -> str:
-    """Write the folder, all of it or nothing, and return the command.
+    """Write the folder, atomically, and return the command.
 
     Raises:
         LoweringError: The folder cannot be written.

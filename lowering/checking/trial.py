@@ -44,11 +44,11 @@ class VerificationTrial:
 
     @property
     def has_compile_options(self) -> bool:
-        """Whether an option is set that an artifact has from its own compilation: any but threads."""
+        """Whether any option of compile but `threads` is set; an artifact has its own."""
         return bool(self.options.calls) or replace(self.options, calls=(), threads=None) != CompileOptions()
 
     def list_options(self) -> Iterator[str]:
-        """Yield the options of the command line."""
+        """Yield the arguments of the command `verify` for these options, as far as it has them."""
         values = {"against": self.against, "rtol": self.rtol, "atol": self.atol}
         values |= {name: getattr(self.options, name) for name in ("target", "weights", "precision", "threads")}
         default = {"against": "reference", "target": "cpu"}

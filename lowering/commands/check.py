@@ -16,9 +16,9 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     """Add the command and its options."""
     k = add_parser(
         "check",
-        help="list every node that cannot be lowered, before any compile",
+        help="list every node that cannot be lowered, without compiling",
         description="Walks the whole model and lists every node that cannot be lowered, with the reason and what to "
-        "do. Ends with 1 where there is one.",
+        "do. Exits with status 1 if there are any.",
         example="check model.onnx",
     )
     k.add_argument("model", type=Path, help="the .onnx file")

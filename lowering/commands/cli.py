@@ -40,18 +40,20 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments, without the program's name; None for those of the process.
 
     Returns:
-        0, or 1 when the model, the comparison or an input has a problem; as in shells 130 after an interrupt, and 141
-            when
-        the reader of the output has closed it. An error is one sentence; with -v, Python's traceback comes before it.
+        The exit status: 0, or 1 when the model, the comparison or an input has a problem. As in shells it is 130 after
+        an interrupt, and 141 when the reader of the output has closed it. An error is one sentence; with -v, Python's
+        traceback comes before it.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names have any characters, and the locale may not
+        if isinstance(stream, io.TextIOWrapper):  # names may have characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")
     parser = create_parser()
     completion.answer_shell(parser)
     arguments = parser.parse_args(_replace_old_name(sys.argv[1:] if argv is None else argv))
     try:
-        if "model" in arguments and vars(arguments).get("import_results") is None:  # this option reads no model
+        if (
+            "model" in arguments and vars(arguments).get("import_results") is None
+        ):  # `tune --import-results` reads no model
             _check_model(arguments.model)
         with _enable_log(arguments.verbose):
             code = arguments.run(arguments)
@@ -107,7 +109,7 @@ def _format_error(arguments: argparse.Namespace, error: BaseException) -> str:
         return f"error: {command} needs the compiler, which onnx-lowering-runtime leaves out: {get_compiler()}."
     if isinstance(error, MemoryError):
         return f"error: {command} needs more memory than there is"
-    fault = f"{command} failed by a fault of the compiler ({type(error).__name__})"
+    fault = f"{command} failed because of a bug of the compiler ({type(error).__name__})"
     return f"error: {fault}. Please report it with the output of -v"
 
 

@@ -1,4 +1,4 @@
-"""Round numbers along an axis."""
+"""Values of ticks along the axis of a chart."""
 
 from __future__ import annotations
 

@@ -38,10 +38,11 @@ _DEFAULT_CANDIDATES = 32  # candidates of each task for measuring elsewhere
 class Tuning:
     """The result of `tune`.
 
-    database is the folder of the (first) architecture. gain is the speedup of a whole run there, estimated from the
-    shares of its kernels. whole_gain is the measured speedup, a geometric mean over the sizes, or None if models cannot
-    run there, on other machines. budget and seconds are the time limit and the time used. ended is the reason for the
-    end of the search: "time", "trials", "candidates" (no new ones were left) or "interrupt".
+    database is the folder of the architecture; with several device keys, of that of the first. gain is the speedup of
+    a run of the whole model on it, estimated from the times of its kernels. whole_gain is the measured speedup, a
+    geometric mean over the sizes; None if devices of a tracker measured, which run kernels alone. budget and seconds
+    are the time limit and the time used. ended is the reason for the end of the search: "time", "trials", "candidates"
+    (no new ones were left) or "interrupt".
     """
 
     database: Path
@@ -111,10 +112,11 @@ def tune(
     """Search the tiles and loops of a model's kernels, and record all measurements in a database.
 
     Ctrl-C ends the search early; the results so far are compared and recorded. With `tracker`, candidates are measured
-    on the devices of the tracker, as many at once as there are devices, those of each key for its own architecture.
-    With `export`, candidates are written to a folder: `onnx-lowering measure` measures them on a machine that has only
-    the runtime, and `file_results` files the results; later exports are selected by the latest measurements. target may
-    be a GPU, or another CPU whose code this one can run: this machine's CPU computes the expected results.
+    in parallel on all devices of the tracker. Devices with different keys may differ in architecture, and have separate
+    records. With `export`, candidates are written to a folder: `onnx-lowering measure` measures them on a machine that
+    has only the runtime, and `file_results` records the results. A later export proposes candidates based on the
+    results that were recorded last. This machine's CPU computes the expected results, so target is a GPU, or a CPU
+    whose code this one can run.
 
     Args:
         model: The model.
@@ -131,7 +133,8 @@ def tune(
         tracker: Host and port of a TVM tracker.
         keys: Keys of devices that `onnx-lowering device` registered at the tracker.
         export: Folder to write candidates to, instead of measuring them.
-        arguments: As for `compile`, which needs the same ones: donate, dims, static_cache, weights, precision.
+        arguments: As for `compile`: donate, dims, static_cache, weights, precision. Compile with the same values, since
+            records are of the kernels that they give.
 
     Returns:
         The result, with an outcome for each kernel.

@@ -28,9 +28,9 @@ EPILOGUES = "lowering.epilogues"
 class EpilogueSpec:
     """An epilogue, by indices of the function's parameters.
 
-    rows is the result that it reads, -1 if there is no matmul; has_stages is whether it has stages. update is the
-    record of an update ("" for none), cache and indices are its cache and write indices (-1 for none). length is the
-    number of its rows, -1 if it is an extent of the result.
+    rows is the result of the matmul, -1 without a matmul. has_stages is whether element-wise stages follow, such as
+    RoPE. update is the JSON of a CacheUpdate ("" for none), cache and indices are its cache and write indices (-1 for
+    none). length is the number of its rows, -1 if it is an extent of the result.
     """
 
     rows: int
@@ -74,9 +74,9 @@ class EpilogueUpdate:
 class FusedEpilogue:
     """The epilogue of `rows`, a result [..., N] of a matmul.
 
-    stages are the rows as heads, [..., H, D] with N = H D, and element-wise stages, the last of which is the result;
-    empty if the rows themselves are. update is the cache write of the result; None if the result is an ordinary
-    parameter. Without a matmul, rows is the result of the stages, which are the whole function.
+    The first of the stages reshapes rows to heads [..., H, D], with N = H D. Element-wise stages follow, and the last
+    one computes the result. Without stages, rows is the result. update is the cache write of the result; None if the
+    result is an ordinary parameter. Without a matmul, rows is the result of the stages, which are the whole function.
     """
 
     rows: tirx.Buffer

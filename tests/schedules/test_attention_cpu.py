@@ -240,7 +240,7 @@ def test_default_tiles_are_legal(mcpu: str) -> None:
 
 def test_illegal_tiles_say_why() -> None:
     p, cpu = problem(), read_cpu_features(target("x86-64-v3"))
-    with pytest.raises(ValueError, match=r"8 x 2 does not fit 16 registers"):
+    with pytest.raises(ValueError, match=r"8 x 2 must fit 16 registers"):
         PrefillTiles(48, 64, qk_keys=8, qk_vectors=2, pv_rows=6, pv_vectors=2).check(p, cpu)
     with pytest.raises(ValueError, match=r"q = 40 must be a multiple of qk_vectors \* W = 24"):
         PrefillTiles(40, 64, qk_keys=4, qk_vectors=3, pv_rows=5, pv_vectors=2).check(p, cpu)

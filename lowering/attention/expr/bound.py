@@ -18,7 +18,7 @@ class BoundExpr:
     """`value` with buffers for its tables and TensorIR for its scalars, both by name.
 
     scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU.
-    emit_vector_call emits functions of vectors for a kernel; with it indices may be vectors.
+    emit_vector_call emits a function such as exp for vectors. Without it, indices are scalars.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class BoundExpr:
         self.flat = {
             name: _flat(tables[name]) for name, rank in ranks.items() if emit_vector_call is not None and rank > 1
         }
-        if scope == "global":  # else the IRBuilder is in host code, which has no memory that a kernel can read
+        if scope == "global":  # for GPUs the constructor runs in host code, which has no memory that a kernel can read
             self.value = rewrite_expr(self.value, functools.cache(self._compute_once))
 
     def _compute_once(self, node: Expr) -> Expr | None:
@@ -47,7 +47,7 @@ class BoundExpr:
         leaves = [n.op for n in node.walk() if n.op in ("index", "load", "scalar")]
         if not node.args or not leaves or set(leaves) != {"scalar"}:
             return None
-        # In memory, as TVM inlines the definition of a plain binding wherever it is used.
+        # In memory, because TVM substitutes the value of T.bind at every use.
         memory = self.scratch(1, node.dtype)
         T.buffer_store(memory, emit_expr(node, {}, self.scalars, self.load, lambda value: value), [0])
         name = f"once_{len(self.scalars)}"
@@ -55,13 +55,13 @@ class BoundExpr:
         return Expr("scalar", node.dtype, value=name)
 
     def __call__(self, *point: ir.Expr) -> ir.Expr:
-        """Return its value at (b, h, i, j[, s]), some of which may be vectors."""
+        """Return its value at (batch, query head, query row, key[, score]), some of which may be vectors."""
         return emit_expr(
             self.value, dict(zip(INDICES, point)), self.scalars, self.load, self._materialize, self.emit_vector_call
         )
 
     def _materialize(self, value: ir.Expr) -> ir.Expr:
-        """Store the value to memory, as TVM inlines the definition of a plain binding wherever it is used.
+        """Store the value to memory, because TVM substitutes the value of T.bind at every use.
 
         Vectors of bool are returned as they are: TVM has no memory for them.
         """
@@ -74,7 +74,8 @@ class BoundExpr:
         return memory[index]
 
     def compute_interval(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
-        """Return its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.
+        """Return its interval over rows and keys (ends included), for bool (true everywhere, true somewhere); None if
+        unknown.
 
         Emits code at the insertion point of the IRBuilder.
         """

@@ -1,4 +1,4 @@
-"""Slopes of ALiBi (arXiv:2108.12409): the bias of a head for each position between a row and a key."""
+"""Slopes of ALiBi (arXiv:2108.12409): the bias is slope * (position of the key - position of the query row)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 def alibi_slopes(heads: int, selected_heads: range | None = None) -> np.ndarray:
     """Return the float32 slopes of selected heads of `heads`, or of all.
 
-    They are 2^(-8 (h + 1) / m) for the m heads up to the largest power of two, then the odd powers of the square root
-    of the first slope.
+    m is the largest power of two that is at most `heads`. Head h < m has the slope 2^(-8 (h + 1) / m), head h >= m the
+    slope 2^(-4 (2 (h - m) + 1) / m).
     """
-    power, h = 1 << (heads.bit_length() - 1), np.array(selected_heads or range(heads))
-    powers = np.where(h < power, -8 * (h + 1) / power, -4 * (2 * (h - power) + 1) / power)
-    return np.exp2(powers).astype(np.float32)
+    m, h = 1 << (heads.bit_length() - 1), np.array(selected_heads or range(heads))
+    exponents = np.where(h < m, -8 * (h + 1) / m, -4 * (2 * (h - m) + 1) / m)
+    return np.exp2(exponents).astype(np.float32)

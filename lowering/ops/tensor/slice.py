@@ -1,4 +1,4 @@
-"""Slice, with bounds that are numbers, sizes, or only available at run time."""
+"""Slice, with bounds that are constants, symbolic sizes, or tensors of the run."""
 
 from __future__ import annotations
 

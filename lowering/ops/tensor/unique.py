@@ -30,7 +30,7 @@ _INT64 = "int64"
 
 @op("Unique", since=11)
 def unique(node: Node, data: Value) -> tuple[Value, Value, Value, Value]:
-    """Emit Y, and int64 vectors: the first index of each, the group of each input, and counts."""
+    """Emit ONNX's outputs Y, indices, inverse_indices and counts. A slice along the axis, flattened, is a row."""
     require_numbers(node, data)
     axis = node.attr("axis", None)
     if axis is None:
@@ -52,9 +52,9 @@ def unique(node: Node, data: Value) -> tuple[Value, Value, Value, Value]:
 
 
 def _number_groups(node: Node, rows: Value, is_sorted: bool) -> tuple[Value, ...]:
-    """Return each row's group of equal rows, the first index and count of each group, and their number.
+    """Return the inverse indices, first indices and counts of groups of equal rows, and the number of groups.
 
-    Groups are in the order of their rows, or else of their first indices.
+    If is_sorted, groups are in the order of their rows, else in the order of their first indices.
     """
     n, width = rows.shape
 

@@ -1,4 +1,5 @@
-"""The search space of a task: the tiles of one of the compiler's kernels, or the loops of another function."""
+"""The search space of a task: tiles of one of the compiler's kernels, or MetaSchedule's schedules of other
+functions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .tile_space import TileSpace
 
 
 class SearchSpace(Protocol):
-    """A search space. kind names it for people, and default is the choice of the default (choices.py)."""
+    """A search space. kind is its name in reports, default the choice (choices.py) of the untuned kernel."""
 
     @property
     def kind(self) -> str: ...
@@ -29,9 +30,9 @@ class SearchSpace(Protocol):
     def generator(self) -> ms.space_generator.SpaceGenerator: ...
 
     def default_trace(self, module: tvm.IRModule) -> Trace:
-        """Return a trace of a task's module that ends with the default."""
+        """Return the trace of a task's module that selects the default choice."""
 
 
 def create_space(module: tvm.IRModule, target: tvm.target.Target, threads: int = 1) -> TileSpace | LoopSpace:
-    """Return the search space of a task. Candidates of loops are for so many threads."""
+    """Return the search space of a task. MetaSchedule's schedules are for this number of threads."""
     return TileSpace(module, target) if has_kernel(module) else LoopSpace(module, target, threads)

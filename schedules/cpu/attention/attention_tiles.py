@@ -43,7 +43,7 @@ class QueryKeyTiles(Tiles):
         }
         for name, rows, vectors in (("qk", self.qk_keys, self.qk_vectors), ("pv", self.pv_rows, self.pv_vectors)):
             tile = f"the {name} register tile {rows} x {vectors}"
-            rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
+            rules[f"{tile} must fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
         return rules
 
 
@@ -161,7 +161,7 @@ class DecodeTiles(Tiles):
         tile = f"{self.pv_rows} x {self.pv_vectors}"
         return {
             f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
-            f"the pv register tile {tile} does not fit {cpu.registers} registers": _fits(
+            f"the pv register tile {tile} must fit {cpu.registers} registers": _fits(
                 self.pv_rows, self.pv_vectors, cpu
             ),
             "q_len, split, max_splits and ahead must be positive": (

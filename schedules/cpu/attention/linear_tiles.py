@@ -12,16 +12,16 @@ from ..primitives.vector import CpuFeatures
 
 @dataclass(frozen=True)
 class LinearTiles(Tiles):
-    """Tiles of `linear`. Vectors are registers of the machine, W float32 numbers each."""
+    """Tiles of the kernel in linear.py. A vector is a register of the machine, with W float32 lanes."""
 
     chunk: int
     """Tokens that are processed together: C. Multiple of W and of rows."""
     rows: int
-    """The register tile of a matmul: rows of tokens, or of the state, ..."""
+    """Rows of the register tile of a matmul, which are tokens or rows of the state."""
     vectors: int
-    """... times vectors of a row of the state."""
+    """Vectors of columns of the register tile; columns are those of the state."""
     step_vectors: int
-    """Vectors of a row of the state that a single token processes together."""
+    """Vectors of columns that the loop over single tokens (decoding) processes together."""
 
     @classmethod
     def space(cls, problem: LinearAttention, cpu: CpuFeatures) -> Space:
@@ -37,8 +37,8 @@ class LinearTiles(Tiles):
         step = max(cpu.lanes(ACC), self.rows)
         return {
             f"chunk = {self.chunk} must be a multiple of W and of rows": self.chunk % step == 0,
-            f"chunk = {self.chunk} is at most 32": self.chunk <= 32,
-            f"the register tile {self.rows} x {self.vectors} does not fit {cpu.registers} registers": (
+            f"chunk = {self.chunk} must be at most 32": self.chunk <= 32,
+            f"the register tile {self.rows} x {self.vectors} must fit {cpu.registers} registers": (
                 self.rows * self.vectors + self.vectors + 1 <= cpu.registers
             ),
         }

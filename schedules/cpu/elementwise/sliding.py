@@ -1,11 +1,11 @@
 """Windows that slide over channels-last data: depthwise convolutions, and pools.
 
-Vectors run along channels. Several positions of the window along the last spatial axis are computed side by side, for
-all channels before the next ones. Weights, and the data that their windows share, are loaded once.
+Vectors run along channels, which are the inner loop. A register tile has several output positions along the last
+spatial axis. Weights, and the data that their windows share, are loaded once.
 
     for each chunk of a row of windows                              among threads
         for each vector of channels
-            positions at either end whose windows leave the data   one by one
+            positions whose windows reach into the padding         one by one
             the other positions, `width` at a time
                 registers[width] = identity
                 for each element of the window that is in the data
@@ -55,8 +55,8 @@ class WindowTiles(LoopTiles):
     width: int = 4
     """Windows side by side, each with an accumulator."""
     chunk: int = 64
-    """The maximum number of positions of a task: the data that their windows cover of a vector of channels should fit
-    L1."""
+    """The maximum number of output positions of one work item of a thread. The data that their windows read for a
+    vector of channels should fit L1."""
 
     @classmethod
     def default(cls, problem: WindowReduction, cpu: CpuFeatures) -> WindowTiles:
@@ -137,7 +137,10 @@ class _Kernel:
         split_among_threads(count_points(outer) * chunks, work, self.tiles.parallel_work, task)
 
     def emit_vectors(self, body: Callable[[Expr, int], None]) -> None:
-        """Emit body(channel, lanes) for vectors of channels. The remainder is halved if its length is static."""
+        """Emit body(channel, lanes) for vectors of channels.
+
+        A static remainder has vectors of lanes / 2, lanes / 4 and so on; a symbolic one has scalars.
+        """
         start: Expr = tirx.const(0, "int64")
         lanes = self.lanes
         while lanes:

@@ -101,8 +101,8 @@ class MmaTiles(Tiles):
             f"kv = {self.kv} must be a multiple of 16": self.kv > 0 and self.kv % 16 == 0,
             f"stages = {self.stages} must be positive": self.stages > 0,
             f"split = {self.split} must be positive": self.split > 0,
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
-            f"{accumulators} accumulators do not fit {REGISTERS} registers": accumulators + 32 <= REGISTERS,
+            f"{shared} bytes of shared memory must fit {device.shared_memory}": shared <= device.shared_memory,
+            f"{accumulators} accumulators must fit {REGISTERS} registers": accumulators + 32 <= REGISTERS,
         }
 
     def estimate(self, problem: AttentionProblem, device: Device) -> float:
@@ -239,11 +239,11 @@ class WgmmaTiles(Tiles):
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
             f"split = {self.split} must be positive": self.split > 0,
             f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
-            f"{used_registers} registers per thread of each warpgroup are more than {at_launch * threads}": (
+            f"{used_registers} registers per thread of each warpgroup must be at most {at_launch * threads}": (
                 used_registers <= at_launch * threads
             ),
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
-            f"{accumulators} accumulators do not fit {self.consumer_registers} registers": (
+            f"{shared} bytes of shared memory must fit {device.shared_memory}": shared <= device.shared_memory,
+            f"{accumulators} accumulators must fit {self.consumer_registers} registers": (
                 accumulators + 24 <= self.consumer_registers
             ),
         }

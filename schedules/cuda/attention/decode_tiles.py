@@ -110,7 +110,7 @@ class DecodeTiles(Tiles):
             f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
             f"stages = {self.stages} must be 2 or more": self.stages >= 2,
             "split, per_sm, rows and ahead must be positive": (min(self.split, self.per_sm, self.rows, self.ahead) > 0),
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"{shared} bytes of shared memory must fit {device.shared_memory}": shared <= device.shared_memory,
         }
 
     def estimate(self, problem: AttentionProblem, device: Device, timing: DecodeTiming = TIMING) -> float:

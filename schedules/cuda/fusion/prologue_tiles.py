@@ -42,8 +42,8 @@ class PrologueSmallMTiles(SmallMTiles):
         return {
             **super().rules(problem, device),
             f"rows = {self.rows} must be 8": self.rows == 8,
-            f"there is no room for rows of {problem.depth}": max_rows(problem.depth or 0) > 0,
-            f"{shared_bytes} bytes of shared memory are more than {device.shared_memory}": shared_bytes
+            f"shared memory must have room for rows of {problem.depth}": max_rows(problem.depth or 0) > 0,
+            f"{shared_bytes} bytes of shared memory must fit {device.shared_memory}": shared_bytes
             <= device.shared_memory,
         }
 

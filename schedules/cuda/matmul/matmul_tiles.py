@@ -97,14 +97,14 @@ class MatmulTiles(Tiles):
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
             f"{self.threads} threads must be 32 to 1024": 32 <= self.threads <= 1024,
             "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
-            f"a tile of {min(self.m, columns_per_matmul)} rows is less than a pass of {self.threads} threads": (
+            f"a tile of {min(self.m, columns_per_matmul)} rows must be at least a pass of {self.threads} threads": (
                 self.threads * chunk <= min(self.m, columns_per_matmul) * self.k
             ),
-            f"{self.threads} threads are fewer than the chunks of {max(self.m, columns_per_matmul)} columns": (
+            f"{self.threads} threads must be at least the chunks of {max(self.m, columns_per_matmul)} columns": (
                 self.threads * chunk >= max(self.m, columns_per_matmul)
             ),
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
-            f"{accumulators} accumulators leave no registers": accumulators <= 160,
+            f"{shared} bytes of shared memory must fit {device.shared_memory}": shared <= device.shared_memory,
+            f"{accumulators} accumulators must leave registers": accumulators <= 160,
         }
 
     def estimate(self, problem: MatmulShape, device: Device) -> float:
@@ -220,16 +220,16 @@ class WgmmaMatmulTiles(Tiles):
         return {
             f"consumers = {self.consumers} must be 1 or 2": self.consumers in (1, 2),
             f"n = {self.n} must be {problem.matmuls} times 64, 128 or 256": columns_per_matmul in (64, 128, 256),
-            f"n = {self.n} leaves no registers": self.n // 2 + 40 <= self.consumer_registers,
+            f"n = {self.n} must leave registers": self.n // 2 + 40 <= self.consumer_registers,
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
             f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
-            f"{used_registers} registers per thread of each warpgroup are more than there are": (
+            f"{used_registers} registers per thread of each warpgroup must be available": (
                 used_registers <= at_launch * (self.consumers + 1)
             ),
             "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
             f"cluster = {self.cluster} must be 1 or 2": self.cluster in (1, 2),
-            f"{self.consumers} consumers cannot take turns": self.consumers == 2 or not self.ping_pong,
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"{self.consumers} consumers must be 2 to take turns": self.consumers == 2 or not self.ping_pong,
+            f"{shared} bytes of shared memory must fit {device.shared_memory}": shared <= device.shared_memory,
         }
 
     def estimate(self, problem: MatmulShape, device: Device) -> float:

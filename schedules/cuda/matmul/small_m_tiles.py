@@ -76,7 +76,7 @@ class SmallMTiles(Tiles):
             f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
             f"ahead = {self.ahead} must be positive": self.ahead > 0,
             f"rows = {self.rows} must be a multiple of 8 up to 64": self.rows in range(8, 65, 8),
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"{shared} bytes of shared memory must fit {device.shared_memory}": shared <= device.shared_memory,
             "the sums leave no registers": self.rows // 2 * problem.matmuls <= 128,
         }
 

@@ -222,5 +222,5 @@ def test_illegal_tiles_say_why() -> None:
     tiles = DecodeTiles.default(problem(), GPU)
     with pytest.raises(ValueError, match="keys = 24 must be a multiple of 16"):
         dataclasses.replace(tiles, keys=24).check(problem(), GPU)
-    with pytest.raises(ValueError, match="bytes of shared memory are more than 166912"):
+    with pytest.raises(ValueError, match="bytes of shared memory must fit 166912"):
         dataclasses.replace(tiles, stages=40).check(problem(), GPU)

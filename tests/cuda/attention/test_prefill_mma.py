@@ -144,8 +144,8 @@ def test_default_tiles_are_legal() -> None:
         (MmaTiles(64, 64, warps=1), "q = 64 must be 16 or 32 times warps = 1"),
         (MmaTiles(64, 40, warps=4), "kv = 40 must be a multiple of 16"),
         (MmaTiles(64, 64, warps=4, stages=0), "stages = 0 must be positive"),
-        (MmaTiles(128, 128, warps=4, stages=5), "180224 bytes of shared memory are more than 166912"),
-        (MmaTiles(128, 192, warps=4), "256 accumulators do not fit 255 registers"),
+        (MmaTiles(128, 128, warps=4, stages=5), "180224 bytes of shared memory must fit 166912"),
+        (MmaTiles(128, 192, warps=4), "256 accumulators must fit 255 registers"),
     ],
 )
 def test_illegal_tiles_say_why(tiles: MmaTiles, why: str) -> None:

@@ -158,9 +158,9 @@ def test_default_tiles_are_legal() -> None:
     [
         (WgmmaTiles(4, 64, 104, 24), "consumers = 4 must be 1, 2 or 3"),
         (WgmmaTiles(2, 40, 240, 24), "kv = 40 must be a multiple of 16"),
-        (WgmmaTiles(3, 64, 240, 24), "744 registers per thread of each warpgroup are more than 512"),
-        (WgmmaTiles(2, 256, 240, 24, stages=4), "bytes of shared memory are more than 232448"),
-        (WgmmaTiles(3, 192, 160, 32), "176 accumulators do not fit 160 registers"),
+        (WgmmaTiles(3, 64, 240, 24), "744 registers per thread of each warpgroup must be at most 512"),
+        (WgmmaTiles(2, 256, 240, 24, stages=4), "bytes of shared memory must fit 232448"),
+        (WgmmaTiles(3, 192, 160, 32), "176 accumulators must fit 160 registers"),
         (WgmmaTiles(2, 64, 236, 24), "must be multiples of 8"),
         (WgmmaTiles(2, 64, 240, 24, stages=1), "stages = 1 must be at least 2"),
     ],

@@ -121,5 +121,5 @@ def test_a_short_k_is_multiplied_in_turn(matmuls: int) -> None:
 
     assert [tiles(depth).ping_pong for depth in (64, 512, 2048, 8192, None)] == [True, True, True, False, False]
     assert not tiles(64, rows=128).ping_pong  # one tile for each SM, or less
-    with pytest.raises(ValueError, match="1 consumers cannot take turns"):
+    with pytest.raises(ValueError, match="1 consumers must be 2 to take turns"):
         dataclasses.replace(ALONE, consumers=1).check(MatmulShape("float16", None, None, 64, 64, 1), device)
