@@ -1,4 +1,4 @@
-/* Check that the tables of a GptAttention fit each other and its rows; linked into every model.so.
+/* Check that the tables of a GptAttention fit each other and its rows; linked into models that call it.
  * The function gpt_attention calls it, too (lowering/functions/gpt_checks/contents.py). */
 #define _GNU_SOURCE
 #include "requests_tensorrt_llm.h"

@@ -15,10 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from lowering.functions.gpt_checks import ArgumentError, check_call
+from lowering.functions.gpt_checks.rows import check_qkv
+from lowering.functions.gpt_checks.settings import check_settings
 from lowering.ops.tensorrt_llm import DOMAIN
 from lowering.ops.tensorrt_llm.gpt_attention import INPUTS
-from tests.attacks.attack import Answer, Arrays, Attack, Illegal, Unspecified, attacks
+from tests.attacks.attack import Answer, Arrays, Attack, Unspecified, attacks
 from tests.attacks.draw import ANY, Draw
+from tests.attacks.generators.served.gpt_contents import contents_fit
 from tests.attacks.generators.served.gpt_form import (
     ATTRIBUTES,
     BY_REQUEST,
@@ -224,11 +227,13 @@ def _rule(form: Form, arrays: tuple[np.ndarray | None, ...]) -> Answer:
         check_call(tensors["qkv"], DEFAULTS | arguments, contents=False)
     except (ArgumentError, NotImplementedError) as error:
         raise Unspecified(str(error)) from error
+    settings = check_settings(DEFAULTS | arguments)
+    contents_fit(DEFAULTS | arguments, settings, check_qkv(tensors["qkv"], DEFAULTS | arguments, settings))
     try:
         check_call(tensors["qkv"], DEFAULTS | arguments)
     except ArgumentError as error:
-        # Runs compare no masks.
-        raise (Unspecified if "differ in row" in str(error) else Illegal)(str(error)) from error
+        assert "differ in row" in str(error), error  # the function refuses no other legal call
+        raise Unspecified(str(error)) from error  # runs compare no masks
     return _answer(form, tensors, arguments)
 
 
