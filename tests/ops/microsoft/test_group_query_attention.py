@@ -224,7 +224,7 @@ def with_input(k: int, dtype: str, dims: tuple[int | str, ...]) -> list[Any]:
         (PLAIN, {"qk_output": 1}, "qk_output is 1"),
         (PLAIN, {"local_window_size": 0}, "local_window_size is 0"),
         (PLAIN, {"local_window_size": 4, "causal": 0}, "local_window_size is 4"),
-        (PLAIN, {"do_rotary": 1}, "cos_cache or sin_cache"),
+        (PLAIN, {"do_rotary": 1}, "cos_cache is missing"),
         (PLAIN, {"kv_num_heads": 3}, "4 query heads do not divide"),
         (PLAIN, {"num_heads": 6, "kv_num_heads": 2}, "6 heads do not divide"),
         (with_input(12, F, (1,)), {}, "k_scale"),

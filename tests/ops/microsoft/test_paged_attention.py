@@ -332,7 +332,7 @@ HEADS = {"num_heads": 4, "kv_num_heads": 2}
         ({"slot_mapping": (I, ("n", 1))}, {}, "slot_mapping is int32 of rank 2"),
         ({"q_norm_weight": (F, (16,))}, {}, "one of q_norm_weight and k_norm_weight"),
         ({"head_sink": (F, (3,))}, {}, "head_sink differs between the inputs: 3 and 4"),
-        ({}, {"do_rotary": 1}, "cos_cache or sin_cache is missing"),
+        ({}, {"do_rotary": 1}, "cos_cache is missing"),
         ({"cos_cache": (F, ("t", 9)), "sin_cache": (F, ("t", 9))}, {"do_rotary": 1}, "9 angles"),
         ({}, {"local_window_size": 0}, "local_window_size is 0"),
         ({}, {"kv_cache_layout": "RING"}, "kv_cache_layout is 'RING'"),

@@ -85,7 +85,7 @@ def test_positions_outside_the_cache_are_an_error() -> None:
     [
         ([(1, 2, 3, 5), (1, 3, 2), (1, 3, 2)], {}, "5 of 5 dimensions"),
         ([(1, 2, 3, 4), (1, 3, 4), (1, 3, 4)], {"rotary_embedding_dim": 8}, "8 of 4 dimensions"),
-        ([(1, 2, 3, 4), (3, 2), (3, 2)], {}, "ranks 2 and 2"),
+        ([(1, 2, 3, 4), (3, 2), (3, 2)], {}, "cos_cache has rank 2"),
         ([(1, 2, 3, 4), (1, 3, 3), (1, 3, 3)], {}, "number of angles differs between the inputs: 2 and 3"),
         ([(1, 2, 3, 4), (1, 4, 2), (1, 4, 2)], {}, "sequence length differs between the inputs: 3 and 4"),
         ([(3, 2, 3, 4), (2, 3, 2), (2, 3, 2)], {}, "batch size differs between the inputs: 2 and 3"),

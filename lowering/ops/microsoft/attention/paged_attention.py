@@ -161,8 +161,8 @@ def _rotate_heads(
     """Return x [1, N, H * D] with every head rotated."""
     remedy = "Give it, as do_rotary = 1 requires."
     cos, sin = require_input(node, "cos_cache", cos, remedy), require_input(node, "sin_cache", sin, remedy)
-    for name, x in (("cos_cache", cos), ("sin_cache", sin)):
-        require_rank(node, name, x, "[positions, angles]")
+    for name, cache in (("cos_cache", cos), ("sin_cache", sin)):
+        require_rank(node, name, cache, "[positions, angles]")
     first, angles = node.attr("rotary_offset", 0), number(node, "last dimension of cos_cache", cos.shape[1])
     if first < 0 or first + 2 * angles > size:
         raise node.error(
