@@ -44,7 +44,7 @@ def pytest_configure(config):
 
 
 def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
-    (folder / "conftest.py").write_text(PLUGIN.format(folder=str(Path(__file__).parents[1])))
+    (folder / "conftest.py").write_text(PLUGIN.format(folder=str(Path(__file__).parents[2])))
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "--durations-to", "log/durations.jsonl", *arguments]
