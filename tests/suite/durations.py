@@ -1,4 +1,4 @@
-"""Durations of a run: `pytest --durations-to FILE --budget SECONDS`.
+"""Durations of a run: `pytest --durations-to=FILE --budget=SECONDS`.
 
 FILE gets a line of JSON for each test, slowest first: its name, its seconds, and its CPU seconds, setup and teardown
 included. The end of the run lists the slowest ones. A run fails if the CPU seconds of the SLOWEST most expensive tests

@@ -46,7 +46,7 @@ directory=$1 results=$2 minutes=$3
 shift 3
 export PYTHONPATH="$directory/project:$directory/site" ONNX_LOWERING_CACHE="$directory/cache"
 cd "$directory/project"
-exec python3 -m pytest --gpu --results "$results" --minutes "$minutes" -p no:cacheprovider "$@"
+exec python3 -m pytest --gpu --results="$results" --minutes "$minutes" -p no:cacheprovider "$@"
 """
 
 

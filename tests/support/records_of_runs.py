@@ -1,4 +1,4 @@
-"""Time-limited runs with stored results: `pytest --results FOLDER --minutes M`.
+"""Time-limited runs with stored results: `pytest --results=FOLDER --minutes M`.
 
 FOLDER/results.jsonl gets a line for each test as it ends: its name, "passed", "failed" or "skipped", its seconds, the
 seed of the run, and what pytest says of a failure, whose case follows from the name and the seed. The next run with the
