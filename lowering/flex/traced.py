@@ -7,6 +7,7 @@ operand; / gives floating point, // and % round down, as in Python.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -32,12 +33,12 @@ LIBRARY_CALLS: dict[str, Callable[..., Any]] = {}
 """Calls a function of NumPy or PyTorch for traced values; vocabulary.py has the functions, and registers both."""
 
 
-class NotANumber:
+class NotANumber(abc.ABC):
     """A value that a mod may read but not compute with."""
 
+    @abc.abstractmethod
     def reject_whole_array(self, *_: Any) -> Any:
         """Raise InputError: the value is not a number."""
-        raise NotImplementedError
 
 
 # -- operations -------------------------------------------------------------------------------------------------------
