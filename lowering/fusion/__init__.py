@@ -39,7 +39,7 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("fuse_stateful_conv", FuseStatefulConvPass()),
     ("fuse_linear_attention", FuseLinearAttentionPass()),  # first: it makes the sizes of later nodes static
-    ("move_codes", MoveQuantizedValuesPass()),
+    ("move_quantized_values", MoveQuantizedValuesPass()),
     ("fuse_integer_matmuls", FuseIntegerMatmulsPass()),
     ("unflatten_matmuls", UnflattenMatmulsPass()),
     ("fuse_layer_norm", FuseLayerNormPass()),

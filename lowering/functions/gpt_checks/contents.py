@@ -1,7 +1,7 @@
 """Checks of the contents of arrays: lengths, and what follows from them for masks, tables, slots and blocks.
 
-The rules are those of compiled models, whose C code is called here (runtime/native/requests_tensorrt_llm.c). Only what
-is no input of a model, and masks, which models do not compare, is checked in Python.
+The rules are those of compiled models, whose C code is called here (runtime/native/requests_tensorrt_llm.c). Python
+checks arguments that are not inputs of a model, and that two masks agree, which models do not compare.
 """
 
 from __future__ import annotations

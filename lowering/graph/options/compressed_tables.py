@@ -118,7 +118,7 @@ def _quantize_table(graph: ir.Graph, table: ir.Value, scheme: str) -> _Quantized
             return None
         error += float(np.square(stored - rows, dtype=np.float64).sum())
         size += float(np.square(rows, dtype=np.float64).sum())
-    initializer = add_initializer(graph, f"{table.name}_codes", quantized)
+    initializer = add_initializer(graph, f"{table.name}_quantized", quantized)
     return _QuantizedTable(
         initializer, add_initializer(graph, f"{table.name}_scales", scales) if bits == 8 else None, (error, size)
     )

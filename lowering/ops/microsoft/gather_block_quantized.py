@@ -83,7 +83,7 @@ def gather_block_quantized(
         return tirx.Select(is_inside, number, tirx.const(0, "float32")).astype(scales.dtype)
 
     result = (*shape[:axis], *indices.shape, *shape[axis + 1 :])
-    return compute(node, "gather_codes", element, tensors, result, dtype=scales.dtype)
+    return compute(node, "gather_quantized", element, tensors, result, dtype=scales.dtype)
 
 
 def _read_bits_and_block_size(node: Node, data: Value) -> tuple[int, int]:

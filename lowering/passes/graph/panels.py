@@ -61,8 +61,9 @@ def pack_matrix(
     depth, columns = matrix.shape
     block = matrix.block[0] if matrix.block[0] < depth else 0
     nibbles = matrix.bits == 4 and block % NIBBLES == 0
+    values = pack_bits(matrix.values.T, 4, np.uint32).T.astype(np.int32) if nibbles else matrix.values
     components = {
-        "codes": pack(pack_bits(matrix.values.T, 4, np.uint32).T.astype(np.int32) if nibbles else matrix.values, nr),
+        "quantized": pack(values, nr),
         "scales": pack(matrix.scales.repeat(matrix.block[1], axis=1)[:, :columns], nr),
     }
     if matrix.zero_points is not None:
