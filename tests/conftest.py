@@ -17,7 +17,7 @@ from benchmarks.in_process import provide
 from lowering.compiling.cache import artifact_cache
 from tests.cuda_emulation import card
 from tests.suite import durations, sweeps
-from tests.support import records_of_runs, sampled, seeds
+from tests.support import records_of_runs, sampled, seeds, unoptimized
 
 provide()
 
@@ -82,9 +82,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"pytest {again} runs the same cases")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules with expensive fixtures come first: toward the end workers take tests from each other, and what two of
     them have of one module, both make fixtures for."""
+    sampled.mark_others_as_slow(items)
     items.sort(key=lambda item: EXPENSIVE.isdisjoint(_folders(item)))
     if sweep := config.getoption("sweep"):
         _select(config, items, lambda item: sweeps.find_sweep(item.nodeid) == sweep)
@@ -93,6 +95,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if hasattr(item.module, "kernels") or hasattr(item.module, "KERNELS"):  # built once for all tests
                 item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    unoptimized.select(item)
 
 
 def _folders(item: pytest.Item) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ def compare(case: Case, actual: dict[str, np.ndarray], want: dict[str, np.ndarra
         assert are_equal(case, actual[name], array), f"{name}: {case}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 16, 8))
 def test_writes_new_rows_and_nothing_else(first: int) -> None:
     for seed in range(first, first + 8):

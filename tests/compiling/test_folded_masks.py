@@ -187,6 +187,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.
     return np.divide(p, l, out=np.zeros_like(p), where=l > 0) @ v
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_mask_it_replaces(name: str) -> None:
     case = CASES[name]

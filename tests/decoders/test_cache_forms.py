@@ -12,7 +12,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lowering
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 HEADS, KV_HEADS, SIZE, WIDTH, VOCABULARY, CAPACITY = 4, 2, 16, 24, 20, 16
 
@@ -199,7 +198,8 @@ def windowed(b: Builder) -> str:
     return b.node("Where", [seen, b.weight(np.float32(0)), b.weight(np.finfo(np.float32).min)])
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
 def test_steps_equal_the_whole(name: str) -> None:
     model = model_of(CASES[name])
     rng = np.random.default_rng(0)
@@ -215,7 +215,8 @@ def test_steps_equal_the_whole(name: str) -> None:
     assert (decoder.length, decoder.capacity) == (9, CAPACITY)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", CASES)
 def test_served_requests_equal_the_whole(name: str) -> None:
     model = model_of(CASES[name])
     served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))

@@ -14,7 +14,6 @@ import lowering
 from lowering.about import list_facts
 from tests.decoders.test_cache_forms import CASES, KV_HEADS, SIZE, VOCABULARY, Case, model_of, plainly
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 CAPACITY, TOKENS = 1400, 1300
 FORMS = {
@@ -29,7 +28,8 @@ def caches(model: lowering.Model) -> list[tuple[int | str, ...]]:
     return [spec.dims for spec in model.inputs if spec.name in model.manifest.donated]
 
 
-@pytest.mark.parametrize("name", sampled(FORMS, 5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", FORMS)
 def test_steps_equal_the_whole_over_several_wraps(name: str) -> None:
     source = model_of(FORMS[name])
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS))

@@ -20,7 +20,6 @@ from lowering.runtime.decoding.decoder import Decoder
 from lowering.target import resolve
 from tests.exports.mobius_models import CAPACITY, COMMITTED
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 Tokens: TypeAlias = dict[str, np.ndarray]  # by input: [S], [S, H], or the same of several sequences
 
@@ -260,12 +259,14 @@ def error_served(name: str, precision: Any) -> float:
     return float(worst)
 
 
-@pytest.mark.parametrize(("name", "precision"), sampled(IN_PLACE, 3))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("name", "precision"), IN_PLACE)
 def test_caches_in_place(name: str, precision: Any) -> None:
     assert error_in_place(name, precision) < BARS[precision]
 
 
-@pytest.mark.parametrize(("name", "precision"), sampled(SERVED, 4))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("name", "precision"), SERVED)
 def test_served(name: str, precision: Any) -> None:
     assert error_served(name, precision) < BARS[precision]
 

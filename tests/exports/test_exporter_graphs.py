@@ -8,12 +8,12 @@ import pytest
 
 from tests.exports.exporter_table import measure, verdict
 from tests.exports.mobius_models import COMMITTED_GRAPHS
-from tests.support.sampled import sampled
 
 FOLDER = Path(__file__).parent / "graphs"
 
 
-@pytest.mark.parametrize("name", sampled(COMMITTED_GRAPHS, 5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", COMMITTED_GRAPHS)
 def test_graphs_equal_onnxruntime(name: str) -> None:
     record = measure(FOLDER / f"{name}.onnx")
     assert verdict(record) == "right", record

@@ -10,12 +10,12 @@ import pytest
 
 from tests.exports import table
 from tests.exports.forms import PARTIAL, Export, Setting, find_exports, published
-from tests.support.sampled import sampled
 
 SAMPLES = Path(__file__).parent / "samples"
 
 
-@pytest.mark.parametrize("folder", sampled(sorted(SAMPLES.iterdir()), 2), ids=lambda folder: folder.name)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("folder", sorted(SAMPLES.iterdir()), ids=lambda folder: folder.name)
 def test_sample(folder: Path) -> None:
     outcome = table.measure(folder)
     assert not outcome.reason

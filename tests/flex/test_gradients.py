@@ -16,7 +16,6 @@ import schedules
 from lowering import flex
 from lowering.flex.mod import ModSignature
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 Arrays = dict[str, np.ndarray]
 
@@ -157,7 +156,8 @@ CASES = {  # which sizes, and whether float32 is looked at, too
 }
 
 
-@pytest.mark.parametrize("name", sampled(VARIANTS, 5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
     variant, (which, in_float32) = VARIANTS[name], CASES[name]
     rng, sizes = np.random.default_rng(7), SIZES[which]
@@ -183,7 +183,8 @@ def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
         assert off <= 3e-5 * np.abs(gradients[operand]).max(), operand
 
 
-@pytest.mark.parametrize("dtype", sampled([ml_dtypes.bfloat16, np.float16], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_half_precision(dtype: Any) -> None:
     variant, rng = VARIANTS["soft cap and ALiBi"], np.random.default_rng(5)
     arrays = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)

@@ -22,7 +22,6 @@ from tests.flex.flex_reference import (
     make_grid,
 )
 from tests.support.placed_arrays import guarded, unaligned
-from tests.support.sampled import sampled
 
 RNG = np.random.default_rng(0)
 EXTREMES = [0, 1, -1, 4, 5, -5, -6, 2**31 - 1, 2**31, -(2**31), 2**62, -(2**62), 2**63 - 1, -(2**63)]
@@ -103,9 +102,10 @@ def extremes(dtype: str, count: int) -> np.ndarray:
     return RNG.choice(np.array(legal, dtype), count)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("mod", "dtype"),
-    sampled(itertools.product([*MODS, masks], ["int32", "int64", "uint32", "int8"]), 9),
+    itertools.product([*MODS, masks], ["int32", "int64", "uint32", "int8"]),
     ids=lambda arguments: getattr(arguments, "__name__", arguments),
 )
 def test_indices_from_data_stay_inside(mod: Callable[..., Any], dtype: str) -> None:

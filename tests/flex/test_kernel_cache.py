@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from lowering import flex
-from tests.support.sampled import sampled
 
 RNG = np.random.default_rng(0)
 
@@ -88,7 +87,8 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", sampled(VARIATIONS, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", VARIATIONS)
 def test_each_variation_has_a_kernel_of_its_own(case: str) -> None:
     usual = {"score_mod": biased, "captures": {"bias": np.ones((3, 5), "f")}}
     attend(**usual)

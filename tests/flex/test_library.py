@@ -27,7 +27,6 @@ from tests.flex.library_cases import (
     add_t5_bias,
     t5_bucket,
 )
-from tests.support.sampled import sampled
 
 RNG = np.random.default_rng(0)
 BLOCK = (3, 5)
@@ -67,8 +66,9 @@ def test_a_mask_shows_what_its_oracle_does(name: str) -> None:
     np.testing.assert_array_equal(compiled.states == 2, shown)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
-    ("name", "blocks"), sampled(((name, b) for name in MASKS if hasattr(masks, name) for b in (False, True)), 9)
+    ("name", "blocks"), ((name, b) for name in MASKS if hasattr(masks, name) for b in (False, True))
 )
 def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     case = MASKS[name]
@@ -81,7 +81,8 @@ def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     np.testing.assert_allclose(y, attention(compute_scores(q, k), v, visible(case)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sampled(SCORES, 5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", SCORES)
 def test_attention_with_a_score_mod(name: str) -> None:
     mod, captures, oracle = SCORES[name]
     q, k, v = operands(ROWS, KEYS)
@@ -151,7 +152,8 @@ def in_pages(keys: list[np.ndarray]) -> np.ndarray:
     return pages
 
 
-@pytest.mark.parametrize("blocks", sampled([False, True], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("blocks", [False, True])
 def test_a_cache_in_shuffled_pages_is_that_in_rows(blocks: bool) -> None:
     """Rows are the last three positions, under a causal mask and a bias by distance; unused pages contain NaN."""
     q = RNG.standard_normal((BATCHES, HEADS, 3, SIZE)).astype(np.float32)

@@ -20,7 +20,6 @@ from tests.flex.flex_reference import (
     compute_visible,
 )
 from tests.flex.mod_cases import COMBINATIONS, MASKS, SCORES, Case
-from tests.support.sampled import sampled
 
 LENGTHS = [(1, 1), (1, 77), (7, 131), (64, 64), (130, 257), (257, 130)]
 HEADS = [(1, 1), (4, 1), (8, 2), (6, 2)]
@@ -82,13 +81,15 @@ def check_call(
     assert (y[hidden] == 0).all() and np.isneginf(lse[hidden]).all()
 
 
-@pytest.mark.parametrize("number", sampled(range(len(CASES)), 7), ids=[case.name for case in CASES])
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
 def test_mods(number: int) -> None:
     """Every mod with one of each choice, at all lengths."""
     for lengths in LENGTHS:
         check_call(CASES[number], make_setting(number), lengths, np.random.default_rng(number))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["relative_table", "documents_by_batch", "all_dims"])
 def test_one_batch_of_keys_for_all(name: str) -> None:
     case = next(case for case in CASES if case.name == name)

@@ -11,6 +11,9 @@ import pytest
 
 from lowering import flex
 
+pytestmark = pytest.mark.optimized
+
+
 Q = np.ones((1, 2, 1, 16), "f")
 BIAS = np.ones((2, 4), "f")
 

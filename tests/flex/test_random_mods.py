@@ -18,7 +18,6 @@ from tests.flex.flex_reference import (
     make_grid,
 )
 from tests.flex.random_mods import NEAR, RandomMods
-from tests.support.sampled import sampled
 
 CALLS = [(2, 1, 1), (1, 1, 77), (2, 7, 60), (1, 64, 64), (3, 33, 20), (1, 130, 65), (2, 5, 0), (0, 3, 3), (1, 2, 40)]
 CALLS += [(4, 12, 12), (1, 16, 129), (2, 40, 1), (1, 0, 9), (3, 8, 24)]
@@ -95,7 +94,8 @@ def _doubtful(
     return doubtful
 
 
-@pytest.mark.parametrize("seed", sampled(range(1, 11), 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(1, 11))
 def test_random_mods(seed: int) -> None:
     check(seed)
 

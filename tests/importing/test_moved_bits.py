@@ -7,12 +7,12 @@ import pytest
 import lowering
 from tests.cases.mover_cases import TYPES
 from tests.cases.random_movers import movers_of, random_model
-from tests.support.sampled import sampled
 
 TARGETS = ("cpu", "cpu:x86-64-v3")
 
 
-@pytest.mark.parametrize(("seed", "target"), sampled([(seed, t) for seed in range(40) for t in TARGETS], 21))
+@pytest.mark.sampled(21)
+@pytest.mark.parametrize(("seed", "target"), [(seed, t) for seed in range(40) for t in TARGETS])
 def test_random_models(seed: int, target: str) -> None:
     drawn = random_model(seed, 24)
     results = lowering.compile(drawn.proto(), target).run(drawn.arrays)

@@ -19,14 +19,14 @@ from lowering.graph.loading.model import load_model
 from lowering.graph.options.precision import use_precision
 from lowering.target import host_features
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 BARS = {"float16": 5e-3, "bfloat16": 4e-2}
 NAMES = [path.name for path in sorted(SAMPLES.iterdir()) if not path.name.endswith("f16")]
 
 
-@pytest.mark.parametrize(("name", "precision"), sampled([(n, p) for n in NAMES for p in BARS], 13))
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize(("name", "precision"), [(n, p) for n in NAMES for p in BARS])
 def test_exports(name: str, precision: Precision) -> None:
     """As near to PyTorch in float64 as the type allows; what differs of inputs and outputs are caches."""
     model = lowering.compile(SAMPLES / name / "model.onnx", precision=precision)

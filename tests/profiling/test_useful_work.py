@@ -11,6 +11,9 @@ from onnx import numpy_helper
 
 import lowering
 
+pytestmark = pytest.mark.optimized
+
+
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {},
     "int4": {"weights": "int4"},
@@ -23,6 +26,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_dequantization_is_not_work(case: str) -> None:
     """A matmul has two operations for each pair of elements, however its weights are stored."""

@@ -21,7 +21,6 @@ from lowering.attention.reference import compute_reference
 from schedules.cpu.attention.attention_tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.primitives.vector import read_cpu_features
 from tests.support.placed_arrays import borrow, guarded, unaligned
-from tests.support.sampled import sampled
 from tests.support.this_machine import LEVELS, WIDEST
 
 Arrays = dict[str, Any]
@@ -130,8 +129,9 @@ PROBLEMS = {
 SIZES = [(1, 1, 1), (2, 1, 300), (3, 3, 70), (2, 77, 133), (1, 200, 65)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mcpu", LEVELS[1:])
-@pytest.mark.parametrize("name", sampled(PROBLEMS, 3))
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_equals_the_reference(name: str, mcpu: str) -> None:
     p = PROBLEMS[name]
     run = kernel(p, mcpu)

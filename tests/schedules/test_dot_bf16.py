@@ -25,8 +25,10 @@ from tests.schedules.test_attention_cpu import (
     tensor_at_end,
     unaligned_tensor,
 )
-from tests.support.sampled import sampled
 from tests.support.this_machine import WIDEST
+
+pytestmark = pytest.mark.optimized
+
 
 PROBLEMS = {
     "full": problem(**BF16),
@@ -66,8 +68,9 @@ def test_pairs_become_the_instruction(q_len: int) -> None:
     assert "vdpbf16ps" not in compiled(p, []).mod.inspect_source("asm")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("name", sampled(PROBLEMS, 2))
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None:
     """Each weight may have an error of half a unit in the last position, and the output another one."""
     p = PROBLEMS[name]
@@ -80,6 +83,7 @@ def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None
             np.testing.assert_allclose(call(run, p, inputs, allocate), want, rtol=2.0**-8, atol=1.01 * bound)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("name", ["mask per row", "causal, 3-D, pairs no vector divides"])
 def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:

@@ -22,6 +22,9 @@ from lowering.target import host_features, resolve
 from schedules.cpu.matmul.dot_int8 import dot, dot_signed, multiplies_signed
 from schedules.cpu.primitives.vector import SDOT, USDOT, VNNI_256, VNNI_512, CpuFeatures, load, read_cpu_features, store
 
+pytestmark = pytest.mark.optimized
+
+
 HOST = Path(__file__).parents[1] / "targets" / "kernel_host.c"
 
 WAYS = {

@@ -12,6 +12,9 @@ from tvm import te, tirx
 from schedules.cpu.elementwise.elementwise import elementwise
 from tests.support.this_machine import LEVELS
 
+pytestmark = pytest.mark.optimized
+
+
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 
 FUNCTIONS = {

@@ -79,6 +79,7 @@ def check(actual: np.ndarray, expected: np.ndarray, dtype: str, depth: int) -> N
     assert (error <= EPSILON[dtype] * (1e-2 + np.abs(expected)) + 2e-7 * depth).all(), error.max()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize(("depth", "columns"), [(37, 71), (1, 16), (64, 5), (32, 32)])

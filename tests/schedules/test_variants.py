@@ -118,6 +118,7 @@ def test_the_nearest_of_any_tiles_is_legal_and_survives_json(name: str) -> None:
             assert variant.read(choice.to_json()) == choice
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RUNNING)
 def test_tiles_change_no_result(name: str) -> None:
     function = FUNCTIONS[name][0]()

@@ -213,6 +213,7 @@ def corrupt_inputs(operator: str, mode: int, defect: Defect) -> tuple[Inputs, tu
     return None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operator, mode", MODES)
 def test_illegal_tables_are_refused(operator: str, mode: int) -> None:
     case, run = choose_case(operator, mode), compile_case(operator, mode, True).run

@@ -1,16 +1,18 @@
 """Tests of which a sample runs, another one every ten commits, and all on request.
 
-`pytest --sample N` names the sample; without it, N is a tenth of the number of commits of the checkout. The same number
-gives the same cases.
+Of the cases of a test with the marker `sampled(every)` one of `every` runs, and the others are slow. The option
+`--sample N` names the sample; without it, N is a tenth of the number of commits of the checkout. The same number gives
+the same cases.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,19 +30,29 @@ def choose_sample() -> int:
     return int(result.stdout) // 10 if result.returncode == 0 else 0
 
 
-def sampled(cases: Iterable[Any], every: int) -> list[Any]:
-    """Return parameters for pytest of which one of `every` successive ones runs, and the others are slow.
+def mark_others_as_slow(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that the sample does not have as slow."""
+    cases = defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (_, every), of_test in cases.items():
+        of_test.sort(key=_shuffle)  # so that a sample has all values of parameters with `every` values
+        first = _sample() % min(every, len(of_test))
+        for item in of_test[:first] + [item for n, item in enumerate(of_test[first:]) if n % every]:
+            item.add_marker(pytest.mark.slow)
 
-    A case of several parameters is a tuple. Take a number that shares no factor with an inner loop, so that all its
-    values are met.
-    """
-    first = int(os.environ.get(VARIABLE, "0")) % every
-    listed = list(cases)
-    first = first if first < len(listed) else 0
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if number % every == first else pytest.mark.slow,
-        )
-        for number, case in enumerate(listed)
-    ]
+
+def is_in_sample(item: pytest.Item, every: int) -> bool:
+    """Return whether the sample has a test, if it has one of `every` tests."""
+    return (_shuffle(item) + _sample()) % every == 0
+
+
+def _shuffle(item: pytest.Item) -> int:
+    """Return a number of a test that does not depend on other tests."""
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _sample() -> int:
+    return int(os.environ.get(VARIABLE, "0"))

@@ -19,6 +19,9 @@ from lowering.runtime.artifact import checks
 from lowering.target import host_features, resolve
 from tests.support.error_codes import raises
 
+pytestmark = pytest.mark.optimized
+
+
 HERE = Path(__file__).parent
 MODEL = onnx.parser.parse_model("""
 <ir_version: 10, opset_import: ["" : 24]>

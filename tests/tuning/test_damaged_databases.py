@@ -16,6 +16,9 @@ import pytest
 from lowering.tuning_records import database, lookup
 from tests.support.error_codes import raises
 
+pytestmark = pytest.mark.optimized
+
+
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"
 PRESETS = sorted(lookup.PRESETS.glob("*/best"))
 VALUES: list[Any] = [None, 0, -1, 2**70, 1.5, "x", [], {}, True]
@@ -61,6 +64,7 @@ def outcome(folder: Path, records: list[bytes], workloads: list[bytes]) -> str:
     return ("opened", "refused", "raw")[os.WEXITSTATUS(status)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None:
     rng, records, workloads = np.random.default_rng(seed), lines(RECORDS), lines(WORKLOADS)

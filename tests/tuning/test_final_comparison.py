@@ -19,6 +19,9 @@ from lowering.tuning_records import lookup
 from lowering.tuning_records.database import read_best_records, read_journal
 from tests.tuning.models import matmul
 
+pytestmark = pytest.mark.optimized
+
+
 SIZES = {"n": 64}
 
 

@@ -29,7 +29,6 @@ from tests import cuda_emulation as emulated
 from tests.cases.attention_cases import Case, arrays, check, outputs
 from tests.cuda.audits.machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill
 from tests.cuda.audits.machine_code import problem as prefill_problem
-from tests.support.sampled import sampled
 
 ARCHS = ("sm_80", "sm_90a")
 """Which expand float8 in their own ways."""
@@ -217,8 +216,9 @@ def quantize_cache(head_dim: int, name: str, causal: bool) -> AttentionProblem:
 ALL = list(itertools.product(("sm_80", "sm_89", "sm_90a"), HEAD_DIMS, KINDS, (False, True)))
 
 
+@pytest.mark.sampled(len(ALL))
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), sampled(ALL, len(ALL)))
+@pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), ALL)
 def test_nothing_is_spilled(arch: str, head_dim: int, name: str, causal: bool) -> None:
     """No register in memory, no conversion of integers, and no matmul more than tiles ask for."""
     p = quantize_cache(head_dim, name, causal)

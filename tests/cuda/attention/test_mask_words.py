@@ -17,7 +17,6 @@ from tests import cuda_emulation as emulated
 from tests.cuda.attention.prefill_cases import CAUSAL, Arrays, Kernels, close, close_to, draw, expected, problem
 from tests.cuda.audits.machine_code import decode_alone, prefill
 from tests.cuda_emulation import Access, EmulationError
-from tests.support.sampled import sampled
 
 # The kernel, the GPU's architecture, and the number of query rows.
 KERNELS: dict[str, tuple[str, int]] = {"mma": ("sm_80", 37), "wgmma": ("sm_90a", 37), "decode": ("sm_80", 3)}
@@ -52,7 +51,8 @@ def kernels(kernel: str, p: AttentionProblem) -> Kernels:
     return Kernels({kernel: p}, lambda _: make_kernel(kernel, p), KERNELS[kernel][0])
 
 
-@pytest.mark.parametrize(("kernel", "dim", "dtype", "mask"), sampled(EVERY, 17))
+@pytest.mark.sampled(31)
+@pytest.mark.parametrize(("kernel", "dim", "dtype", "mask"), EVERY)
 def test_equals_the_reference(kernel: str, dim: int, dtype: str, mask: str) -> None:
     rows = KERNELS[kernel][1]
     kernels(kernel, make_problem(dim, dtype, mask)).check(kernel, [(batch, rows, keys) for batch, keys in SIZES])
@@ -72,8 +72,9 @@ def of_mask(access: Access) -> bool:
     return access.memory == "global" and "mask_ptr" in access.source
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("kernel", "dtype"), sampled(itertools.product(KERNELS, TYPES), 5))
+@pytest.mark.parametrize(("kernel", "dtype"), itertools.product(KERNELS, TYPES))
 def test_two_elements_are_one_load(kernel: str, dtype: str) -> None:
     size = {"bool": 1, "float32": 4}.get(dtype, 2)
     even, odd = mask_reads(kernel, dtype, 130), mask_reads(kernel, dtype, 129)
@@ -108,8 +109,9 @@ def is_right(kernel: str, p: AttentionProblem, inputs: Arrays) -> bool:
     return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name", sampled(WRONG, 2))
+@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_pair_that_is_none_is_noticed(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, instead, mask, keys = WRONG[name]

@@ -102,6 +102,7 @@ def prefills() -> Iterator[Any]:
         yield pytest.param(name, arch, marks=() if name in QUICK[arch] else pytest.mark.slow)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "arch"), prefills())
 def test_prefill(name: str, arch: str) -> None:
     """A tile is multiplied only if some row of a tile of rows sees some key of it."""

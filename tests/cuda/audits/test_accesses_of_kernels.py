@@ -38,7 +38,6 @@ from tests.cuda.audits.machine_code import prefill
 from tests.cuda.elementwise.test_chunks_and_rows import RULES, expected, function
 from tests.cuda.matmul.test_matmul_on_gpus import Case, first_variant
 from tests.cuda_emulation import Access, factor
-from tests.support.sampled import sampled
 
 pytestmark = pytest.mark.no_gpu
 
@@ -79,7 +78,8 @@ PREFILL = {
 }
 
 
-@pytest.mark.parametrize(("arch", "name"), sampled([(a, n) for a in ("sm_80", "sm_90a") for n in PREFILL], 8))
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ("sm_80", "sm_90a") for n in PREFILL])
 def test_prefill(arch: str, name: str) -> None:
     p = problem(**PREFILL[name])
     accesses = measured(attention(p, prefill(p, arch)[0], arch, 128, 256))
@@ -98,7 +98,8 @@ DECODE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(DECODE, 9))
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str) -> None:
     p, gpu = problem(**DECODE[name]), DEVICES["sm_80"]
     func = attention_kernel(p, gpu, MmaTiles.default(p, gpu), DecodeTiles.default(p, gpu))
@@ -117,16 +118,18 @@ MATMULS = {
 ON = [(arch, name) for arch in ("sm_80", "sm_90a") for name in MATMULS]
 
 
-@pytest.mark.parametrize(("arch", "name"), sampled(ON, 13))
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize(("arch", "name"), ON)
 def test_matmuls(arch: str, name: str) -> None:
     case = MATMULS[name]
     module = emulated.module({"main": first_variant(case, arch).make()}, arch=arch)
     is_good(measured((module, case.arrays({})[0])))
 
 
+@pytest.mark.sampled(99)
 @pytest.mark.parametrize(
     ("kind", "dtype", "length"),
-    sampled([(k, d, n) for k in RULES for d in ("float16", "float32") for n in (1024, 272)], 99),
+    [(k, d, n) for k in RULES for d in ("float16", "float32") for n in (1024, 272)],
 )
 def test_chunks_and_rows(kind: str, dtype: str, length: int) -> None:
     variant, _ = function(dtype, ("b", length), kind)

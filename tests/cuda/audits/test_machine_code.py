@@ -13,7 +13,6 @@ from schedules.cuda.attention.attention_tiles import MmaTiles
 from tests.cuda.attention.prefill_cases import formula
 from tests.cuda.audits.loop_model import count_overlapped_exponentials
 from tests.cuda.audits.machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill, problem
-from tests.support.sampled import sampled
 
 pytestmark = pytest.mark.no_gpu
 
@@ -62,7 +61,8 @@ TENSORS = ("float32 mask", "float mask", "bool mask")
 EVERY = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in itertools.product(HEAD_DIMS, VARIANTS)]
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "variant"), sampled(EVERY, 31))
+@pytest.mark.sampled(31)
+@pytest.mark.parametrize(("arch", "head_dim", "variant"), EVERY)
 def test_variants(arch: str, head_dim: int, variant: str) -> None:
     """The default tiles of any problem leave the registers that it takes."""
     p = dataclasses.replace(problem(head_dim, False), **VARIANTS[variant])
@@ -73,7 +73,8 @@ RECENT = [(arch, *case) for arch in ("sm_100", "sm_120")
           for case in itertools.product(HEAD_DIMS, (False, True), ("nothing", *VARIANTS))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "causal", "variant"), sampled(RECENT, 61))
+@pytest.mark.sampled(61)
+@pytest.mark.parametrize(("arch", "head_dim", "causal", "variant"), RECENT)
 def test_loops_spill_nothing(arch: str, head_dim: int, causal: bool, variant: str) -> None:
     """From sm_100 on, ptxas reserves registers for other warps, and stores a few numbers around the loop in memory,
     whatever the tiles."""
@@ -87,7 +88,8 @@ def test_loops_spill_nothing(arch: str, head_dim: int, causal: bool, variant: st
 MASKED = [(arch, *case) for arch in ("sm_80", "sm_90a") for case in itertools.product((128, 64, 256), TENSORS)]
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "variant"), sampled(MASKED, 11))
+@pytest.mark.sampled(11)
+@pytest.mark.parametrize(("arch", "head_dim", "variant"), MASKED)
 def test_decoding_under_a_mask(arch: str, head_dim: int, variant: str) -> None:
     code = machine_code(decode_alone(dataclasses.replace(problem(head_dim, False), **VARIANTS[variant]), arch), arch)
     assert (code.spills, code.stack, code.said) == (0, 0, "")

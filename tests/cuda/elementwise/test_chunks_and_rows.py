@@ -18,7 +18,6 @@ from schedules.variant import Variant
 from tests import cuda_emulation as emulated
 from tests.cuda.attention.prefill_cases import TURNS
 from tests.cuda.audits.machine_code import global_accesses
-from tests.support.sampled import sampled
 
 EPS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -82,7 +81,8 @@ RULES = {"softmax": "reduction", "norm": "reduction", "largest": "reduction", "c
 CASES = [(kind, dtype, length) for kind in RULES for dtype in EPS for length in (1, 8, 37, 264, 1032)]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "length"), sampled(CASES, 7))
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("kind", "dtype", "length"), CASES)
 def test_lengths_and_types(kind: str, dtype: str, length: int) -> None:
     variant, rule = function(dtype, ("b", 3, length), kind)
     assert rule == RULES[kind]

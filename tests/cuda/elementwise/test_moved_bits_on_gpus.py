@@ -8,7 +8,6 @@ import lowering
 from tests import cuda_emulation as emulated
 from tests.cases.mover_cases import HALF, TYPES
 from tests.cases.random_movers import random_model
-from tests.support.sampled import sampled
 
 ARCHITECTURES = ("sm_80", "sm_90a")
 
@@ -18,7 +17,8 @@ def wrong(seed: int, arch: str, count: int, dtypes: tuple[str, ...]) -> list[str
     return drawn.wrong(lowering.compile(drawn.proto(), f"cuda:{arch}").run(drawn.arrays))
 
 
-@pytest.mark.parametrize(("seed", "arch"), sampled([(seed, a) for seed in range(12) for a in ARCHITECTURES], 13))
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize(("seed", "arch"), [(seed, a) for seed in range(12) for a in ARCHITECTURES])
 def test_random_models(seed: int, arch: str) -> None:
     dtypes = TYPES if seed % 2 else HALF
     assert emulated.run(wrong, seed, arch, 24, dtypes, arch=arch, timeout=500) == [], f"seed {seed}"

@@ -19,7 +19,6 @@ from tests.cuda.audits.machine_code import emitted
 from tests.cuda.matmul.test_matmul_on_gpus import Case, check, first_variant, make_module
 from tests.cuda_emulation import EmulationError, TensorMap
 from tests.cuda_emulation.mutations import survivors
-from tests.support.sampled import sampled
 
 SOURCE = Path(__file__).with_name("clusters.cu").read_text()
 launch = partial(emulated.launch, SOURCE, cluster=2)
@@ -94,7 +93,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
 def test_matmuls(name: str) -> None:
     """Rows of whole clusters, so many that part of the last may be empty, and a small M, which has another launch."""
     case = CASES[name]

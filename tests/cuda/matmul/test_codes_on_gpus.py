@@ -103,6 +103,7 @@ def outputs(case: Case) -> tuple[list[str], list[int], dict[int, tuple[np.ndarra
     return [k.schedule for k in kernels if k.kind == "matmul"], [w.nbytes for w in weights], results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_matmuls_with_quantized_weights(name: str) -> None:
     case = CASES[name]

@@ -22,7 +22,6 @@ from tests.cuda.audits.matmul_code import machine_code_of
 from tests.cuda.models.steps import work
 from tests.cuda_emulation import device
 from tests.cuda_emulation.processes import environment
-from tests.support.sampled import sampled
 
 TARGETS = ("sm_80", "sm_90a")
 ARCHITECTURES = (*TARGETS, "sm_100", "sm_120")
@@ -246,7 +245,8 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
     return [rules[call.kernel] for call in model.manifest.calls], launches, worst
 
 
-@pytest.mark.parametrize(("name", "arch"), sampled(itertools.product(CASES, TARGETS), 3))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("name", "arch"), itertools.product(CASES, TARGETS))
 def test_epilogues(name: str, arch: str) -> None:
     rules, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
@@ -263,8 +263,9 @@ def test_epilogues(name: str, arch: str) -> None:
 AUDITED = itertools.product(("norm and rotation", "bfloat16, more heads, no norm"), ARCHITECTURES)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("name", "arch"), sampled(AUDITED, 3))
+@pytest.mark.parametrize(("name", "arch"), AUDITED)
 def test_machine_code(name: str, arch: str) -> None:
     """Nothing spills to memory, and only weights are prefetched before earlier kernels are done.
 

@@ -13,7 +13,6 @@ import lowering
 from tests import cuda_emulation as emulated
 from tests.cuda.audits.early_launch import faults
 from tests.cuda.audits.matmul_code import machine_code_of
-from tests.support.sampled import sampled
 
 EXPERTS, WIDTH, INNER = 4, 64, 32
 
@@ -47,8 +46,9 @@ def differences(dtype: str, weights: Any) -> list[float]:
     return errors
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "dtype, weights, bound", sampled([("float16", None, 4e-3), ("float16", "int4", 4e-3), ("float32", None, 1e-5)], 3)
+    "dtype, weights, bound", [("float16", None, 4e-3), ("float16", "int4", 4e-3), ("float32", None, 1e-5)]
 )
 def test_like_the_cpu(dtype: str, weights: Any, bound: float) -> None:
     assert np.max(emulated.run(differences, dtype, weights, arch="sm_90a", timeout=500)) < bound

@@ -13,7 +13,6 @@ from lowering.tensorir.grouped_matmul import grouped_matmul
 from schedules.cuda.matmul.matmul import matmul
 from schedules.cuda.matmul.matmul_tiles import WgmmaMatmulTiles
 from tests import cuda_emulation as emulated
-from tests.support.sampled import sampled
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 GROUPS, COLUMNS, DEPTH, BLOCKS = 5, 80, 7 * 64, 3
@@ -56,7 +55,8 @@ def tables(rows: int) -> dict[str, np.ndarray]:
 CASES = [("ping-pong", 70), *((name, rows) for name in TILES for rows in (9, 70, 200))]
 
 
-@pytest.mark.parametrize(("name", "rows"), sampled(dict.fromkeys(CASES), 9))
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize(("name", "rows"), dict.fromkeys(CASES))
 def test_each_row_times_its_matrix(name: str, rows: int) -> None:
     rng = np.random.default_rng(rows)
     x, matrices = (rng.standard_normal((n, DEPTH)).astype(np.float16) for n in (rows, GROUPS * COLUMNS))

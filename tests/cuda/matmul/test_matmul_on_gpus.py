@@ -20,7 +20,6 @@ from schedules.variant import Variant
 from tests import cuda_emulation as emulated
 from tests.cuda.attention.prefill_cases import TURNS
 from tests.cuda.audits.machine_code import machine_code
-from tests.support.sampled import sampled
 
 Arrays = list[np.ndarray]
 SMALL = MatmulTiles(32, 32, 32, 2, 1, 3, swizzle=2, split_steps=2)
@@ -161,7 +160,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     case = CASES[name]
     check(case, make_module(case), TURNS[:1])
@@ -187,7 +187,8 @@ ON_HOPPER = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(ON_HOPPER, 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ON_HOPPER)
 def test_on_hopper(name: str) -> None:
     """By TMA and wgmma, under every order of threads and of asynchronous work."""
     case = ON_HOPPER[name]
@@ -234,7 +235,8 @@ def three_matmuls(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc:
     return te.create_prim_func([a, *bs, bias, topi.add(q, bias), *rest])
 
 
-@pytest.mark.parametrize("arch", sampled(["sm_80", "sm_90a"], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_queries_keys_and_values_are_one_function(arch: str) -> None:
     """Small M takes one launch for all three, large M one launch each."""
     widths, depth = (72, 24, 40), 264
@@ -296,8 +298,9 @@ AUDITED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name", sampled(AUDITED, 2))
+@pytest.mark.parametrize("name", AUDITED)
 def test_machine_code(name: str) -> None:
     """Tensor cores, no register in memory, and no complaint of ptxas."""
     arch = name.split(",")[0]

@@ -26,7 +26,6 @@ from tests.cuda.audits.matmul_code import machine_code_of
 from tests.cuda.models.steps import work
 from tests.cuda_emulation import device
 from tests.cuda_emulation.mutations import survivors
-from tests.support.sampled import sampled
 
 TARGETS = ("sm_80", "sm_90a")
 EPSILON = 1e-5
@@ -117,7 +116,8 @@ def measured(name: str, arch: str) -> tuple[list[CallSpec], list[int], float]:
     return list(model.manifest.calls), launches, worst
 
 
-@pytest.mark.parametrize(("name", "arch"), sampled(itertools.product(CASES, TARGETS), 3))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("name", "arch"), itertools.product(CASES, TARGETS))
 def test_norms_in_matmuls(name: str, arch: str) -> None:
     calls, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
@@ -182,8 +182,9 @@ def test_rows_for_which_there_is_no_room_have_no_kernel() -> None:
     assert variants("sm_80", 1, 8192) and not variants("sm_80", 1, 16384)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("arch", sampled(["sm_80", "sm_90a", "sm_100", "sm_120"], 3))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 @pytest.mark.parametrize("name", ["queries, keys and values", "a gate"])
 def test_machine_code(name: str, arch: str) -> None:
     """Nothing spills to memory, and weights are prefetched before the rows are loaded."""

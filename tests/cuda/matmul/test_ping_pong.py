@@ -19,7 +19,6 @@ from tests.cuda.audits.sass import Function, Instruction, read
 from tests.cuda.matmul.test_matmul_on_gpus import AUDITED, Case, check, first_variant, make_module
 from tests.cuda_emulation import EmulationError
 from tests.cuda_emulation.mutations import survivors
-from tests.support.sampled import sampled
 
 # A ring of three stages takes seven steps along k in two rounds. Then the parity of a fill is that of the first again.
 ALONE = WgmmaMatmulTiles(2, 64, 3, 160, 24, swizzle=2, split_steps=100, blocks=2, ping_pong=True)
@@ -37,7 +36,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     """Under every order of threads and of asynchronous work; tiles odd and even in number, or only one."""
     case = CASES[name]

@@ -20,7 +20,6 @@ from tests.cuda.matmul.test_matmul_on_gpus import Case, check, make_module
 from tests.cuda.models.steps import on_host
 from tests.cuda_emulation import EmulationError, device
 from tests.cuda_emulation.mutations import survivors
-from tests.support.sampled import sampled
 
 # Tiles of 64 x 64 on three SMs, which are the largest number of blocks; the ends of a share cost two steps.
 THREE = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=1, blocks=3)
@@ -38,7 +37,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     """Under every order of threads and of asynchronous work."""
     case = CASES[name]
@@ -65,8 +65,9 @@ DEALT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("steps", sampled(DEALT, 3))
+@pytest.mark.parametrize("steps", DEALT)
 def test_blocks_have_equal_shares(steps: int) -> None:
     """No step is multiplied twice, and none is left out."""
     case = Case(n=64, k=64 * steps, b_transposed=True, tiles=THREE)

@@ -27,7 +27,6 @@ from tests.cuda.matmul.test_matmul_on_gpus import SMALL, Case, check, first_vari
 from tests.cuda.models import exported
 from tests.cuda_emulation.mutations import survivors
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 SAMPLES = Path(__file__).parents[2] / "exports" / "samples"
 
@@ -51,7 +50,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     """TF32 has an error up to 2^-11 of each operand, and two terms have that of float32 accumulators."""
     arch, case = CASES[name]
@@ -72,7 +72,8 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(FEW, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", FEW)
 def test_small_m(name: str) -> None:
     case = FEW[name]
     check(case, make_module(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:1])
@@ -139,8 +140,9 @@ ACCESSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name", sampled(ACCESSED, 3))
+@pytest.mark.parametrize("name", ACCESSED)
 def test_no_bank_is_met_twice(name: str) -> None:
     """Chunks in the order of copies, and elements that are read one by one, at swizzled addresses."""
     case = ACCESSED[name]
@@ -159,8 +161,9 @@ AUDITED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("arch", sampled(AUDITED, 4))
+@pytest.mark.parametrize("arch", AUDITED)
 def test_machine_code(arch: str) -> None:
     """Tensor cores, no register in memory, and no complaint of ptxas."""
     case = AUDITED[arch]
@@ -182,7 +185,8 @@ MODELS = [
 BARS = {"tf32": 3e-3, "3xtf32": 2e-6}
 
 
-@pytest.mark.parametrize(("name", "arch", "precision"), sampled(MODELS, 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "arch", "precision"), MODELS)
 def test_sample(name: str, arch: str, precision: str) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
     assert worst < BARS[precision]
@@ -216,7 +220,8 @@ def convolved(precision: str | None, target: str) -> tuple[dict[str, np.ndarray]
     return there.run(feeds), lowering.compile(model).run(feeds), " ".join(there.manifest.notes)
 
 
-@pytest.mark.parametrize("precision", sampled(["3xtf32", "tf32"], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("precision", ["3xtf32", "tf32"])
 def test_convolutions(precision: str) -> None:
     got, want, notes = emulated.run(convolved, precision, "cuda:sm_80", arch="sm_80", timeout=300)
     for name, array in want.items():

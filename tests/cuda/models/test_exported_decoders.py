@@ -12,7 +12,6 @@ import pytest
 import lowering
 from lowering.graph.caches import windowed_caches
 from tests import cuda_emulation as emulated
-from tests.support.sampled import sampled
 
 FOLDER = Path(__file__).parents[2] / "exports" / "decoders"
 CAPACITY = 48
@@ -70,22 +69,26 @@ def served(name: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("name", sampled(IN_PLACE, 7))
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", IN_PLACE)
 def test_caches_in_place(name: str) -> None:
     assert emulated.run(in_place, name, None, arch="sm_90a", timeout=500) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "precision"), sampled((("gpt_oss", "float16"), ("gemma3_text", None)), 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "precision"), (("gpt_oss", "float16"), ("gemma3_text", None)))
 def test_caches_in_rings(name: str, precision: str | None) -> None:
     bar = 1e-5 if precision is None else 1e-2
     assert emulated.run(in_rings, name, precision, arch="sm_90a", timeout=500) < bar
 
 
-@pytest.mark.parametrize("name", sampled(("qwen3", "gemma3_text", "gpt_oss"), 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ("qwen3", "gemma3_text", "gpt_oss"))
 def test_half_precision(name: str) -> None:
     assert emulated.run(in_place, name, "float16", arch="sm_90a", timeout=500) < 1e-2
 
 
-@pytest.mark.parametrize("name", sampled(SERVED, 9))
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", SERVED)
 def test_served(name: str) -> None:
     assert emulated.run(served, name, arch="sm_90a", timeout=500) < 1e-5

@@ -21,7 +21,6 @@ from tests import cuda_emulation as emulated
 from tests.cuda.audits.matmul_code import matmuls
 from tests.cuda.models import exported
 from tests.cuda_emulation import device
-from tests.support.sampled import sampled
 
 SAMPLES = Path(__file__).parents[2] / "exports" / "samples"
 
@@ -38,7 +37,8 @@ MODELS: list[tuple[str, str, Precision | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arch", "precision"), sampled(MODELS, 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "arch", "precision"), MODELS)
 def test_sample(name: str, arch: str, precision: Precision | None) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
     assert worst < BARS[precision] and kernels["matmuls"] > 0
@@ -52,8 +52,9 @@ def test_a_sample_of_float16() -> None:
     assert worst < BARS["float16"] and kernels["matmuls by matmul"] == kernels["matmuls"] > 0
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("name", "arch", "precision"), sampled([m for m in MODELS if m[2] is not None], 6))
+@pytest.mark.parametrize(("name", "arch", "precision"), [m for m in MODELS if m[2] is not None])
 def test_matmuls_are_on_tensor_cores(name: str, arch: str, precision: Precision) -> None:
     """By the machine code of every launch. (Attentions have heads too narrow for that in samples.)"""
     manifest, model_matmuls = matmuls(SAMPLES / name / "model.onnx", arch, precision)

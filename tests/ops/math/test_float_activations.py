@@ -57,6 +57,7 @@ _MODELS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [QuantType.QInt8, QuantType.QUInt8], ids=["int8", "uint8"])
 @pytest.mark.parametrize("by_column", [False, True], ids=["by tensor", "by column"])
 @pytest.mark.parametrize("name", _MODELS)

@@ -73,6 +73,7 @@ def draw_case(rng: random.Random, data: np.random.Generator) -> tuple[dict[str, 
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(24))
 def test_matmuls_are_exact(seed: int) -> None:
     rng, data = random.Random(seed), np.random.default_rng(seed)
@@ -144,6 +145,7 @@ def test_one_or_two_threads() -> None:
         np.testing.assert_array_equal(module.run({"a": arrays["a"]}, threads=threads)["y"], compute_exact(arrays))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_convolutions_are_those_of_onnxruntime(seed: int) -> None:
     """Strides, dilations, pads, groups; the padding has the value of the zero point."""

@@ -32,6 +32,7 @@ def broadcast_blocks(values: np.ndarray, axis: int, size: int, rank: int, extent
     return values.reshape([-1 if k == axis else 1 for k in range(rank)]) if values.ndim else values
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [dtype for dtype in RANGES if dtype != "int2"])
 def test_values(dtype: str) -> None:
     case = Expectations()
@@ -59,6 +60,7 @@ def test_values(dtype: str) -> None:
     case.check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [dtype for dtype in RANGES if dtype != "uint2"])
 def test_quantized_values(dtype: str) -> None:
     """Ties, values out of range, and quotients in each precision."""

@@ -11,7 +11,6 @@ from onnx import helper
 
 import lowering
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 from .comparison import Comparison, assert_close, import_node, opsets
 
@@ -112,7 +111,8 @@ def test_fused_matmul() -> None:
     case.check()
 
 
-@pytest.mark.parametrize("bits", sampled([4, 2, 8], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("bits", [4, 2, 8])
 def test_weights_of_few_bits(bits: int) -> None:
     case = Comparison()
     for dtype in ("float32", "float16")[: 1 if bits == 8 else 2]:

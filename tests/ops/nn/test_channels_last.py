@@ -70,6 +70,7 @@ def declare_rank(model: onnx.ModelProto, rank: int) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("symbolic", (False, True), ids=("fixed", "symbolic"))
 @pytest.mark.parametrize("name", CHAINS)
 def test_chain(name: str, symbolic: bool) -> None:

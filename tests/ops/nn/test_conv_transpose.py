@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("kernel, strides, dilations, pads, padding, group", CASES)
 def test_the_definition(

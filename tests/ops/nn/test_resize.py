@@ -18,6 +18,7 @@ from tests.ops.expectations import make_model, value_info
 CASES = [case for case in node_cases.cases("Resize") if not case.expanded]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(4))
 def test_cases_with_constants(first: int) -> None:
     for case in CASES[first::4]:

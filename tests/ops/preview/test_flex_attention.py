@@ -16,7 +16,6 @@ from lowering.errors import NodeError
 from lowering.importing.importer import Importer, import_model
 from lowering.ops import lookup
 from tests.support.error_codes import raises
-from tests.support.sampled import sampled
 
 from .flex_models import HEADS, KV_HEADS, NUMPY, D, attend, draw_operands, make_model
 
@@ -48,6 +47,7 @@ PROBABILITIES: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("score", "prob"), [*((score, "") for score in CHANGES), *(("causal", prob) for prob in PROBABILITIES if prob)]
 )
@@ -62,9 +62,8 @@ def test_equals_the_standard(score: str, prob: str) -> None:
             np.testing.assert_allclose(y, expected, rtol=2e-6, atol=2e-5, err_msg=f"{b} {s} {t}")
 
 
-@pytest.mark.parametrize(
-    ("score", "dtype"), sampled(itertools.product(["causal", "soft cap", "by a sum over keys"], TOLERANCE), 3)
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("score", "dtype"), itertools.product(["causal", "soft cap", "by a sum over keys"], TOLERANCE))
 def test_every_type(dtype: str, score: str) -> None:
     """The arithmetic is at least that of the softmax's type, and Y is rounded once."""
     body, change = CHANGES[score]
@@ -77,16 +76,14 @@ def test_every_type(dtype: str, score: str) -> None:
         np.testing.assert_allclose(y.astype(float), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "softmax", "prob"),
-    sampled(
-        [
-            *(("float", softmax, "") for softmax in ("float16", "bfloat16", "double")),
-            *(("float16", "bfloat16", ""), ("float16", "double", "halved")),
-            *(("double", "float", ""), ("double", "float16", "halved")),
-        ],
-        2,
-    ),
+    [
+        *(("float", softmax, "") for softmax in ("float16", "bfloat16", "double")),
+        *(("float16", "bfloat16", ""), ("float16", "double", "halved")),
+        *(("double", "float", ""), ("double", "float16", "halved")),
+    ],
 )
 def test_softmax_precision(dtype: str, softmax: str, prob: str) -> None:
     """Graphs compute in the type of the softmax; the results are at least as exact."""
@@ -100,9 +97,10 @@ def test_softmax_precision(dtype: str, softmax: str, prob: str) -> None:
     np.testing.assert_allclose(compiled.run(inputs)["y"].astype(float), expected, rtol=atol, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "score"),
-    sampled([(*heads, s) for heads in ((6, 2), (1, 1), (5, 1), (3, 3)) for s in ("causal", "by a sum over keys")], 3),
+    [(*heads, s) for heads in ((6, 2), (1, 1), (5, 1), (3, 3)) for s in ("causal", "by a sum over keys")],
 )
 def test_heads_of_queries_share_those_of_keys(score: str, heads: int, kv_heads: int) -> None:
     body, change = CHANGES[score]
@@ -111,7 +109,8 @@ def test_heads_of_queries_share_those_of_keys(score: str, heads: int, kv_heads: 
     np.testing.assert_allclose(compiled.run(inputs)["y"], attend(**inputs, score=change), atol=2e-6)
 
 
-@pytest.mark.parametrize("scale", sampled([0.3, 0.0, 1.5], 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("scale", [0.3, 0.0, 1.5])
 def test_scale(scale: float) -> None:
     for score, prob in (("", ""), ("soft cap", ""), ("", "halved")):
         (body, change), (prob_mod, probabilities) = CHANGES[score], PROBABILITIES[prob]
@@ -121,9 +120,8 @@ def test_scale(scale: float) -> None:
         np.testing.assert_allclose(y, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("score", "prob"), sampled(itertools.product(["", "causal", "by a sum over keys"], ["", "halved"]), 3)
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("score", "prob"), itertools.product(["", "causal", "by a sum over keys"], ["", "halved"]))
 def test_nothing_to_attend(score: str, prob: str) -> None:
     """Without keys Y is 0, as in a row without visible keys; without rows or batches Y is empty."""
     compiled = lowering.compile(make_model(CHANGES[score][0], PROBABILITIES[prob][0]))

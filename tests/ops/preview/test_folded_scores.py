@@ -170,6 +170,7 @@ def check_equal(case: Case, module: Model) -> None:
         np.testing.assert_allclose(actual, expected, atol=2e-5, err_msg=f"{b} {s} {t}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_scores_it_replaces(name: str) -> None:
     case, modules = CASES[name], {}
