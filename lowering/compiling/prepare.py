@@ -63,11 +63,11 @@ class PreparedModel:
 
 
 def prepare_model(
-    model: ModelLike, options: CompileOptions, targets: Sequence[Target], dump: Dump | None, compile: CompileModel
+    model: ModelLike, options: CompileOptions, targets: Sequence[Target], dump: Dump | None, compile_model: CompileModel
 ) -> PreparedModel:
     """Rewrite a model as the options of `compile` say; the original model is unchanged.
 
-    `compile` compiles a copy that observes the calls of the options.
+    `compile_model` compiles a copy that observes the calls of the options.
     """
     split = _load(model, options)
     loaded = split.model
@@ -85,7 +85,7 @@ def prepare_model(
         unify_caches(fused)
     names = [value.name or "" for value in loaded.graph.inputs if value.name not in loaded.graph.initializers]
     calls = [flatten_lists(call, names, split.lists, "input") for call in options.calls]
-    notes = _narrow(fused, options, targets, calls, compile)
+    notes = _narrow(fused, options, targets, calls, compile_model)
     served = setup = None
     if options.serve is not None:
         decoder = serve_decoder(fused, options.serve)
@@ -114,7 +114,11 @@ def _load(model: ModelLike, options: CompileOptions) -> SplitInputs:
 
 
 def _narrow(
-    fused: ir.Model, options: CompileOptions, targets: Sequence[Target], calls: Sequence[Call], compile: CompileModel
+    fused: ir.Model,
+    options: CompileOptions,
+    targets: Sequence[Target],
+    calls: Sequence[Call],
+    compile_model: CompileModel,
 ) -> list[str]:
     """Narrow types of computation and storage, and return notes about it; calls are those of the options."""
     notes: list[str | None] = []
@@ -124,7 +128,7 @@ def _narrow(
         linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
         here = CompileOptions(cc=linker)
-        overflows = find_overflowing_values(fused, calls, lambda copy: compile(copy, here)) if calls else ()
+        overflows = find_overflowing_values(fused, calls, lambda copy: compile_model(copy, here)) if calls else ()
         notes.append(use_precision(fused, options.precision, slower, overflows))
     if options.weights is not None:
         notes.append(compress_tables(fused, options.weights))
