@@ -19,6 +19,8 @@ from lowering import cache_folder
 from lowering.compiling import compilation
 from lowering.compiling.cache import artifact_cache, object_cache
 
+pytestmark = pytest.mark.optimized  # other code has a folder of its own
+
 TEXT = '<ir_version: 10, opset_import: ["": 21]> g (float[n] x) => (float[n] y) { y = Exp (x) }'
 Patch = pytest.MonkeyPatch
 
