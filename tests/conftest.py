@@ -42,6 +42,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 EXPENSIVE = {"tuning", "packaging", "serving"}
+MEASURING = {"tuning", "profiling"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,6 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Modules with expensive fixtures come first: toward the end workers take tests from each other, and what two of
     them have of one module, both make fixtures for."""
     sampled.mark_others_as_slow(items)
+    for item in items:
+        if not MEASURING.isdisjoint(_folders(item)):
+            item.add_marker(pytest.mark.optimized)
     items.sort(key=lambda item: EXPENSIVE.isdisjoint(_folders(item)))
     if sweep := config.getoption("sweep"):
         _select(config, items, lambda item: sweeps.find_sweep(item.nodeid) == sweep)

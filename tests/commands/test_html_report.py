@@ -23,7 +23,6 @@ from tests.support.browser import needs_browser, opened, what_is_cut
 
 pytestmark = pytest.mark.optimized
 
-
 CONFIG = DecoderConfig(2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocabulary=50, positions=512)
 SIZES = {"batch": 1, "tokens": 128, "capacity": 256}
 SECTIONS = ["overview", "kernels", "phases", "attention", "measurements", "memory", "code"]

@@ -13,7 +13,6 @@ from lowering import flex
 
 pytestmark = pytest.mark.optimized
 
-
 Q = np.ones((1, 2, 1, 16), "f")
 BIAS = np.ones((2, 4), "f")
 

@@ -23,9 +23,6 @@ from lowering.manifest import FILE, Manifest
 from lowering.profiling import limits
 from tests.support.error_codes import raises
 
-pytestmark = pytest.mark.optimized
-
-
 B, S, H, D, WIDTH, ROWS = 3, 37, 4, 16, 256, 500
 
 

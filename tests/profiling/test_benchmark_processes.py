@@ -22,9 +22,6 @@ from benchmarks.measure import prepare
 from benchmarks.records import here
 from benchmarks.run import _results
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 TINY = AttentionCase(name="P1 full", group="attention", S=3, T=5, D=8)
 

@@ -26,9 +26,6 @@ from benchmarks.timing import Timing
 from lowering.attention.record.cache_layout import CacheLayout, KvQuantization, Pages
 from tests.support.error_codes import raises
 
-pytestmark = pytest.mark.optimized
-
-
 PACKED = replace(stores.problem(2, CacheLayout()), row_axes="te")
 ROOT = Path(__file__).parents[2]
 

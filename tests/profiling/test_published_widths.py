@@ -19,9 +19,6 @@ from benchmarks.report import rows
 from benchmarks.timing import Timing
 from benchmarks.widths import tables
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 PUBLISHED = [case for case in all_cases().values() if isinstance(case, PublishedCase)]

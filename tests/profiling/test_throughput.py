@@ -16,9 +16,6 @@ import lowering
 from lowering.commands.cli import main
 from tests.support.error_codes import raises
 
-pytestmark = pytest.mark.optimized
-
-
 ROWS = 50
 
 

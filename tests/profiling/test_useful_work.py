@@ -11,9 +11,6 @@ from onnx import numpy_helper
 
 import lowering
 
-pytestmark = pytest.mark.optimized
-
-
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {},
     "int4": {"weights": "int4"},

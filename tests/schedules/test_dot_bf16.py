@@ -29,7 +29,6 @@ from tests.support.this_machine import WIDEST
 
 pytestmark = pytest.mark.optimized
 
-
 PROBLEMS = {
     "full": problem(**BF16),
     "causal, 3-D, pairs no vector divides": problem(window=CAUSAL, head_dim=74, v_head_dim=41, **BF16, **THREE_D),

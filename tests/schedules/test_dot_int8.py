@@ -24,7 +24,6 @@ from schedules.cpu.primitives.vector import SDOT, USDOT, VNNI_256, VNNI_512, Cpu
 
 pytestmark = pytest.mark.optimized
 
-
 HOST = Path(__file__).parents[1] / "targets" / "kernel_host.c"
 
 WAYS = {

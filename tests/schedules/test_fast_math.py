@@ -14,7 +14,6 @@ from tests.support.this_machine import LEVELS
 
 pytestmark = pytest.mark.optimized
 
-
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 
 FUNCTIONS = {

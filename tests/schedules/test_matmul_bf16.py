@@ -18,7 +18,6 @@ from tests.support.this_machine import WIDEST
 
 pytestmark = pytest.mark.optimized
 
-
 TARGETS = {
     name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": features})
     for name, (mcpu, features) in {"widened": (WIDEST, []), "pairs": ("x86-64-v4", ["+avx512bf16"])}.items()

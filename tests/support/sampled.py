@@ -38,7 +38,7 @@ def mark_others_as_slow(items: Iterable[pytest.Item]) -> None:
         if marker is not None and item.get_closest_marker("slow") is None:
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     for (_, every), of_test in cases.items():
-        of_test.sort(key=_shuffle)  # so that a sample has all values of parameters with `every` values
+        of_test.sort(key=_shuffle)  # else a sample has one value only of a parameter that has `every`
         first = _sample() % min(every, len(of_test))
         for item in of_test[:first] + [item for n, item in enumerate(of_test[first:]) if n % every]:
             item.add_marker(pytest.mark.slow)

@@ -21,7 +21,6 @@ from tests.support.error_codes import raises
 
 pytestmark = pytest.mark.optimized
 
-
 HERE = Path(__file__).parent
 MODEL = onnx.parser.parse_model("""
 <ir_version: 10, opset_import: ["" : 24]>

@@ -22,9 +22,6 @@ from tests.support.error_codes import raises
 from tests.tuning import models
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 
 # The program of the other machine.

@@ -16,9 +16,6 @@ import pytest
 from lowering.tuning_records import database, lookup
 from tests.support.error_codes import raises
 
-pytestmark = pytest.mark.optimized
-
-
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"
 PRESETS = sorted(lookup.PRESETS.glob("*/best"))
 VALUES: list[Any] = [None, 0, -1, 2**70, 1.5, "x", [], {}, True]

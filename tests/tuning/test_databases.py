@@ -20,8 +20,6 @@ from lowering.tuning_records.candidate_choices import read_trace_choice
 from lowering.tuning_records.database import list_records, open_database, open_writable, read_best_records, read_journal
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:

@@ -19,9 +19,6 @@ from lowering.tuning_records import lookup
 from lowering.tuning_records.database import read_best_records, read_journal
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
-
 SIZES = {"n": 64}
 
 

@@ -25,9 +25,6 @@ from tests.cuda_emulation.processes import environment
 from tests.support.error_codes import raises
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 
 # The program of a device, which has TVM's runtime but no compiler.

@@ -23,9 +23,6 @@ from tests.cuda_emulation.processes import environment
 from tests.support.error_codes import raises
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 
 # The program next to the GPU.

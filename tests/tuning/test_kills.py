@@ -19,9 +19,6 @@ from lowering.tuning_records.database import BEST, TRIALS, open_database, read_j
 from lowering.tuning_records.shared_records import RECORDS, WORKLOADS
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 KILLS = 20
 

@@ -19,9 +19,6 @@ from lowering.tuning.search.loop_space import LoopSpace
 from lowering.tuning_records.candidate_choices import DEFAULT, read_choice
 from lowering.tuning_records.task import create_loops_task, create_tiles_task
 
-pytestmark = pytest.mark.optimized
-
-
 K, N = 96, 160
 
 

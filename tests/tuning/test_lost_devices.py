@@ -19,8 +19,6 @@ from lowering.tuning import local
 from lowering.tuning.search import scheduler
 from tests.support.error_codes import raises
 
-pytestmark = pytest.mark.optimized
-
 
 class LateQueue(queue.SimpleQueue[Any]):
     """A queue whose last worker ends during a put."""

@@ -17,8 +17,6 @@ from lowering.measuring.isolated import CandidateFailure, Helper
 from lowering.measuring.measure import Job, expect, measure_job
 from tests.tuning.models import SIZE, crashes, hangs, library, right, slow, spoils_what_it_reads, wants_memory, wrong
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.fixture(scope="module")
 def helper() -> Iterator[Helper]:

@@ -21,8 +21,6 @@ from lowering.tuning_records.database import ARCHITECTURE, BEST, TRIALS, open_wr
 from lowering.tuning_records.task import has_kernel, is_current
 from tests.tuning.models import K, expected, matmul
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,9 +21,6 @@ from lowering.tuning.search.tile_space import TileSpace
 from lowering.tuning_records.database import TuningDatabase
 from schedules.variant import Choice
 
-pytestmark = pytest.mark.optimized
-
-
 KERNEL, SECONDS = "prefill", 300
 
 

@@ -31,9 +31,6 @@ from lowering.tuning_records.task import (
 )
 from tests.tuning.models import K, N, matmul
 
-pytestmark = pytest.mark.optimized
-
-
 TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}
 V4 = TARGETS["cpu:x86-64-v4"]
 

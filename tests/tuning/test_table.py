@@ -13,9 +13,6 @@ from lowering.tuning.search.session import End, TuningOutcome
 from lowering.tuning.table import format_report, format_summary
 from lowering.tuning.tune import Tuning
 
-pytestmark = pytest.mark.optimized
-
-
 NODES = tuple(f"MatMul /model/encoder/layer.{k}/output/dense/MatMul" for k in range(12))
 SLOW = TuningOutcome(
     "fused_packed_matmul_add_add_gelu_3", "tiles", NODES, 0.3, 2e-3, 2e-3, 18, {"slower": 12}, "", fastest=2e-3

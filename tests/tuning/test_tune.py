@@ -33,9 +33,6 @@ from tests.support.error_codes import raises
 from tests.support.this_machine import WIDEST
 from tests.tuning.models import expected, matmul
 
-pytestmark = pytest.mark.optimized
-
-
 ROOT = Path(__file__).parents[2]
 
 

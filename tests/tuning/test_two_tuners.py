@@ -18,9 +18,6 @@ from lowering.tuning_records import database, lookup
 from lowering.tuning_records.database import TuningDatabase, hash_task, open_database, read_journal
 from tests.tuning.models import matmul
 
-pytestmark = pytest.mark.optimized
-
-
 TARGET = resolve("cpu")[0]
 PRESETS = sorted(lookup.PRESETS.glob("*/best"))
 
