@@ -42,7 +42,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 EXPENSIVE = {"tuning", "packaging", "serving"}
-MEASURING = {"tuning", "profiling"}
+MEASURING = {"tuning", "profiling"}  # time, of code as users get it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

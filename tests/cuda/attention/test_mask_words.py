@@ -74,7 +74,8 @@ def of_mask(access: Access) -> bool:
 
 @pytest.mark.sampled(5)
 @pytest.mark.no_gpu
-@pytest.mark.parametrize(("kernel", "dtype"), itertools.product(KERNELS, TYPES))
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_two_elements_are_one_load(kernel: str, dtype: str) -> None:
     size = {"bool": 1, "float32": 4}.get(dtype, 2)
     even, odd = mask_reads(kernel, dtype, 130), mask_reads(kernel, dtype, 129)

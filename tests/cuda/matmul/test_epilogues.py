@@ -246,7 +246,8 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("name", "arch"), itertools.product(CASES, TARGETS))
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("name", CASES)
 def test_epilogues(name: str, arch: str) -> None:
     rules, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
