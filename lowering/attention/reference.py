@@ -285,6 +285,8 @@ def _compute_mask(
         return values
     if problem.is_ragged:
         values = _split_mask_rows(values, shape, rows, arrays)
+    if record.starts and not mask.shape[3]:  # as without a mask
+        return np.zeros((1, 1, 1, 1))
     if record.starts:
         starts = arrays["key_starts"]
         several = values.shape[0] > 1

@@ -24,6 +24,7 @@ FOUND = {
     1101: "a mask in bfloat16 whose last dimension may be 1",
     1567: "NaN in another row's mask",
     49507: "a bfloat16 mask that sequences start in, of no columns",
+    1519491422: "a mask of no columns, and keys that it would not have",
 }
 
 

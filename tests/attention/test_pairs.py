@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import tvm
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 from lowering.attention.codegen.pairs import count_pairs
 from lowering.attention.codegen.scores import HIDDEN_BIAS
@@ -15,12 +15,13 @@ from lowering.attention.record.cache_layout import Pages
 from lowering.attention.record.problem import AttentionProblem
 from lowering.attention.reference import compute_scores, read_dense_inputs
 from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
-from tests.cases.attention_cases import TARGET, Case, arrays, cases, outputs
+from tests.cases.attention_cases import TARGET, Case, arrays, cases, draw_cases, outputs
 from tests.support.placed_arrays import borrow
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(4))
+@example(draw_cases(1519491422, 4))  # a mask of no columns, which masks nothing
 def test_counts(calls: list[Case]) -> None:
     function = count_pairs(calls[0].problem).with_attr("global_symbol", "count_pairs")
     module = tvm.compile(guard_divisions(tvm.IRModule({"count_pairs": function})), target=TARGET)
