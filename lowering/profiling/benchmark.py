@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -186,39 +186,69 @@ def bench(
                 "profile.gpu_unsupported", "onnxruntime is measured on CPUs, and this artifact is for GPUs."
             )
         peer = load_onnxruntime(against, model.manifest, arrays, threads)
+    runs = _measure_runs(model, arrays, threads, seconds, warm_up, peer)
+    calls, profiler = runs.summarize_calls(), runs.profiler
+    percentiles = Percentiles.from_seconds(runs.wall)
+    read = sum(c.bytes for c in calls)
+    limits = measure_limits(threads, read) if model.gpu is None else measure_gpu_limits(model.gpu)
+    cpu_seconds, peer_seconds = float(np.median(runs.cpu)), float(np.median(runs.peer)) if runs.peer else None
+    median_run = int(np.argsort([sum(run_times) for run_times in profiler.times])[len(profiler.times) // 2])
+    spans = zip(profiler.begins[median_run], profiler.times[median_run])
+    timeline = tuple((begin / 1e9, nanoseconds / 1e9) for begin, nanoseconds in spans)
+    target, count = model.manifest.target, len(runs.wall)
+    return Profile(
+        percentiles.p50, percentiles, cpu_seconds, count, threads, target, sizes, limits, calls, timeline, peer_seconds
+    )
+
+
+def time_calls(model: Model, arrays: Mapping[str, Any], threads: int, seconds: float) -> tuple[TimedCall, ...]:
+    """Return the kernel calls of a run as `bench` does, without the machine's limits."""
+    return _measure_runs(model, arrays, threads, seconds, WARM_UP, None).summarize_calls()
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Seconds of whole runs, of the process and of the peer in them, and the profiler of the runs between them."""
+
+    profiler: Profiler
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+    def summarize_calls(self) -> tuple[TimedCall, ...]:
+        """Return the calls with the median of their times."""
+        times = np.median(np.array(self.profiler.times), axis=0) / 1e9
+        return tuple(
+            TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(self.profiler.calls, times)
+        )
+
+
+def _measure_runs(
+    model: Model,
+    arrays: Mapping[str, Any],
+    threads: int,
+    seconds: float,
+    warm_up: float,
+    peer: Callable[[], object] | None,
+) -> _Runs:
     call = model.bind(arrays, threads=threads)
-    profiler = Profiler(model)
+    runs = _Runs(Profiler(model))
     run_warm_up(call, model, warm_up)
-    wall: list[float] = []
-    cpu: list[float] = []
-    peer_times: list[float] = []
     begin = time.perf_counter()
-    while len(wall) < _MIN_RUNS or (time.perf_counter() - begin < seconds and len(wall) < _MAX_RUNS):
+    while len(runs.wall) < _MIN_RUNS or (time.perf_counter() - begin < seconds and len(runs.wall) < _MAX_RUNS):
         start, busy = time.perf_counter(), time.process_time()
         call()
         model.wait()
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - busy)
-        with model.instrumented(profiler):
-            profiler.start()
+        runs.wall.append(time.perf_counter() - start)
+        runs.cpu.append(time.process_time() - busy)
+        with model.instrumented(runs.profiler):
+            runs.profiler.start()
             call()
         if peer is not None:
             start = time.perf_counter()
             peer()
-            peer_times.append(time.perf_counter() - start)
-    times = np.median(np.array(profiler.times), axis=0) / 1e9
-    calls = tuple(TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(profiler.calls, times))
-    percentiles = Percentiles.from_seconds(wall)
-    read = sum(c.bytes for c in calls)
-    limits = measure_limits(threads, read) if model.gpu is None else measure_gpu_limits(model.gpu)
-    cpu_seconds, peer_seconds = float(np.median(cpu)), float(np.median(peer_times)) if peer_times else None
-    median_run = int(np.argsort([sum(run_times) for run_times in profiler.times])[len(profiler.times) // 2])
-    spans = zip(profiler.begins[median_run], profiler.times[median_run])
-    timeline = tuple((begin / 1e9, nanoseconds / 1e9) for begin, nanoseconds in spans)
-    target, runs = model.manifest.target, len(wall)
-    return Profile(
-        percentiles.p50, percentiles, cpu_seconds, runs, threads, target, sizes, limits, calls, timeline, peer_seconds
-    )
+            runs.peer.append(time.perf_counter() - start)
+    return runs
 
 
 def run_warm_up(call: Callable[[], object], model: Model, seconds: float) -> None:

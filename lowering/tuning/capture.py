@@ -12,7 +12,7 @@ import tvm_ffi
 
 from ..manifest import KernelSpec
 from ..measuring import arguments
-from ..profiling.benchmark import bench
+from ..profiling.benchmark import time_calls
 from ..profiling.inputs import synthetic_inputs
 from ..runtime import Model
 from ..runtime.arrays.tensors import view_as
@@ -51,9 +51,9 @@ class KernelUse:
 def profile_kernel_uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -> list[KernelUse]:
     """Return the kernel uses of a run at these sizes, the most expensive first."""
     inputs = synthetic_inputs(model, sizes)
-    profile = bench(model, sizes, inputs, threads, seconds)
+    calls = time_calls(model, inputs, threads, seconds)
     uses_by_signature: dict[CallSignature, KernelUse] = {}
-    for key, call in zip(record_calls(model, inputs, threads), profile.calls, strict=True):
+    for key, call in zip(record_calls(model, inputs, threads), calls, strict=True):
         prior = uses_by_signature.get(key, KernelUse(call.kernel, key[1], (), 0, 0.0, 0, 0))
         nodes = tuple(dict.fromkeys((*prior.nodes, *call.nodes)))
         uses_by_signature[key] = KernelUse(

@@ -61,7 +61,7 @@ def test_every_operator_is_attacked() -> None:
     assert set(GENERATORS) == {key for key in list_registered() if key[0] != OWN_DOMAIN} - OF_SEQUENCES - OF_STRINGS
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("domain, op", sorted(GENERATORS), ids=lambda text: text or "ai.onnx")
 def test_operator(zygote: Zygote, domain: str, op: str) -> None:
     _attack(zygote, domain, op, seed=0)

@@ -22,7 +22,7 @@ _COMMON = ["g++", "-std=c++17", "-march=native", "-fno-strict-aliasing", "-fPIC"
 # -fsanitize=thread makes the compiler announce every load and store (runtime/instrumentation.cpp)
 _SANITIZER = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"]
 # vectors stay whole, and instructions know their lines
-_KERNEL = [*_COMMON, "-O1", "-fno-tree-sra", "-g1", *_SANITIZER]
+_KERNEL = [*_COMMON, "-O0", "-fno-tree-sra", "-g1", *_SANITIZER]
 
 
 def cache_folder() -> Path:

@@ -198,7 +198,7 @@ def windowed(b: Builder) -> str:
     return b.node("Where", [seen, b.weight(np.float32(0)), b.weight(np.finfo(np.float32).min)])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_the_whole(name: str) -> None:
     model = model_of(CASES[name])
@@ -215,7 +215,7 @@ def test_steps_equal_the_whole(name: str) -> None:
     assert (decoder.length, decoder.capacity) == (9, CAPACITY)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_served_requests_equal_the_whole(name: str) -> None:
     model = model_of(CASES[name])

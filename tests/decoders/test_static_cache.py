@@ -36,7 +36,7 @@ def whole(model: lowering.Model, ids: np.ndarray, mask: np.ndarray) -> np.ndarra
     return model.run(inputs)[model.outputs[0].name]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("padded", [False, True])
 def test_every_step_equals_the_whole(models: tuple[lowering.Model, lowering.Model], padded: bool) -> None:
     exported, model = models

@@ -259,13 +259,13 @@ def error_served(name: str, precision: Any) -> float:
     return float(worst)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "precision"), IN_PLACE)
 def test_caches_in_place(name: str, precision: Any) -> None:
     assert error_in_place(name, precision) < BARS[precision]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "precision"), SERVED)
 def test_served(name: str, precision: Any) -> None:
     assert error_served(name, precision) < BARS[precision]

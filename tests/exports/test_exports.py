@@ -14,7 +14,7 @@ from tests.exports.forms import PARTIAL, Export, Setting, find_exports, publishe
 SAMPLES = Path(__file__).parent / "samples"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("folder", sorted(SAMPLES.iterdir()), ids=lambda folder: folder.name)
 def test_sample(folder: Path) -> None:
     outcome = table.measure(folder)

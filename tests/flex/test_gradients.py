@@ -156,7 +156,7 @@ CASES = {  # which sizes, and whether float32 is looked at, too
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
     variant, (which, in_float32) = VARIANTS[name], CASES[name]

@@ -101,7 +101,7 @@ def extremes(dtype: str, count: int) -> np.ndarray:
     return RNG.choice(np.array(legal, dtype), count)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "int8"])
 @pytest.mark.parametrize("mod", [*MODS, masks], ids=lambda mod: mod.__name__)
 def test_indices_from_data_stay_inside(mod: Callable[..., Any], dtype: str) -> None:

@@ -81,7 +81,7 @@ def check_call(
     assert (y[hidden] == 0).all() and np.isneginf(lse[hidden]).all()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
 def test_mods(number: int) -> None:
     """Every mod with one of each choice, at all lengths."""

@@ -30,7 +30,7 @@ def failures(cases: list[Case], may_be_refused: bool) -> list[str]:
 ORDINARY = [o for o in node_cases.operators() if o not in EVERY_TYPE]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("operator", ORDINARY)
 def test_operator(operator: str) -> None:
     """Refused cases are those of docs/operators.md, which another test compares with the compiler's refusals."""
@@ -50,7 +50,7 @@ def test_expanded_operator(operator: str) -> None:
     assert not errors, "\n".join(errors)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("index", range(PARTS))
 @pytest.mark.parametrize("operator", EVERY_TYPE)
 def test_operator_on_every_type(operator: str, index: int) -> None:
@@ -60,7 +60,7 @@ def test_operator_on_every_type(operator: str, index: int) -> None:
     assert not errors, "\n".join(errors)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("index", range(PARTS))
 @pytest.mark.parametrize("operator", ["Attention", "FlexAttention"])
 def test_expanded_operator_on_every_type(operator: str, index: int) -> None:

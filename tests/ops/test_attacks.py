@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 GROUPS = [list(ATTACKS)[k::6] for k in range(6)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: "-".join(names))
 def test_attacks(names: list[str]) -> None:
     runs = f"for name in {names}: [run_attack(attack) for attack in ATTACKS[name]]"

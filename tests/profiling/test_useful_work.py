@@ -23,7 +23,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_dequantization_is_not_work(case: str) -> None:
     """A matmul has two operations for each pair of elements, however its weights are stored."""

@@ -129,7 +129,7 @@ PROBLEMS = {
 SIZES = [(1, 1, 1), (2, 1, 300), (3, 3, 70), (2, 77, 133), (1, 200, 65)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mcpu", LEVELS[1:])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_equals_the_reference(name: str, mcpu: str) -> None:

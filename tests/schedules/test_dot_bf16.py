@@ -67,7 +67,7 @@ def test_pairs_become_the_instruction(q_len: int) -> None:
     assert "vdpbf16ps" not in compiled(p, []).mod.inspect_source("asm")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None:

@@ -47,11 +47,17 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_kernels_ask(tmp_path: Path) -> None:
-    assert find_reads(tmp_path) == []
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the shadows of the records, and for mypy's cache."""
+    return tmp_path_factory.mktemp("shadows")
 
 
-def test_a_read_is_noticed_under_any_name(tmp_path: Path) -> None:
+def test_kernels_ask(folder: Path) -> None:
+    assert find_reads(folder) == []
+
+
+def test_a_read_is_noticed_under_any_name(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
     source.write_text("""
 from lowering.attention.codegen.bound import BoundAttention
@@ -61,5 +67,5 @@ def emit(attention: BoundAttention, write: BoundKvWrite) -> None:
     facts = attention.problem
     print(facts.window, attention.problem.mask, facts.head_dim, write.record.layout)
 """)
-    names = [re.findall(r'no attribute "(\w+)"', line)[0] for line in find_reads(tmp_path, source)]
+    names = [re.findall(r'no attribute "(\w+)"', line)[0] for line in find_reads(folder, source)]
     assert names == ["window", "mask", "layout"]

@@ -96,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mask", "code", "v_scale", "target"), CASES)
 def test_results_are_those_of_separate_kernels(
     mask: str, code: str, v_scale: str, target: str, monkeypatch: pytest.MonkeyPatch

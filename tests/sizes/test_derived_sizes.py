@@ -88,7 +88,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {case: folder / f"{number}" for number, case in enumerate(MODELS)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", MODELS)
 def test_sizes_that_follow(case: str, compiled: dict[str, Path]) -> None:
     """They are in the manifest, and a run on synthetic inputs of the other sizes passes all checks."""

@@ -61,7 +61,7 @@ def outcome(folder: Path, records: list[bytes], workloads: list[bytes]) -> str:
     return ("opened", "refused", "raw")[os.WEXITSTATUS(status)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None:
     rng, records, workloads = np.random.default_rng(seed), lines(RECORDS), lines(WORKLOADS)

@@ -199,7 +199,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "kind", "arch"), QUICK)
 def test_mods(name: str, kind: Kind, arch: str) -> None:
     run(name, kind, arch)

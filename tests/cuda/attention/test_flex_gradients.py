@@ -30,7 +30,7 @@ def equals_the_cpu(name: str, dtype: str, arch: str) -> None:
         assert off <= bound * np.abs(gradient).max(), operand
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"),
     [

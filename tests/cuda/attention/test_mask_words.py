@@ -72,7 +72,7 @@ def of_mask(access: Access) -> bool:
     return access.memory == "global" and "mask_ptr" in access.source
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -110,7 +110,7 @@ def is_right(kernel: str, p: AttentionProblem, inputs: Arrays) -> bool:
     return True
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -88,7 +88,7 @@ def failures_of(cases: list[Case], arch: str) -> list[str]:
     return errors
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("operator", "expanded", "batch", "arch"), list_batches())
 def test_operator(operator: str, expanded: bool, batch: int, arch: str) -> None:
     errors = emulated.run(failures, operator, expanded, batch, arch, arch=arch, timeout=580)

@@ -245,7 +245,7 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
     return [rules[call.kernel] for call in model.manifest.calls], launches, worst
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("name", CASES)
 def test_epilogues(name: str, arch: str) -> None:

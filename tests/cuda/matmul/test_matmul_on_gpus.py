@@ -187,7 +187,7 @@ ON_HOPPER = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ON_HOPPER)
 def test_on_hopper(name: str) -> None:
     """By TMA and wgmma, under every order of threads and of asynchronous work."""
@@ -298,7 +298,7 @@ AUDITED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", AUDITED)
 def test_machine_code(name: str) -> None:

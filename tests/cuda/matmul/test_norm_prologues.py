@@ -115,7 +115,7 @@ def measured(name: str, arch: str) -> tuple[list[CallSpec], list[int], float]:
     return list(model.manifest.calls), launches, worst
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("name", CASES)
 def test_norms_in_matmuls(name: str, arch: str) -> None:
@@ -182,7 +182,7 @@ def test_rows_for_which_there_is_no_room_have_no_kernel() -> None:
     assert variants("sm_80", 1, 8192) and not variants("sm_80", 1, 16384)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 @pytest.mark.parametrize("name", ["queries, keys and values", "a gate"])

@@ -69,7 +69,7 @@ def served(name: str) -> float:
     return worst
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_caches_in_place(name: str) -> None:
     assert emulated.run(in_place, name, None, arch="sm_90a", timeout=500) < 1e-5

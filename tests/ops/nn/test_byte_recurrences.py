@@ -53,7 +53,7 @@ def _check_close(actual: np.ndarray, expected: np.ndarray) -> None:
     assert np.median(error) < 1e-5 and error.max() < 4e-3, (np.median(error), error.max())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "dtype, by_column, batch, extra",
     [
