@@ -86,18 +86,18 @@ class LinearCase:
             feeds["state"] = state.astype(_numpy(self.state_dtype))
         return feeds
 
-    def expected(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return y and present, computed token by token in float64."""
-        wide = {name: x.astype(np.float64) for name, x in feeds.items()}
+    def expected(self, feeds: dict[str, np.ndarray], dtype: type = np.float64) -> dict[str, np.ndarray]:
+        """Return y and present, computed token by token in float64 or another type."""
+        wide = {name: x.astype(dtype) for name, x in feeds.items()}
         batch, length, _ = wide["q"].shape
         heads = {name: wide[name].reshape(batch, length, n, size) for name, n, size in (
             ("q", self.q_heads, self.head_dim), ("k", self.k_heads, self.head_dim),
             ("v", self.v_heads, self.v_head_dim))}  # fmt: skip
         q = np.repeat(heads["q"], self.y_heads // self.q_heads, axis=2)
         k = np.repeat(heads["k"], self.v_heads // self.k_heads, axis=2)
-        state = wide.get("state", np.zeros((batch, self.v_heads, self.head_dim, self.v_head_dim)))
+        state = wide.get("state", np.zeros((batch, self.v_heads, self.head_dim, self.v_head_dim), dtype))
         decays = wide["decay"].shape[2] // self.v_heads if "decay" in wide else 0
-        y = np.zeros((batch, length, self.y_heads, self.v_head_dim))
+        y = np.zeros((batch, length, self.y_heads, self.v_head_dim), dtype)
         for t in range(length):
             if "decay" in wide:
                 state = state * np.exp(wide["decay"][:, t].reshape(batch, self.v_heads, decays, 1))
@@ -118,13 +118,18 @@ def _numpy(dtype: str) -> np.dtype:
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference as a share of the largest expected value."""
+    return float(np.abs(actual - expected).max(initial=0.0) / max(np.abs(expected).max(initial=0.0), 1e-30))
+
+
 def differences(case: LinearCase, results: dict[str, np.ndarray], feeds: dict[str, np.ndarray]) -> list[str]:
     """Return the outputs that differ from float64 by more than the type's rounding."""
     wrong = []
     for name, expected in case.expected(feeds).items():
         actual = np.asarray(results[name]).astype(np.float64)
         tolerance = TOLERANCE[case.dtype if name == "y" or not case.past else case.state_dtype]
-        error = np.abs(actual - expected).max(initial=0.0) / max(np.abs(expected).max(initial=0.0), 1e-30)
+        error = relative_error(actual, expected)
         if actual.shape != expected.shape or not error <= tolerance:
             wrong.append(f"{name} of {case}: {error:.1e}, at most {tolerance:.0e}")
     return wrong

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 
 import lowering
 from lowering.errors import InputError, NodeError
-from tests.cases.linear_cases import RULES, LinearCase, differences
+from tests.cases.linear_cases import RULES, TOLERANCE, LinearCase, differences, relative_error
 from tests.support.placed_arrays import guarded, unaligned
 from tests.support.this_machine import TARGETS
 
@@ -67,12 +67,15 @@ def test_more_attentions(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_long_sequences(rule: str) -> None:
-    """Errors do not grow with the length."""
+    """Errors grow with the length no more than those of float32 token by token: "linear" forgets nothing."""
     case = LinearCase(rule=rule, q_heads=1, k_heads=1, v_heads=1, head_dim=128, v_head_dim=128)
     module = lowering.compile(case.model())
     for length in (1000, 8192):
         feeds = case.feeds(length, length)
-        assert not differences(case, module(**feeds), feeds)
+        results, narrow = module(**feeds), case.expected(feeds, np.float32)
+        for name, expected in case.expected(feeds).items():
+            error, usual = (relative_error(x[name].astype(np.float64), expected) for x in (results, narrow))
+            assert error <= max(TOLERANCE["float32"], 1.2 * usual), (name, length, error, usual)
 
 
 def test_a_sequence_in_chunks_equals_the_sequence() -> None:
