@@ -90,6 +90,12 @@ class Case:
         training = self.operator == "Dropout" and len(self.inputs) > 2 and bool(self.inputs[2]) and ratio != 0
         return training or self.operator == "Bernoulli"
 
+    def assert_expected(self, actual: Any, expected: Any, name: str) -> None:
+        """Assert that an output is as expected: of the type and shape alone if it is random."""
+        if self.is_random:
+            expected = np.broadcast_to(actual, expected.shape).astype(expected.dtype)
+        assert_close(actual, expected, self.rtol, self.atol, name)
+
     @property
     def wide_enough(self) -> bool:
         """Whether all inputs and outputs are of numbers of 8 bits or more, or of strings."""
@@ -271,10 +277,7 @@ def run(case: Case) -> None:
         model = lowering.load(saved)
         results = model.run(case.named_inputs)
         for name, expected in zip(results, case.outputs, strict=True):
-            actual = results[name]
-            if case.is_random:
-                expected = np.broadcast_to(actual, expected.shape).astype(expected.dtype)
-            assert_close(actual, expected, case.rtol, case.atol, name)
+            case.assert_expected(results[name], expected, name)
 
 
 def assert_close(actual: Any, expected: Any, rtol: float, atol: float, name: str = "") -> None:

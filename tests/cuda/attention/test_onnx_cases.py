@@ -82,7 +82,7 @@ def failures_of(cases: list[Case], arch: str) -> list[str]:
         for expected in case.outputs:
             name, actual = next(results)
             try:
-                node_cases.assert_close(actual, expected, case.rtol, case.atol, name)
+                case.assert_expected(actual, expected, name)
             except AssertionError as error:
                 errors.append(f"{case.name}: {error}")
     return errors
