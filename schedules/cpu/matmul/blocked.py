@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
@@ -13,7 +14,7 @@ from ...reading.values import load_widened
 from ..elementwise.loops import emit_vector_loop
 from ..primitives.vector import LINE, Register, convert, let, load, prefetch, splat, store, transpose
 from .panel_addressing import PanelAddressing
-from .quantized_matmul import accumulate_quantized
+from .quantized_matmul import accumulate_quantized, dequantize_panel
 from .results import Values
 
 
@@ -30,7 +31,9 @@ class BlockedMatmul(PanelAddressing):
     def scratch_sizes(self) -> dict[str, int]:
         """Return the scratch elements, in the accumulator type, that `accumulate_panel` needs besides the tile."""
         sizes = {} if self.is_b_in_place else {"panel": self.kc * self.nr}
-        return sizes if self.is_a_in_place else {**sizes, "strip": self.tiles.mr * self.kc}
+        if self.dequantizes_panels:
+            sizes = {"panel": self.dequantized_kc * self.nr}
+        return sizes if self.is_a_in_place else {**sizes, "strip": self.max_height * self.kc}
 
     def accumulate_panel(
         self,
@@ -49,8 +52,46 @@ class BlockedMatmul(PanelAddressing):
         t, self.values = self.tiles, values
         panel = None if self.is_b_in_place else scratch["panel"]
         strip = None if self.is_a_in_place else scratch["strip"]
-        unit = tirx.const(1, "int64")
-        length = self.choose_k_block(rows)
+        accumulate = partial(self.accumulate_strips, first, rows, columns, tile, strip, finish)
+        if self.matmul.quantization is None:
+            accumulate(range(t.mr, 0, -1), panel, self.choose_k_block(rows))
+            return
+        fused, fused_k_block = range(t.fused_mr, 0, -1), tirx.const(self.kc, "int64")
+        if not self.dequantizes_panels:
+            accumulate(fused, None, fused_k_block)
+            return
+        with T.If(rows <= t.fused_rows):
+            with T.Then():
+                accumulate(fused, None, fused_k_block)
+            with T.Else():
+                # Strips of more than fused_rows rows are not as low as those of any number of rows.
+                lowest = min(n // -(-n // t.mr) for n in range(t.fused_rows + 1, t.fused_rows + t.mr + 1))
+                accumulate(range(t.mr, lowest - 1, -1), scratch["panel"], tirx.const(self.dequantized_kc, "int64"))
+
+    @property
+    def dequantizes_panels(self) -> bool:
+        """Whether many rows share a panel of B that is dequantized in memory, not in the registers of each strip."""
+        return self.matmul.quantization is not None and not self.facts.can_prove(
+            self.results.rows <= self.tiles.fused_rows
+        )
+
+    def accumulate_strips(
+        self,
+        first: Expr,
+        rows: Expr,
+        columns: Expr,
+        tile: tirx.Buffer,
+        strip: tirx.Buffer | None,
+        finish: Callable[[Expr, Expr], None] | None,
+        heights: range,
+        panel: tirx.Buffer | None,
+        length: Expr,
+    ) -> None:
+        """Emit `accumulate_panel` in strips of these heights and blocks of `length` steps.
+
+        panel is scratch memory for packed columns of B, or None to read B in place.
+        """
+        mr, unit = heights[0], tirx.const(1, "int64")
         blocks = let(tirx.max((self.k.extent + (length - 1)) // length, unit))
         with T.serial(blocks) as k_block:
             k0 = let(k_block * length)
@@ -58,7 +99,7 @@ class BlockedMatmul(PanelAddressing):
             if panel is not None:
                 self.pack_panel(panel, k0, depth, columns)
             # The heights of strips of rows differ by one at most: seven rows are four and three.
-            strips = let(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
+            strips = let(tirx.max((rows + (mr - 1)) // mr, 1))
             low, higher = let(rows // strips), let(rows % strips)
             with T.serial(strips) as i:
                 height, row = let(low + tirx.Select(i < higher, unit, unit - 1)), let(i * low + tirx.min(i, higher))
@@ -67,10 +108,10 @@ class BlockedMatmul(PanelAddressing):
                     # Rows that need only one block of k share the first rows of the tile, in the nearest cache.
                     tile_row = let(tirx.Select(blocks <= 1, unit - 1, row))
                     self.results.prefetch_rows(
-                        self.operands.memory, values, let(first + row), height, self.column, self.nr
+                        self.operands.memory, self.values, let(first + row), height, self.column, self.nr
                     )
                 prefetch_next = self.plan_prefetch(k0, depth, i, strips)
-                for h in range(t.mr, 0, -1):
+                for h in heights:
                     with T.If(height == h), T.Then():
                         self.emit_micro_kernel(
                             h, let(first + row), tile_row, k0, depth, tile, panel, strip, prefetch_next
@@ -78,6 +119,11 @@ class BlockedMatmul(PanelAddressing):
                 if finish is not None:
                     with T.If(k_block == blocks - 1), T.Then(), T.serial(height) as r:
                         finish(row + r, tile_row + r)
+
+    @property
+    def max_height(self) -> int:
+        """Rows of the highest strip."""
+        return max(self.tiles.mr, self.tiles.fused_mr)
 
     def choose_k_block(self, rows: Expr) -> Expr:
         """Return the number of steps of a block of k.
@@ -119,6 +165,9 @@ class BlockedMatmul(PanelAddressing):
 
     def pack_panel(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
         """Pack columns of B into panel[k, c]; columns after the last one hold unused values."""
+        if self.matmul.quantization is not None:
+            dequantize_panel(self, k0, depth, panel)
+            return
         if self.packing is None and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
             self.pack_panel_transposed(panel, k0, depth, columns)
             return
@@ -177,10 +226,10 @@ class BlockedMatmul(PanelAddressing):
             self.fill_strip(strip, height, row, k0, depth)
             a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
         zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
-        if p.quantization is not None:
+        if p.quantization is not None and panel is None:
             with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
                 store(tile, zero, tile_row * self.nr + v * self.lanes)
-            accumulate_quantized(self, p.quantization, a, starts, tile_row, k0, depth, tile)
+            accumulate_quantized(self, a, starts, tile_row, k0, depth, tile)
             return
         c = [[Register(zero) for _ in vectors] for _ in range(height)]
         with T.If(k0 > 0), T.Then():

@@ -67,7 +67,9 @@ class PanelAddressing:
         self.kc = self.tiles.kc
         if matmul.quantization is not None:
             self.nr, self.is_b_in_place, block = matmul.quantization.nr, True, matmul.quantization.block
-            self.kc = max(self.kc // block, 1) * block if block else self.kc
+            unit = block or 1
+            self.kc = max(self.kc // unit, 1) * unit
+            self.dequantized_kc = max(self.tiles.dequantized_kc // unit, 1) * unit
             self.set_step(None)
             return
         packing = choose_packing(str(matmul.a.ty), str(matmul.b.ty), self.acc, self.cpu)

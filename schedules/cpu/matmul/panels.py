@@ -40,6 +40,12 @@ class PanelTiles(LoopTiles):
     """... this number of values (or pairs) of k, which also bounds the prefetch distance."""
     mc: int = 144
     """Multiple of mr."""
+    fused_mr: int = 5
+    """mr of a micro-kernel that dequantizes B in registers, ..."""
+    fused_rows: int = 10
+    """... for up to this number of rows. More rows share a panel that is dequantized in memory ..."""
+    dequantized_kc: int = 256
+    """... for this number of values of k."""
     many_tasks: int = 16
     """Panels that keep threads busy: with that many, a packed panel serves all rows."""
     waiting_rows: int = 2
@@ -56,8 +62,12 @@ class PanelTiles(LoopTiles):
         acc = matmuls[0].acc
         vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu, acc)
         vectors //= cpu.lanes(acc)
-        if any(matmul.quantization is not None and matmul.quantization.group > 1 for matmul in matmuls):
-            return PanelTiles(vectors=vectors, mr=5, mc=140)
+        groups = {matmul.quantization.group for matmul in matmuls if matmul.quantization is not None}
+        if groups and cpu.registers >= 32:
+            # Registers to convert are free. Only nibbles take longer to convert than to load.
+            return PanelTiles(
+                vectors=vectors, fused_mr=6 if groups == {1} else 5, fused_rows=1 << 20 if groups == {1} else 24
+            )
         return PanelTiles(vectors=vectors)
 
     @classmethod
@@ -69,6 +79,9 @@ class PanelTiles(LoopTiles):
             "streamed_rows": (0, 6, 12, 24, 48),
             "streamed_kc": (64, 128, 256, 512, 1024),
             "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
+            "fused_mr": (2, 3, 4, 5, 6),
+            "fused_rows": (4, 10, 24, 48, 1 << 20),
+            "dequantized_kc": (64, 128, 256, 512, 1024),
             "many_tasks": (4, 8, 16, 32),
             "waiting_rows": (0, 1, 2, 4),
             "ahead": (1024, 2048, 4096, 8192),
@@ -80,7 +93,8 @@ class PanelTiles(LoopTiles):
             matmul.quantization for group in problem for matmul in group.matmuls if matmul.quantization is not None
         ]
         wide = max((c.nr // cpu.lanes("float32") for c in quantized), default=self.vectors)
-        needed = self.mr * wide + wide + 1 + (wide if any(c.group > 1 for c in quantized) else 0)
+        needed = self.mr * wide + wide + 1
+        fused = self.fused_mr * wide + wide + 1 + (wide if any(c.group > 1 for c in quantized) else 0)
         return super().rules(problem, cpu) | {
             f"vectors = {self.vectors} must be from 1 to {widest}": 1 <= self.vectors <= widest,
             f"mc = {self.mc} must be a multiple of mr = {self.mr}": self.mr > 0
@@ -90,6 +104,8 @@ class PanelTiles(LoopTiles):
             f"streamed_kc = {self.streamed_kc} must be positive and even": self.streamed_kc > 0
             and self.streamed_kc % 2 == 0,
             f"{needed} registers are more than {registers}": needed <= registers,
+            f"{fused} registers to dequantize are more than {registers}": not quantized or fused <= registers,
+            "fused_mr and dequantized_kc must be positive": min(self.fused_mr, self.dequantized_kc) > 0,
         }
 
     def estimate(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> float:

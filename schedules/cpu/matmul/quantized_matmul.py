@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tvm import DataType, tirx
@@ -29,9 +30,70 @@ if TYPE_CHECKING:
     from .blocked import BlockedMatmul
 
 
+class QuantizedPanel:
+    """A panel of a quantized matrix from step k0 on: blocks of steps that share scales, and the values of a step."""
+
+    def __init__(self, b: BlockedMatmul, k0: Expr) -> None:
+        quantized = b.matmul.quantization
+        assert quantized is not None
+        self.b, self.quantized, self.k0 = b, quantized, k0
+        self.vectors = range(0, b.nr, b.lanes)
+        self.panel = let(substitute(quantized.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
+        self.stored, self.blocks = quantized.load.source.shape[1], quantized.scale.source.shape[1]
+
+    def emit_blocks(self, depth: Expr, kc: int, emit_block: Callable[[Expr, int], None]) -> None:
+        """Emit emit_block(start, length) for the blocks of `depth` <= kc steps; they begin at k0 + start."""
+        length = self.quantized.block or kc
+        with T.serial(depth // length) as n:
+            emit_block(n * length, length)
+        rest = self.b.matmul.k.extent.value % length
+        if rest:
+            with T.If(depth % length != 0), T.Then():
+                emit_block(depth - rest, rest)
+
+    def scale_offset(self, start: Expr) -> Expr:
+        """Return the offset of the scales and zero points of the block at k0 + start."""
+        number = (self.k0 + start) // self.quantized.block if self.quantized.block else 0
+        return let((self.panel * self.blocks + number) * self.b.nr)
+
+    def load_scales(self, offset: Expr) -> list[Expr]:
+        """Load a block's scales in float32."""
+        memory = self.b.operands.memory[self.quantized.scale.source]
+        return [T.bind(_load_widened(memory, self.b.lanes, offset + v, self.b.cpu)) for v in self.vectors]
+
+    def load_zeros(self, offset: Expr) -> list[Expr] | list[None]:
+        """Load a block's zero points in float32; None where they are 0."""
+        if self.quantized.zero is None:
+            return [None for _ in self.vectors]
+        memory = self.b.operands.memory[self.quantized.zero.source]
+        return [T.bind(_load_widened(memory, self.b.lanes, offset + v, self.b.cpu)) for v in self.vectors]
+
+    def emit_steps(
+        self,
+        start: Expr,
+        length: int,
+        zeros: list[Expr] | list[None],
+        ahead: int,
+        emit: Callable[[Expr, int, Expr], None],
+    ) -> None:
+        """Emit emit(k, n, values minus zeros of vector n at step k0 + k) for the steps of a block.
+
+        Stored integers are prefetched `ahead` bytes early, if that is not 0.
+        """
+        b, group = self.b, self.quantized.group
+        with T.serial((length + group - 1) // group) as g:
+            first = let((self.panel * self.stored + (self.k0 + start) // group + g) * b.nr)
+            if ahead:
+                _prefetch_row(b.operands.b, first, b.nr, ahead)
+            packed = [Register(load(b.operands.b, b.lanes, first + v)) for v in self.vectors]
+            with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
+                for n, zero in enumerate(zeros):
+                    value = _pop_value(self.quantized, packed[n], b.cpu)
+                    emit(start + g * group + k, n, let(value if zero is None else value - zero))
+
+
 def accumulate_quantized(
     b: BlockedMatmul,
-    quantized: WeightQuantization,
     a: tirx.Buffer,
     starts: list[Expr],
     row: Expr,
@@ -41,54 +103,47 @@ def accumulate_quantized(
 ) -> None:
     """Emit tile[row + i, c] += scale * (sum of A times (value - zero)) for each block of steps from k0 on.
 
-    It is the counterpart of `Blocked.micro_kernel` for quantized values; row i of A begins at starts[i] of `a`.
+    It is the counterpart of `BlockedMatmul.emit_micro_kernel` for quantized values; row i of A begins at starts[i] of
+    `a`.
     """
-    cpu = b.cpu
-    vectors, group = range(0, b.nr, b.lanes), quantized.group
-    panel = let(substitute(quantized.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
-    stored, blocks = quantized.load.source.shape[1], quantized.scale.source.shape[1]
-    memory = b.operands.memory
-    block_length = quantized.block or b.kc  # the length of a block
-
+    source = QuantizedPanel(b, k0)
     is_memory_bound = len(starts) <= b.tiles.waiting_rows
+    ahead = b.tiles.ahead if is_memory_bound else 0
 
     def block(start: Expr, length: int) -> None:
-        """Emit the block that begins at k0 + start."""
-        scale_offset = let((panel * blocks + ((k0 + start) // quantized.block if quantized.block else 0)) * b.nr)
-        if quantized.block and is_memory_bound:
-            _prefetch_row(memory[quantized.scale.source], scale_offset, b.nr, b.tiles.ahead // 4)
-        zeros = [
-            T.bind(_load_widened(memory[quantized.zero.source], b.lanes, scale_offset + v, cpu))
-            if quantized.zero is not None
-            else None
-            for v in vectors
-        ]
-        c = [[Register(splat(0.0, b.lanes, "float32")) for _ in vectors] for _ in starts]
+        offset = source.scale_offset(start)
+        if source.quantized.block and is_memory_bound:
+            _prefetch_row(b.operands.memory[source.quantized.scale.source], offset, b.nr, ahead // 4)
+        zeros = source.load_zeros(offset)
+        c = [[Register(splat(0.0, b.lanes, "float32")) for _ in source.vectors] for _ in starts]
 
-        with T.serial((length + group - 1) // group) as g:
-            first = let((panel * stored + (k0 + start) // group + g) * b.nr)
-            if is_memory_bound:
-                _prefetch_row(b.operands.b, first, b.nr, b.tiles.ahead)
-            packed = [Register(load(b.operands.b, b.lanes, first + v)) for v in vectors]
-            with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
-                for n, zero in enumerate(zeros):
-                    value = _pop_value(quantized, packed[n], cpu)
-                    b_v = let(value if zero is None else value - zero)
-                    for row_start, accumulators in zip(starts, c):
-                        a_ik = splat(a[row_start + start + g * group + k], b.lanes, "float32")
-                        accumulators[n].value += a_ik * b_v
-        for n, v in enumerate(vectors):
-            scale = T.bind(_load_widened(memory[quantized.scale.source], b.lanes, scale_offset + v, cpu))
+        def add(k: Expr, n: int, b_v: Expr) -> None:
+            for row_start, accumulators in zip(starts, c):
+                accumulators[n].value += splat(a[row_start + k], b.lanes, "float32") * b_v
+
+        source.emit_steps(start, length, zeros, ahead, add)
+        for n, scale in enumerate(source.load_scales(offset)):
             for i, accumulators in enumerate(c):
-                at = (row + i) * b.nr + v
+                at = (row + i) * b.nr + n * b.lanes
                 store(tile, load(tile, b.lanes, at) + scale * accumulators[n].value, at)
 
-    with T.serial(depth // block_length) as n:
-        block(n * block_length, block_length)
-    rest = b.matmul.k.extent.value % block_length
-    if rest:
-        with T.If(depth % block_length != 0), T.Then():
-            block(depth - rest, rest)
+    source.emit_blocks(depth, b.kc, block)
+
+
+def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer) -> None:
+    """Emit panel[k, c] = (value - zero) * scale for the steps from k0 on."""
+    source = QuantizedPanel(b, k0)
+
+    def block(start: Expr, length: int) -> None:
+        offset = source.scale_offset(start)
+        zeros, scales = source.load_zeros(offset), source.load_scales(offset)
+
+        def write(k: Expr, n: int, b_v: Expr) -> None:
+            store(panel, b_v * scales[n], k * b.nr + n * b.lanes)
+
+        source.emit_steps(start, length, zeros, b.tiles.ahead, write)
+
+    source.emit_blocks(depth, b.dequantized_kc, block)
 
 
 def _prefetch_row(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
