@@ -33,7 +33,8 @@ class BlockedMatmul(PanelAddressing):
         sizes = {} if self.is_b_in_place else {"panel": self.kc * self.nr}
         if self.dequantizes_panels:
             sizes = {"panel": self.dequantized_kc * self.nr}
-        return sizes if self.is_a_in_place else {**sizes, "strip": self.max_height * self.kc}
+        height = max(self.tiles.mr, self.tiles.fused_mr)
+        return sizes if self.is_a_in_place else {**sizes, "strip": height * self.kc}
 
     def accumulate_panel(
         self,
@@ -64,16 +65,16 @@ class BlockedMatmul(PanelAddressing):
             with T.Then():
                 accumulate(fused, None, fused_k_block)
             with T.Else():
-                # Strips of more than fused_rows rows are not as low as those of any number of rows.
+                # So many rows have no low strips.
                 lowest = min(n // -(-n // t.mr) for n in range(t.fused_rows + 1, t.fused_rows + t.mr + 1))
                 accumulate(range(t.mr, lowest - 1, -1), scratch["panel"], tirx.const(self.dequantized_kc, "int64"))
 
     @property
     def dequantizes_panels(self) -> bool:
         """Whether many rows share a panel of B that is dequantized in memory, not in the registers of each strip."""
-        return self.matmul.quantization is not None and not self.facts.can_prove(
-            self.results.rows <= self.tiles.fused_rows
-        )
+        t = self.tiles
+        is_quantized, may_exceed = self.matmul.quantization is not None, t.fused_rows < t.mc
+        return is_quantized and may_exceed and not self.facts.can_prove(self.results.rows <= t.fused_rows)
 
     def accumulate_strips(
         self,
@@ -119,11 +120,6 @@ class BlockedMatmul(PanelAddressing):
                 if finish is not None:
                     with T.If(k_block == blocks - 1), T.Then(), T.serial(height) as r:
                         finish(row + r, tile_row + r)
-
-    @property
-    def max_height(self) -> int:
-        """Rows of the highest strip."""
-        return max(self.tiles.mr, self.tiles.fused_mr)
 
     def choose_k_block(self, rows: Expr) -> Expr:
         """Return the number of steps of a block of k.

@@ -8,7 +8,7 @@ each k are consecutive.
     for each block of mc rows and panel of nr columns                    among threads
         for each matmul whose accumulators are read together
             for each block of kc values of k                             blocked.py
-                panel of B -> scratch, unless B is stored in panels
+                panel of B -> scratch, unless B is stored in panels; of quantized values for many rows only
                 for each mr rows                                         the micro-kernel
                     C tile[mr, nr] += A[mr, kc] panel[kc, nr]            in mr * nr / lanes registers
                     after the last k of the last matmul: C tiles -> bias, activation, residual -> output

@@ -12,6 +12,7 @@ from tvm import tirx
 from lowering.tensorir.expressions import Expr
 
 from ...reading.matmul import MatmulGroup
+from ...reading.quantized_weights import WeightQuantization
 from ...reading.stages import count_points
 from ...tiles import Space
 from ..elementwise.loops import LoopTiles
@@ -43,7 +44,7 @@ class PanelTiles(LoopTiles):
     fused_mr: int = 5
     """mr of a micro-kernel that dequantizes B in registers, ..."""
     fused_rows: int = 10
-    """... for up to this number of rows. More rows share a panel that is dequantized in memory ..."""
+    """... for up to this number of rows. More rows, if mc is more, share a panel that is dequantized in memory ..."""
     dequantized_kc: int = 256
     """... for this number of values of k."""
     many_tasks: int = 16
@@ -56,22 +57,21 @@ class PanelTiles(LoopTiles):
 
     @classmethod
     def default(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> PanelTiles:
-        """Return the default; 32-bit integers of several quantized values also occupy registers."""
+        """Return the default: where registers are many, quantized matrices are converted in them for more rows."""
         matmuls = [matmul for group in problem for matmul in group.matmuls]
         columns = matmuls[0].j.extent
         acc = matmuls[0].acc
         vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu, acc)
         vectors //= cpu.lanes(acc)
-        groups = {matmul.quantization.group for matmul in matmuls if matmul.quantization is not None}
-        if groups and cpu.registers >= 32:
-            # Registers to convert are free. Only nibbles take longer to convert than to load.
-            return PanelTiles(
-                vectors=vectors, fused_mr=6 if groups == {1} else 5, fused_rows=1 << 20 if groups == {1} else 24
-            )
-        return PanelTiles(vectors=vectors)
+        fused, values_per_integer = {}, [c.group for c in _list_quantizations(problem)]
+        if values_per_integer and cpu.registers >= 32:  # bytes are converted as fast as they are loaded
+            packed = max(values_per_integer) > 1
+            fused = {"fused_mr": 5, "fused_rows": 24} if packed else {"fused_mr": 6, "fused_rows": cls.mc}
+        return PanelTiles(vectors=vectors, **fused)
 
     @classmethod
     def space(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> Space:
+        dequantizes = bool(_list_quantizations(problem))
         return super().space(problem, cpu) | {
             "vectors": tuple(range(1, _max_vectors(cpu) + 1)),
             "mr": (1, 2, 3, 4, 5, 6, 8, 12),
@@ -79,9 +79,9 @@ class PanelTiles(LoopTiles):
             "streamed_rows": (0, 6, 12, 24, 48),
             "streamed_kc": (64, 128, 256, 512, 1024),
             "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
-            "fused_mr": (2, 3, 4, 5, 6),
-            "fused_rows": (4, 10, 24, 48, 1 << 20),
-            "dequantized_kc": (64, 128, 256, 512, 1024),
+            "fused_mr": (2, 3, 4, 5, 6) if dequantizes else (cls.fused_mr,),
+            "fused_rows": (4, 10, 24, 48, 144, 288) if dequantizes else (cls.fused_rows,),
+            "dequantized_kc": (64, 128, 256, 512, 1024) if dequantizes else (cls.dequantized_kc,),
             "many_tasks": (4, 8, 16, 32),
             "waiting_rows": (0, 1, 2, 4),
             "ahead": (1024, 2048, 4096, 8192),
@@ -89,9 +89,7 @@ class PanelTiles(LoopTiles):
 
     def rules(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> dict[str, bool]:
         widest, registers = _max_vectors(cpu), cpu.registers
-        quantized = [
-            matmul.quantization for group in problem for matmul in group.matmuls if matmul.quantization is not None
-        ]
+        quantized = _list_quantizations(problem)
         wide = max((c.nr // cpu.lanes("float32") for c in quantized), default=self.vectors)
         needed = self.mr * wide + wide + 1
         fused = self.fused_mr * wide + wide + 1 + (wide if any(c.group > 1 for c in quantized) else 0)
@@ -131,6 +129,10 @@ class PanelTiles(LoopTiles):
                 rereads = L2_LINE * panel / 64 * blocks * miss_ratio(panel + 4 * self.mc * block, L2)
                 total += panels * (strips * (depth * step + again) + -(-rows // self.mc) * rereads)
         return math.log(max(total, 1.0))
+
+
+def _list_quantizations(problem: Sequence[MatmulGroup]) -> list[WeightQuantization]:
+    return [matmul.quantization for group in problem for matmul in group.matmuls if matmul.quantization is not None]
 
 
 def _estimate_size(size: Expr) -> int:
