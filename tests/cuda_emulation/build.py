@@ -21,8 +21,8 @@ _RUNTIME, _INCLUDE = _HERE / "runtime", _HERE / "include"
 _COMMON = ["g++", "-std=c++17", "-march=native", "-fno-strict-aliasing", "-fPIC", "-w"]
 # -fsanitize=thread makes the compiler announce every load and store (runtime/instrumentation.cpp)
 _SANITIZER = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"]
-# vectors stay whole, and instructions know their lines
-_KERNEL = [*_COMMON, "-O0", "-fno-tree-sra", "-g1", *_SANITIZER]
+# most kernels run a few times: compiling them takes longer; instructions know their lines
+_KERNEL = [*_COMMON, "-O0", "-g1", *_SANITIZER]
 
 
 def cache_folder() -> Path:

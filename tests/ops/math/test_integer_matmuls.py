@@ -227,8 +227,9 @@ def test_quantized_exports_are_as_near_as_onnxruntime(name: str, form: str, tmp_
         quantize_dynamic(source, path, **options)
     module = lowering.compile(path)
     session_options = create_session_options()
-    # onnxruntime 1.32 refuses some models of quantize_static at its extended level: it adds an initializer twice.
-    session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    if name.startswith("mistral") and "quant_format" in options:
+        # onnxruntime 1.32 refuses these models at its extended level: it adds an initializer twice.
+        session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     session = onnxruntime.InferenceSession(str(path), session_options)
     names = [output.name for output in session.get_outputs()]
     assert any(kernel.schedule == "matmul" for kernel in module.manifest.kernels)
