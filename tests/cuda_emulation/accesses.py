@@ -76,7 +76,10 @@ def _lines(file: str, sites: list[int]) -> dict[int, int]:
     """Return the line of a kernel's body that each instruction belongs to, also through inlined functions."""
     library = str(Path(file).with_suffix(".so"))
     addresses = [hex(site - 1) for site in sites]  # of the call, which lies before its return address
-    command = ["addr2line", "-a", "-i", "-e", library, *addresses]
+    command = ["addr2line", "-a", "-i", "-f", "-e", library, *addresses]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     frames = [frame.split("\n")[1:] for frame in ("\n" + said.strip()).split("\n0x")[1:]]
+    for *_, function, _ in frames:
+        if function.startswith("_Z"):  # only kernels have C names
+            raise AssertionError(f"{function} touches memory: make it __forceinline__, or its uses count as one")
     return {site: int(frame[-1].split(":")[-1].split()[0]) for site, frame in zip(sites, frames)}

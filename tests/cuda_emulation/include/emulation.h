@@ -32,8 +32,10 @@
 using std::isfinite;
 using std::isinf;
 using std::isnan;
-using std::max;
-using std::min;
+template <class T>
+__forceinline__ T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+__forceinline__ T min(T a, T b) { return b < a ? b : a; }
 
 struct alignas(64) CUtensorMap {
   uint64_t opaque[16];

@@ -57,17 +57,17 @@ struct Small {
   uint16_t bits;
 
   Small() = default;
-  Small(const Small&) = default;
-  Small(const volatile Small& other) : bits(other.bits) {}
+  __forceinline__ Small(const Small&) = default;
+  __forceinline__ Small(const volatile Small& other) : bits(other.bits) {}
   Small(float value) : bits(to_bits(value, (Format*)nullptr)) {}
   Small(double value) : Small((float)value) {}
   template <class I, class = std::enable_if_t<std::is_integral_v<I>>>
   Small(I value) : Small((float)value) {}
   template <class F, class = std::enable_if_t<!std::is_same_v<F, Format>>>
   explicit Small(Small<F> other) : Small((float)other) {}
-  Small& operator=(const Small&) = default;
-  void operator=(const Small& other) volatile { bits = other.bits; }
-  operator float() const { return from_bits(bits, (Format*)nullptr); }
+  __forceinline__ Small& operator=(const Small&) = default;
+  __forceinline__ void operator=(const Small& other) volatile { bits = other.bits; }
+  __forceinline__ operator float() const { return from_bits(bits, (Format*)nullptr); }
 
   friend Small operator+(Small a, Small b) { return (float)a + (float)b; }
   friend Small operator-(Small a, Small b) { return (float)a - (float)b; }
@@ -80,10 +80,10 @@ struct Small {
   friend bool operator>=(Small a, Small b) { return (float)a >= (float)b; }
   friend bool operator==(Small a, Small b) { return (float)a == (float)b; }
   friend bool operator!=(Small a, Small b) { return (float)a != (float)b; }
-  Small& operator+=(Small b) { return *this = *this + b; }
-  Small& operator-=(Small b) { return *this = *this - b; }
-  Small& operator*=(Small b) { return *this = *this * b; }
-  Small& operator/=(Small b) { return *this = *this / b; }
+  __forceinline__ Small& operator+=(Small b) { return *this = *this + b; }
+  __forceinline__ Small& operator-=(Small b) { return *this = *this - b; }
+  __forceinline__ Small& operator*=(Small b) { return *this = *this * b; }
+  __forceinline__ Small& operator/=(Small b) { return *this = *this / b; }
 };
 
 template <class T>

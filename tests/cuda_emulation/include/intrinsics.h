@@ -33,7 +33,7 @@ inline int __dp4a(int a, int b, int c) {
   return c;
 }
 template <class T>
-T __ldg(const T* p) { return *p; }
+__forceinline__ T __ldg(const T* p) { return *p; }
 
 namespace emu {
 template <class To, class From>
@@ -119,18 +119,18 @@ __attribute__((no_sanitize("thread"))) T atomic(T* address, F change) {
 }
 }  // namespace emu
 template <class T>
-T atomicAdd(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x + v); }); }
+__forceinline__ T atomicAdd(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x + v); }); }
 template <class T>
-T atomicSub(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x - v); }); }
+__forceinline__ T atomicSub(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x - v); }); }
 template <class T>
-T atomicMax(T* p, T v) { return emu::atomic(p, [v](T x) { return x > v ? x : v; }); }
+__forceinline__ T atomicMax(T* p, T v) { return emu::atomic(p, [v](T x) { return x > v ? x : v; }); }
 template <class T>
-T atomicMin(T* p, T v) { return emu::atomic(p, [v](T x) { return x < v ? x : v; }); }
+__forceinline__ T atomicMin(T* p, T v) { return emu::atomic(p, [v](T x) { return x < v ? x : v; }); }
 template <class T>
-T atomicOr(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x | v); }); }
+__forceinline__ T atomicOr(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x | v); }); }
 template <class T>
-T atomicAnd(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x & v); }); }
+__forceinline__ T atomicAnd(T* p, T v) { return emu::atomic(p, [v](T x) { return T(x & v); }); }
 template <class T>
-T atomicExch(T* p, T v) { return emu::atomic(p, [v](T) { return v; }); }
+__forceinline__ T atomicExch(T* p, T v) { return emu::atomic(p, [v](T) { return v; }); }
 template <class T>
-T atomicCAS(T* p, T expected, T v) { return emu::atomic(p, [=](T x) { return x == expected ? v : x; }); }
+__forceinline__ T atomicCAS(T* p, T expected, T v) { return emu::atomic(p, [=](T x) { return x == expected ? v : x; }); }
