@@ -31,7 +31,7 @@ from ..records import Record
 from ..tensorir.regions import full_region
 from .cache_elements import compute_group_scale, quantize_in_group, quantize_value, round_to_dtype
 from .codegen.parameters import SymbolicSizes, TensorSpec, declare_buffer, describe_cache_tables, describe_cache_tensors
-from .codegen.slots import Slots
+from .codegen.slots import Slots, saturate
 from .expr.emit import cast, widen_to
 from .record.cache_layout import CacheLayout, KvQuantization
 
@@ -149,7 +149,7 @@ class BoundKvWrite:
         shapes |= {new: shapes[old] for old, new in written.items()}
         self.buffers = {name: declare_buffer(name, argument, *shapes[name]) for name, argument in arguments.items()}
         self.written = {name: self.buffers[new] for name, new in written.items()}
-        self.slots = Slots(self._layout, self.buffers, self.B)
+        self.slots = Slots(self._layout, self.buffers, self.B, is_written=True)
 
     def _shapes(self) -> dict[str, TensorSpec]:
         record = self.record
@@ -178,13 +178,17 @@ class BoundKvWrite:
         is_valid = tirx.all(first >= 0, first <= tokens)
         return tirx.Select(is_valid, tirx.max(tirx.min(count, tokens - first), T.int64(0)), T.int64(0))
 
+    def key(self, b: Expr, i: Expr) -> Expr:
+        """Return the number of the key that new row i of batch b is."""
+        return saturate(self.buffers["starts"][b]) + i
+
     def is_last_in_slot(self, b: Expr, i: Expr) -> Expr:
         """Return whether no later row of the batch is written to the slot of row i."""
         ring = self.slots.ring()
         if ring is None:
             return tirx.const(True, "bool")
         sinks, _, capacity = ring
-        return tirx.any(self.buffers["starts"][b] + i < sinks, i >= self.rows(b) - capacity)
+        return tirx.any(self.key(b, i) < sinks, i >= self.rows(b) - capacity)
 
     def element(self, kv_index: int, n: Expr, h: Expr, d: Expr) -> Expr:
         """Return element d of head h of row n of the new keys (kv_index 0) or values (1), with its bias; float32."""
@@ -297,7 +301,7 @@ class _Head:
     def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, h: Expr) -> None:
         self.bound, self.record, self.b, self.i, self.h = bound, bound.record, b, i, h
         self.n = T.bind(bound.buffers["row_starts"][b] + i)
-        self.t = T.bind(bound.buffers["starts"][b] + i)
+        self.t = T.bind(bound.key(b, i))
 
     def emit(self) -> None:
         with T.If(self.bound.is_last_in_slot(self.b, self.i)), T.Then():

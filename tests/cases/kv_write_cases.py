@@ -112,20 +112,20 @@ def expected(case: Case, inputs: Arrays) -> Arrays:
     a, caches = case.record, {name: inputs[name].copy() for name in case.record.caches()}
     tokens = (inputs["new"] if a.columns is not None else inputs["new_k"]).shape[0]
     for b in range(case.batch):
-        first, start = int(inputs["row_starts"][b]), int(inputs["starts"][b])
+        first, start = int(inputs["row_starts"][b]), _saturate(inputs["starts"][b])
         count = max(min(int(inputs["row_counts"][b]), tokens - first), 0) if 0 <= first <= tokens else 0
         for i in range(count):
             for plane, dim in enumerate((a.head_dim, a.v_head_dim) if a.v_head_dim else (a.head_dim,)):
-                slot = _slot(case, inputs, b, _wrap(start + i), plane)
+                slot = _slot(case, inputs, b, start + i, plane)
                 if slot is not None and _is_written(a, inputs, start, i, count):
                     rows = _row(a, inputs, first + i, plane, dim)
                     _write(a, caches, slot, plane, rows, inputs.get("factor"))
     return caches
 
 
-def _wrap(x: int) -> int:
-    """Return the int64 to which arithmetic on int64 wraps x."""
-    return (x + 2**63) % 2**64 - 2**63
+def _saturate(x: int) -> int:
+    """Return a number of a table as slots are computed from it: sums of them do not overflow."""
+    return max(-(2**60), min(int(x), 2**60))
 
 
 def _ring(a: KvWrite, inputs: Arrays) -> tuple[int, int, int] | None:
@@ -133,14 +133,14 @@ def _ring(a: KvWrite, inputs: Arrays) -> tuple[int, int, int] | None:
     if ring is None:
         return None
     sinks, first, capacity = (
-        inputs["ring"].tolist() if isinstance(ring, GivenRing) else (ring.sinks, ring.first, ring.capacity)
+        map(_saturate, inputs["ring"]) if isinstance(ring, GivenRing) else (ring.sinks, ring.first, ring.capacity)
     )
     return sinks, first, max(capacity, 1)
 
 
 def _is_written(a: KvWrite, inputs: Arrays, start: int, i: int, count: int) -> bool:
     ring = _ring(a, inputs)
-    return ring is None or _wrap(start + i) < ring[0] or i >= _wrap(count - ring[2])
+    return ring is None or start + i < ring[0] or i >= count - ring[2]
 
 
 def _slot(case: Case, inputs: Arrays, b: int, t: int, plane: int) -> dict[str, int] | None:
@@ -150,18 +150,18 @@ def _slot(case: Case, inputs: Arrays, b: int, t: int, plane: int) -> dict[str, i
     name = a.caches()[0] if layout.is_joint else a.caches()[plane]
     size = dict(zip(layout.axes, inputs[name].shape))
     if ring is not None and t >= ring[0]:
-        t = _wrap(max(_wrap(t - ring[0]), 0) % ring[2] + ring[1])
+        t = max(t - ring[0], 0) % ring[2] + ring[1]
     where = {"b": b, "t": t, "l": layout.layer, "c": plane}
     if isinstance(layout.slots, Offset):
-        where["t"] = _wrap(int(inputs["slot_starts"][b]) + t)
+        where["t"] = _saturate(inputs["slot_starts"][b]) + t
     elif isinstance(layout.slots, Pages):
         pages = inputs["pages"][b, plane] if layout.slots.apart else inputs["pages"][b]
         column, rest = divmod(t, layout.slots.size) if layout.slots.size is not None else (0, t)
         if not 0 <= column < len(pages):
             return None
-        where |= {"p": int(pages[column]), "t": rest}
+        where |= {"p": _saturate(pages[column]), "t": rest}
         if layout.slots.entries == "slot":
-            where["t"] = _wrap(where.pop("p") + rest)
+            where["t"] = where.pop("p") + rest
     indices = {axis: at for axis, at in where.items() if axis in size}
     return indices if all(0 <= at < size[axis] for axis, at in indices.items()) else None
 

@@ -29,10 +29,16 @@ class Slot:
 
 
 class Slots:
-    """The slots of a cache with these tables and number of batches. extent(axis) is a buffer's size on that axis."""
+    """The slots of a cache with these tables and number of batches. extent(axis) is a buffer's size on that axis.
 
-    def __init__(self, layout: CacheLayout, tables: Mapping[str, tirx.Buffer], batches: Size) -> None:
-        self.layout, self.tables, self.batches = layout, tables, batches
+    is_written: keys are written there. Then no sum of table entries may overflow: compilers assume so, and a slot that
+    does not exist would seem to be inside.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, tables: Mapping[str, tirx.Buffer], batches: Size, is_written: bool = False
+    ) -> None:
+        self.layout, self.tables, self.batches, self.is_written = layout, tables, batches, is_written
 
     def locate(self, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size]) -> Slot:
         """Return the slot from which batch b reads key j (kv_index 0) or its value (1)."""
@@ -66,7 +72,7 @@ class Slots:
             return clamp(value, int64(size) - 1)
 
         if isinstance(slots, Offset):
-            slot = self.tables["slot_starts"][b] + slot
+            slot = self._summand(self.tables["slot_starts"][b]) + slot
         elif isinstance(slots, Pages):
             pages, column = self.tables["pages"], T.int64(0)
             if slots.size is not None:
@@ -76,7 +82,7 @@ class Slots:
             if may_be_empty:
                 entry = tirx.if_then_else(int64(pages.shape[-1]) > 0, entry, T.int64(-1))
             if slots.entries == "slot":
-                slot = entry + slot
+                slot = self._summand(entry) + slot
             else:
                 indices["p"] = limited(entry, extent("p"))
         if "p" not in indices or getattr(slots, "size", 0) is None:
@@ -85,6 +91,10 @@ class Slots:
         if "b" in self.layout.axes:
             indices["b"] = limited(row, extent("b"))
         return Slot(indices, tirx.all(*(_is_within(*limit) for limit in limits)))
+
+    def _summand(self, entry: Expr) -> Expr:
+        """Return a table entry that may be added to others."""
+        return saturate(entry) if self.is_written else entry
 
     def _wrap_in_ring(self, j: Expr) -> Expr:
         """Return the slot of key j in a ring."""
@@ -101,7 +111,7 @@ class Slots:
         if ring is None:
             return None
         if isinstance(ring, GivenRing):
-            sinks, first, capacity = (self.tables["ring"][T.int64(k)] for k in range(3))
+            sinks, first, capacity = (self._summand(self.tables["ring"][T.int64(k)]) for k in range(3))
             return sinks, first, tirx.max(capacity, T.int64(1))
         return T.int64(ring.sinks), T.int64(ring.first), T.int64(ring.capacity)
 
@@ -115,6 +125,11 @@ class Slots:
         beam = tirx.if_then_else(int64(table.shape[2]) > 0, beam, T.int64(0))
         source = tirx.Select(j < self.tables["prompts"][request], T.int64(0), clamp(beam, T.int64(beams.count - 1)))
         return tirx.min(request * beams.count + source, int64(self.batches) - 1)
+
+
+def saturate(value: Expr) -> Expr:
+    """Clamp an int64 to [-2^60, 2^60], which holds all slots: sums of a few such numbers do not overflow."""
+    return tirx.max(tirx.min(value, T.int64(1 << 60)), T.int64(-1 << 60))
 
 
 def clamp(value: Expr, end: Expr) -> Expr:

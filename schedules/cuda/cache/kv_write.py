@@ -93,7 +93,7 @@ class _Group:
     def __init__(self, bound: BoundKvWrite, b: Expr, i: Expr, kind: int, dim: int, group: int, unit: Expr) -> None:
         self.bound, self.kind, self.dim, self.group = bound, kind, dim, group
         self.b, self.n = b, let(bound.buffers["row_starts"][b] + i)
-        self.t = let(bound.buffers["starts"][b] + i)
+        self.t = let(bound.key(b, i))
         self.h, self.g = let(unit // (dim // group)), let(unit % (dim // group))
 
     def emit(self) -> None:
