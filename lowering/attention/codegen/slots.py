@@ -50,20 +50,15 @@ class Slots:
     def locate_own(self, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size]) -> Slot:
         """Return the slot to which batch b itself writes key j or its value: that of its own beam."""
         if self.layout.has_lookup:
-            return self._look_up_slot(int64(b), int64(b), int64(j), kv_index, extent, may_be_empty=True)
+            return self._look_up_slot(int64(b), int64(b), int64(j), kv_index, extent)
         inside = tirx.all(_is_within(int64(b), extent("b")), _is_within(int64(j), extent("t")))
         return Slot({"b": b, "t": j, **self._static_indices(kv_index)}, inside)
 
     def _static_indices(self, kv_index: int) -> dict[str, Expr]:
         return {"l": T.int64(self.layout.layer), "c": T.int64(kv_index)}
 
-    def _look_up_slot(
-        self, row: Expr, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size], may_be_empty: bool = False
-    ) -> Slot:
-        """Return the slot of a key by the tables.
-
-        may_be_empty: tables may have no entries, unlike those of keys that are read.
-        """
+    def _look_up_slot(self, row: Expr, b: Expr, j: Expr, kv_index: int, extent: Callable[[str], Size]) -> Slot:
+        """Return the slot of a key by the tables."""
         slots, indices, slot = self.layout.slots, self._static_indices(kv_index), self._wrap_in_ring(j)
         limits: list[tuple[Expr, Size]] = []
 
@@ -79,7 +74,7 @@ class Slots:
                 column, slot = tirx.floordiv(slot, T.int64(slots.size)), tirx.floormod(slot, T.int64(slots.size))
             plane = [T.int64(kv_index)] if slots.apart else []
             entry = pages[(row, *plane, limited(column, pages.shape[-1]))]
-            if may_be_empty:
+            if self.is_written:  # tables may have no entries, unlike those of keys that are read
                 entry = tirx.if_then_else(int64(pages.shape[-1]) > 0, entry, T.int64(-1))
             if slots.entries == "slot":
                 slot = self._summand(entry) + slot
