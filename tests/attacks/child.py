@@ -135,8 +135,9 @@ def _classify_error(error: Exception, verdict: Verdict, case: Case, step: str) -
     if not isinstance(error, lowering.LoweringError):
         first = next((line for line in message.splitlines() if line.strip()), "")
         return {"kind": "raw", "detail": f"at {step}: {type(error).__name__}: {first[:300]}"}
-    outputs = [output.name for output in case.model.graph.output]
-    complaint = unclear(message, [f".{case.attack.op}-", *(f"'{n}'" for n in (*case.names, *outputs) if n)])
+    values = (name for name in (*case.names, *(output.name for output in case.model.graph.output)) if name)
+    node = f".{case.attack.op}-", f"{case.attack.op} 'node'"  # with and without its version
+    complaint = unclear(message, [*node, *(f"'{name}'" for name in values)])
     if complaint:
         return {"kind": "unclear", "detail": f"at {step}: {complaint}: {message[:400]}"}
     if verdict.legal:

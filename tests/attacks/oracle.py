@@ -50,6 +50,7 @@ _LIMITATIONS = frozenset(
         "sequence_at.rank_mismatch",
         "split_to_sequence.split_unsupported",
         "squeeze.axes_ambiguous",
+        "squeeze.axes_changed",
     ]
 )
 # The same, by the text of the error, for codes that other causes share.

@@ -20,9 +20,12 @@ CALLS = 3
 FOUND = [
     ("", "Cast", 97000013),
     ("", "ConstantOfShape", 96000026),
+    ("", "Div", 108),
+    ("", "EyeLike", 106),
     ("", "Greater", 97000009),
     ("", "MaxPool", 96000045),
     ("", "Pow", 95000015),
+    ("", "QLinearConv", 113),
     ("", "QuantizeLinear", 95000002),
     ("", "QuantizeLinear", 95000003),
     ("", "Shape", 96000010),
@@ -40,6 +43,7 @@ FOUND = [
     ("", "Trilu", 90000004),
     ("com.microsoft", "MultiHeadAttention", 90000021),
     ("com.microsoft", "SkipLayerNormalization", 97000019),
+    ("lowering.flex", "FlexAttentionGradient", 102),
 ]
 
 

@@ -27,6 +27,7 @@ _OPEN = {
     "{ s = Mul (x, z)  y = Sub (s, c) }",
     "three operands": "(bool[D,1] c, float[A,3] x, float[B,3] z) => (float[G,3] y) { y = Where (c, x, z) }",
     "a number as well": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[1,1] c = {2}> { y = Max (x, z, c) }",
+    "a static size as well": "(float[A,B] x, float[4,D] z) => (float[4,E] y) { y = Add (x, z) }",
     "integers": "(int64[A] x, int64[B] z) => (bool[C] y) { y = Less (x, z) }",
     "a kernel of ours": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[C,3] s> "
     "{ s = Pow (x, z)  y = Softmax (s) }",

@@ -29,12 +29,13 @@ _NUMBERS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED
 # does not follow the standard, or accepts sizes and indices that do not match: their lowerings check them.
 _NOT_FOLDED = {
     "AffineGrid", "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "CausalConvWithState", "Col2Im",
-    "Conv", "DFT", "DequantizeLinear", "Det", "Dropout", "GRU", "GatherElements", "Gelu", "GlobalAveragePool",
-    "GlobalLpPool", "GlobalMaxPool", "GridSample", "GroupNormalization", "If", "InstanceNormalization", "LRN", "LSTM",
-    "LayerNormalization", "LinearAttention", "Loop", "LpNormalization", "LpPool", "MaxPool", "MaxUnpool", "Multinomial",
-    "NonMaxSuppression", "PRelu", "QuantizeLinear", "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike",
-    "RandomUniform", "RandomUniformLike", "Resize", "ReverseSequence", "RoiAlign", "RotaryEmbedding", "STFT", "Scan",
-    "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK", "Unique", "Upsample",
+    "Conv", "ConvInteger", "DFT", "DequantizeLinear", "Det", "Dropout", "EyeLike", "GRU", "GatherElements", "Gelu",
+    "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "GridSample", "GroupNormalization", "If",
+    "InstanceNormalization", "LRN", "LSTM", "LayerNormalization", "LinearAttention", "Loop", "LpNormalization",
+    "LpPool", "MaxPool", "MaxUnpool", "Multinomial", "NonMaxSuppression", "PRelu", "QLinearConv", "QuantizeLinear",
+    "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Resize",
+    "ReverseSequence", "RoiAlign", "RotaryEmbedding", "STFT", "Scan", "Scatter", "ScatterElements", "ScatterND",
+    "SequenceMap", "TensorScatter", "TopK", "Unique", "Upsample",
 }  # fmt: skip
 
 

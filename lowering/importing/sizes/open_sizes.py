@@ -73,10 +73,11 @@ def broadcast_open_sizes(node: Node, value: Value, shape: Shape) -> Value:
     for axis, (have, want, is_kept) in enumerate(zip(value.shape, shape, is_same)):
         if not is_kept:
             what = f"dimension {axis} of {node.describe(value, False)}"
+            want = tirx.const(want, "int64") if isinstance(want, int) else want
             legal = tirx.Or(tirx.EQ(have, want), tirx.EQ(have, _ONE))
             text = f"{node.where}: {what} is {{}}, and does not broadcast to {{}}."
-            for symbol in tirx.analysis.undefined_vars(want):  # synthetic inputs take them for equal
-                node.importer.expect(tirx.EQ(have, symbol))
+            for size in tirx.analysis.undefined_vars(want) or [want]:  # synthetic inputs take them for equal
+                node.importer.expect(tirx.EQ(have, size))
             tensor = node.importer.builder.emit(check_condition(tensor, legal, "run.size_mismatch", text, [have, want]))
 
     def kernel(x: te.Tensor, extents: Sequence[Any]) -> te.Tensor:

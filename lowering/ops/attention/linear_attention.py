@@ -9,9 +9,10 @@ from tvm import relax
 
 from ...attention.linear import LinearAttention, build_linear_attention
 from ...importing.node import Node
-from ...importing.values import Size, Value, static
+from ...importing.values import Value, static
 from .. import op
 from ..helpers.assertions import assert_shape
+from ..helpers.compute import number as require_static
 from ..helpers.requirements import read_choice, require_head_groups, require_rank, require_tensor
 
 _DECAY = ("gated", "gated_delta")
@@ -137,12 +138,12 @@ def _check_rows(node: Node, rows: dict[str, Value], dtype: str) -> None:
 
 def _read_head_count(node: Node, name: str, x: Value, divisor: int) -> int:
     """Return the last dimension, which must be static, divided by `divisor`."""
-    width: Size = x.shape[2]
-    if not isinstance(width, int) or width % divisor or not width:
+    width = require_static(node, f"the last dimension of input {name}", x.shape[2])
+    if width % divisor or not width:
         raise node.error(
             "linear_attention.width_not_divisible",
             f"the last dimension of input {name} is {width}.",
-            f"Use a static size, a positive multiple of {divisor}.",
+            f"Use a positive multiple of {divisor}.",
         )
     return width // divisor
 
@@ -151,8 +152,8 @@ def _read_per_head(node: Node, x: Value | None, name: str, meanings: dict[int, i
     """Return the meaning of the last dimension of decay or beta; 0 where the input is absent."""
     if x is None:
         return 0
-    width = x.shape[2]
-    if not isinstance(width, int) or width not in meanings:
+    width = require_static(node, f"the last dimension of input {name}", x.shape[2])
+    if width not in meanings:
         sizes = " or ".join(str(size) for size in meanings)
         raise node.error(
             "linear_attention.width_unsupported", f"the last dimension of input {name} is {width}.", f"Use {sizes}."

@@ -16,7 +16,7 @@ from ...attention.flex_node import DOMAIN, FULL, PARTIAL, FlexAttentionSettings
 from ...attention.record.formula import SCORE_MOD_PREFIX, Formula
 from ...attention.record.problem import AttentionProblem
 from ...importing.node import Node
-from ...importing.values import Size, Value, static
+from ...importing.values import Size, Value, is_one, static
 from .. import op
 from ..attention.attend import call_attention_kernel
 from ..helpers.assertions import assert_shape
@@ -104,12 +104,10 @@ def _check_operands(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Va
     keys = unify_sizes(node, "number of keys", k=k.shape[2], v=v.shape[2])
     kv_heads = unify_sizes(node, "number of heads", k=k.shape[1], v=v.shape[1])
     size = unify_sizes(node, "head size", q=q.shape[3], k=k.shape[3])
-    batch = q.shape[0]
+    batch, kv_batch = q.shape[0], unify_sizes(node, "number of batches", k=k.shape[0], v=v.shape[0])
+    is_shared = is_one(kv_batch) and not is_one(batch)
 
     def broadcast(value: Value, width: Size) -> Value:
-        is_shared = (
-            isinstance(value.shape[0], int) and value.shape[0] == 1 and not (isinstance(batch, int) and batch == 1)
-        )
         value = assert_shape(node, value, (1 if is_shared else batch, kv_heads, keys, width))
         if not is_shared:
             return value

@@ -129,12 +129,12 @@ def upsample(d: Draw, op: str) -> Attack:
 @attacks("DFT", "STFT")
 def transforms(d: Draw, op: str) -> Attack:
     components = d.pick((1, 1, 2, 3))
-    length = d.pick((1, 5, 8, 0, -1, 2**40))
+    length, with_length = d.pick((1, 5, 8, 0, -1, 2**40)), d.chance(0.5)
 
     def feed() -> Arrays:
         x = d.array("float32", (d.pick((1, 2)), d.pick((1, 8, 20)), components), scale=1.0)
         if op == "DFT":
-            return [x, np.asarray(length) if d.chance(0.5) else None, np.asarray(d.pick((1, -2, 2, 7)))]
+            return [x, np.asarray(length) if with_length else None, np.asarray(d.pick((1, -2, 2, 7)))]
         return [x, np.asarray(d.pick((1, 3, 0, -4, 2**40))), None, np.asarray(length)]
 
     def rule(x: np.ndarray, *rest: np.ndarray | None) -> Answer:

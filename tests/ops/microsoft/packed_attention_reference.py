@@ -17,7 +17,7 @@ def packed_attention(inputs: dict[str, np.ndarray], heads: int, scale: float = 0
     if "bias" in inputs:
         edges = np.cumsum([x.shape[1] for x in rows])[:-1]
         rows = [x + bias_slice for x, bias_slice in zip(rows, np.split(inputs["bias"].astype(np.float64), edges))]
-    q, k, v = (x.reshape(len(x), heads, -1) for x in rows)
+    q, k, v = (x.reshape(len(x), heads, x.shape[1] // heads) for x in rows)
     result = np.zeros((len(q), heads, v.shape[2]))
     starts = inputs["cumulative_sequence_length"]
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
@@ -28,4 +28,4 @@ def packed_attention(inputs: dict[str, np.ndarray], heads: int, scale: float = 0
         if last > first:
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             result[first:last] = np.einsum("hij,jhd->ihd", shares / shares.sum(-1, keepdims=True), v[first:last])
-    return result.reshape(len(q), -1)
+    return result.reshape(len(q), heads * v.shape[2])

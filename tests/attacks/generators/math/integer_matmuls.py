@@ -173,6 +173,7 @@ def integer_conv(d: Draw, op: str) -> Attack:
         x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*arrays, None)[:9]
         require(w_scale.ndim == 0 or w_scale.shape == w_zero.shape, "scales and zero points of W differ")
         y = accumulate(x, w, x_zero, w_zero)
+        require(bias is None or bias.shape == (w.shape[0],), "bias")
         along = [-1, *[1] * (w.ndim - 2)]
         y = y if bias is None else y + bias.reshape(along)
         factor = x_scale.astype(float) * (w_scale.reshape(along) if w_scale.size > 1 else w_scale.reshape(()))
