@@ -134,9 +134,10 @@ class Terminal:
         """Programs is an empty folder, for onnx-lowering and python as they are installed here."""
         for name, command in ((_COMMAND, "-m lowering"), ("python", "")):
             script = programs / name
-            script.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+            script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {command} "$@"\n')
             script.chmod(0o755)
-        environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+        environment.pop("PYTHONPATH", None)  # it would come before the packages of another environment
         self._bash = subprocess.Popen(
             ["bash", "--norc", "--noprofile", "-uo", "pipefail"],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
