@@ -17,3 +17,8 @@ tensor type: it leaves the model unchanged, and selects kernels (passes/graph/ma
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 TF32 = ("tf32", "3xtf32")
+
+ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+INT8_ROWS = ACCURACY_LEVELS[-1]
+"""The accuracy level, as com.microsoft MatMulNBits counts them, that permits to quantize the rows of a matmul to int8.
+"""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from .records import decode
 
-FORMAT = 10
+FORMAT = 11
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 MODEL, SETUP = "model", "setup"  # prefixes of an artifact's code files
 SIGNATURE = "manifest.sig"
@@ -265,7 +265,8 @@ class Manifest:
     name, and `digest` for the manifest itself. `weights_blocks` are those of the blocks of weights.bin, by which a load
     finds damaged blocks (`compute_block_digests`). `architectures` are those of the GPUs that it was built for, () for
     CPUs. `threads` is the default worker count, None for the caller's affinity. `scheme` and `precision` are the
-    `weights` and the `precision` of the compilation. `input_lists` and `output_lists` are the inputs and outputs that
+    `weights` and the `precision` of the compilation. `accuracy_level` is 4 if matmuls quantize their rows to int8, else
+    0. `input_lists` and `output_lists` are the inputs and outputs that
     are lists of tensors, or None.
 
     `setup` is the part of a decoder that runs once per sequence (graph/caches/setup_split.py). Its outputs that are
@@ -295,6 +296,7 @@ class Manifest:
     served: ServedCache | None = None  # with serve, likewise
     scheme: str | None = None
     precision: str | None = None
+    accuracy_level: int = 0
     input_lists: tuple[ListSpec, ...] = ()
     output_lists: tuple[ListSpec, ...] = ()
     part: str = MODEL

@@ -17,6 +17,7 @@ from lowering.tensorir.blocks import BLOCK_ATTRIBUTE
 
 from . import cpu, cuda
 from .cpu import CpuFeatures as CpuFeatures
+from .cpu import choose_row_block as choose_row_block
 from .cpu import panel_width as panel_width
 from .cpu import read_cpu_features as read_cpu_features
 from .cpu import remove_unused_features as remove_unused_features
@@ -27,6 +28,7 @@ from .cuda import count_packed_heads as count_packed_heads
 from .cuda import early_launch as early_launch
 from .cuda import merge_launches as merge_launches
 from .cuda import read_launch as read_launch
+from .reading.quantized_weights import QUAD as QUAD
 from .rejections import collect_rejections
 from .variant import Choose, ExternalCode, Variant, describe_choice, made
 

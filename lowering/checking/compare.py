@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
+from ..choices import INT8_ROWS
 from ..manifest import Manifest
 
 RTOL, ATOL = 1e-3, 1e-5
@@ -19,6 +20,7 @@ RTOL, ATOL = 1e-3, 1e-5
 _ROUNDED = {
     "float32": 0.1, "float16": 2e-2, "bfloat16": 0.1, "fast": 0.1, "tf32": 2e-2,
     "weights f16": 1e-2, "weights int8": 0.1, "weights int4": 0.3, "cache int8": 0.1,
+    "rows int8": 0.1,
 }  # fmt: skip
 
 MAX_ERROR_RATIO = 2
@@ -42,14 +44,15 @@ class Tolerance:
     strict: bool = False
 
     @staticmethod
-    def for_model(types: Iterable[str], manifest: Manifest, rtol: float | None, atol: float | None) -> Tolerance:
+    def for_model(roundings: Iterable[str], manifest: Manifest, rtol: float | None, atol: float | None) -> Tolerance:
         """Return the tolerance for a model compiled as the manifest says.
 
-        types are those of the model's inputs, outputs and weights. An rtol or atol of the user replaces everything
-        else.
+        roundings are the types of the model's inputs, outputs and weights, and "rows int8" if it permits that. An rtol
+        or atol of the user replaces everything else.
         """
         cache = "" if manifest.served is None or not manifest.served.pools else f"cache {manifest.served.dtype}"
-        comparison = {f"weights {manifest.scheme}", str(manifest.precision), cache, *types}
+        rows = "rows int8" if manifest.accuracy_level == INT8_ROWS else ""
+        comparison = {f"weights {manifest.scheme}", str(manifest.precision), cache, rows, *roundings}
         rounding = max(comparison & _ROUNDED.keys(), key=_ROUNDED.__getitem__, default=None)
         strict = rtol is not None or atol is not None
         if rounding is not None and not strict:

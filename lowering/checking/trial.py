@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..choices import INT8_ROWS
 from ..compiling import progress
 from ..compiling.compiler import compile
 from ..compiling.options import CompileOptions
@@ -50,7 +51,8 @@ class VerificationTrial:
     def list_options(self) -> Iterator[str]:
         """Yield the arguments of the command `verify` for these options, as far as it has them."""
         values = {"against": self.against, "rtol": self.rtol, "atol": self.atol}
-        values |= {name: getattr(self.options, name) for name in ("target", "weights", "precision", "threads")}
+        names = ("target", "weights", "accuracy_level", "precision", "threads")
+        values |= {name.replace("_", "-"): getattr(self.options, name) for name in names}
         default = {"against": "reference", "target": "cpu"}
         for name, value in values.items():
             if value != default.get(name):
@@ -78,7 +80,7 @@ class VerificationTrial:
     ) -> tuple[dict[str, Any], Tolerance, list[Comparison]]:
         """Return the inputs, the tolerance and the comparisons."""
         manifest = compiled.manifest
-        allowed = Tolerance.for_model(_list_types(model), manifest, self.rtol, self.atol)
+        allowed = Tolerance.for_model(_list_roundings(model), manifest, self.rtol, self.atol)
         session: DecodingSession | ServedRequests | None = None
         if manifest.slots is not None:
             session = build_decoding_session(model, compiled, manifest.slots, user_arrays, sizes, rng)
@@ -200,6 +202,9 @@ def _cast_arrays(arrays: Feeds, types: Mapping[str, np.dtype]) -> dict[str, Any]
     return {name: np.asarray(a).astype(types[name]) if name in types else a for name, a in arrays.items()}
 
 
-def _list_types(model: ir.Model) -> set[str]:
+def _list_roundings(model: ir.Model) -> set[str]:
+    """Return the types of inputs, outputs and weights, and "rows int8" if the reference may quantize rows."""
     values = (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())
-    return {value.dtype.name.lower() for value in values if value.dtype is not None}
+    types = {value.dtype.name.lower() for value in values if value.dtype is not None}
+    levels = {node.attributes.get_int("accuracy_level", 0) for node in model.graph.all_nodes()}
+    return types | ({"rows int8"} if INT8_ROWS in levels else set())

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import PRECISIONS, SCHEMES
+from ..choices import ACCURACY_LEVELS, PRECISIONS, SCHEMES
 from .json_output import add_json, print_json
 from .options import (
+    ACCURACY_LEVEL,
     DIM,
     PRECISION,
     SEED,
@@ -51,6 +52,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     )
     add_serve_options(c)
     c.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
+    c.add_argument("--accuracy-level", type=int, choices=ACCURACY_LEVELS, help=ACCURACY_LEVEL)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
     add_calls_option(c)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
@@ -86,6 +88,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             dims=parse_dims(arguments.dim),
             static_cache=arguments.static_cache,
             weights=arguments.weights,
+            accuracy_level=arguments.accuracy_level,
             database=arguments.database,
             serve=build_serve(arguments),
             dump=dump,

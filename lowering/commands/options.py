@@ -30,6 +30,11 @@ RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128:
 
 WEIGHTS = "compress the constant matrices of matmuls, and tables of embeddings"
 
+ACCURACY_LEVEL = (
+    "how accurate the rows are that quantized matrices multiply, counted as in MatMulNBits: 4 permits to quantize them "
+    "to int8, a lower level does not; default: as the model says, and 0 for --weights"
+)
+
 PRECISION = (
     "compute the matmuls of a model of float32, and store weights and caches, in this type; fast: matmuls of float32 "
     "and float16 in bfloat16 where the target multiplies it faster, with caches as they are; tf32, 3xtf32: multiply "

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import PRECISIONS, SCHEMES
+from ..choices import ACCURACY_LEVELS, PRECISIONS, SCHEMES
 from ..deprecated import with_old_fields
 from ..errors import InputError
 from .json_output import add_json, print_json
@@ -53,6 +53,7 @@ def _add_tune(add_parser: Callable[..., Any]) -> None:
     )
     t.add_argument("--static-cache", type=parse_positive, metavar="TOKENS", help="as for compile")
     t.add_argument("--weights", choices=SCHEMES, help="as for compile")
+    t.add_argument("--accuracy-level", type=int, choices=ACCURACY_LEVELS, help="as for compile")
     t.add_argument("--precision", choices=PRECISIONS, help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     t.add_argument("--threads", type=parse_positive, default=1, help="number of workers (1)")
@@ -171,6 +172,7 @@ def _run_tuning(arguments: argparse.Namespace) -> Tuning:
             threads=arguments.threads,
             static_cache=arguments.static_cache,
             weights=arguments.weights,
+            accuracy_level=arguments.accuracy_level,
             donate=arguments.donate,
             seed=arguments.seed,
             progress=watch,

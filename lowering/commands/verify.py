@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import PRECISIONS, SCHEMES
+from ..choices import ACCURACY_LEVELS, PRECISIONS, SCHEMES
 from ..deprecated import with_old_fields
 from .json_output import add_json, print_json
 from .options import (
+    ACCURACY_LEVEL,
     PRECISION,
     TARGET,
     VERIFY_KEY,
@@ -52,6 +53,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=TARGET)
     v.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
+    v.add_argument("--accuracy-level", type=int, choices=ACCURACY_LEVELS, help=ACCURACY_LEVEL)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
     add_calls_option(v)
     v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
@@ -106,6 +108,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             artifact=artifact,
             reduce=arguments.reduce,
             weights=arguments.weights,
+            accuracy_level=arguments.accuracy_level,
             precision=arguments.precision,
             donate=arguments.donate,
             threads=arguments.threads if artifact is None else None,

@@ -136,7 +136,7 @@ class _ArtifactCompiler:
             runs_on = self.stand_in or target
             kernels = KernelCompiler(runs_on)
             cached = kernels if dump is None else None  # a dump must show every scheduled kernel
-            pass_options = PassOptions(runs_on, pairs, options.weights, matmuls, choose, cached)
+            pass_options = PassOptions(runs_on, pairs, options.weights, options.accuracy_level, matmuls, choose, cached)
             with progress.stage("lowering"):
                 lowered = run_passes(CompileState.from_imported(imported, target, pass_options), PASSES, dump)
             notes += lowered.notes
@@ -170,6 +170,7 @@ class _ArtifactCompiler:
             calls=lowered.calls,
             scheme=options.weights,
             precision=options.precision,
+            accuracy_level=lowered.accuracy_level,
             output_lists=tuple(imported.output_lists),
         )
 

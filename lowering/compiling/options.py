@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ..choices import PRECISIONS, SCHEMES, Precision, Scheme
+from ..choices import INT8_ROWS, PRECISIONS, SCHEMES, Precision, Scheme
 from ..errors import InputError
 from ..runtime.artifact.checks import check_integer, check_threads
 
@@ -24,6 +24,7 @@ class KernelArguments(TypedDict, total=False):
     dims: Dims | None
     static_cache: int | None
     weights: Scheme | None
+    accuracy_level: int | None
     precision: Precision | None
 
 
@@ -62,6 +63,10 @@ class CompileOptions:
             compresses the constant matrices of matmuls. It also compresses embedding tables by rows, in 8 bits for
             int4 too (graph/options/compressed_tables.py). Accumulators stay float32; biases and convolutions are
             unchanged. The manifest has a note about the error.
+        accuracy_level: How accurately the rows of a matmul by a quantized matrix are represented, counted as in
+            MatMulNBits: 4 quantizes them to int8 by blocks of k, where the CPU multiplies bytes faster than floats
+            (schedules/cpu/matmul/int8_rows.py); a lower level, from 0, keeps them as they are. None is what each node
+            says, and 0 for matrices that `weights` compresses.
         database: A folder of `tune`, whose records for this target choose the tiles of kernels before presets do; the
             manifest names the records.
         serve: `serve=Serve(context=N)` turns a decoder with a growing past into one for a ragged batch of many
@@ -94,6 +99,7 @@ class CompileOptions:
     dims: Dims | None = None
     static_cache: int | None = None
     weights: Scheme | None = None
+    accuracy_level: int | None = None
     database: str | Path | None = None
     serve: Serve | None = None
     checks: bool = True
@@ -107,6 +113,9 @@ class CompileOptions:
         object.__setattr__(self, "threads", check_threads(self.threads))
         if not isinstance(self.seed, str):
             object.__setattr__(self, "seed", check_integer(self.seed, "seed", 0, 2**63 - 1))
+        if self.accuracy_level is not None:
+            level = check_integer(self.accuracy_level, "accuracy_level", 0, INT8_ROWS)
+            object.__setattr__(self, "accuracy_level", level)
         if self.static_cache is not None:
             slots = check_integer(self.static_cache, "static_cache", 1, 2**31 - 1)
             object.__setattr__(self, "static_cache", slots)

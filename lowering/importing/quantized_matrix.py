@@ -18,6 +18,7 @@ class QuantizedMatrix:
 
     values is int8 [R, C], of 8 bits or of 4 (-8 to 7). scales is [ceil(R / r), ceil(C / c)] for blocks of r x c
     elements, floats or float16. zero_points has the same shape, int8 or floats, or is None if they are all 0.
+    has_int8_rows permits kernels to quantize the rows that are multiplied by the matrix to int8, block by block.
     """
 
     values: np.ndarray
@@ -26,6 +27,7 @@ class QuantizedMatrix:
     block: tuple[int, int]
     bits: int
     dtype: np.dtype
+    has_int8_rows: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,6 +42,11 @@ class QuantizedMatrix:
     @property
     def ndim(self) -> int:
         return 2
+
+    @property
+    def scale_block(self) -> int:
+        """How many successive rows share a scale; 0 for all."""
+        return self.block[0] if self.block[0] < self.shape[0] else 0
 
     def transpose(self, axes: Sequence[int]) -> QuantizedMatrix:
         """Return the matrix with permuted axes."""

@@ -32,6 +32,7 @@ class PassOptions:
         kernel_target: The target of the kernels, if it is not the state's: a CPU can stand in for a GPU.
         donated: The position of a consumed input, mapped to the output that takes over its memory.
         scheme: How constant matrices are compressed.
+        accuracy_level: Whether matmuls by quantized matrices may quantize their rows, too (4); None: as the model says.
         matmuls: How a GPU's tensor cores compute float32 matmuls, "tf32" or "3xtf32"; None leaves them to other code.
         choose: Picks variants and tiles (schedules/variant.py).
         cached: Tells which kernels have cached code and stay as they are.
@@ -40,6 +41,7 @@ class PassOptions:
     kernel_target: Target | None = None
     donated: Mapping[int, int] = field(default_factory=dict)
     scheme: Scheme | None = None
+    accuracy_level: int | None = None
     matmuls: str | None = None
     choose: Choose | None = None
     cached: CodeLookup | None = None
@@ -60,6 +62,7 @@ class CompileState:
         kernels: The description of each kernel, from scheduling on.
         calls: The calls of kernels in execution order, from scheduling on.
         unscheduled: The functions before scheduling, by kernel.
+        accuracy_level: 4 if matmuls quantize their rows to int8, else 0; from pack_weights on.
         notes: Notes for the manifest: updates that cannot be done in place, and errors of compressed matrices.
     """
 
@@ -72,6 +75,7 @@ class CompileState:
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()
     unscheduled: Mapping[str, tirx.PrimFunc] = field(default_factory=dict)
+    accuracy_level: int = 0
     notes: tuple[str, ...] = ()
 
     @staticmethod

@@ -133,8 +133,8 @@ def tune(
         tracker: Host and port of a TVM tracker.
         keys: Keys of devices that `onnx-lowering device` registered at the tracker.
         export: Folder to write candidates to, instead of measuring them.
-        arguments: As for `compile`: donate, dims, static_cache, weights, precision. Compile with the same values, since
-            records are of the kernels that they give.
+        arguments: As for `compile`: donate, dims, static_cache, weights, accuracy_level, precision. Compile with the
+            same values, since records are of the kernels that they give.
 
     Returns:
         The result, with an outcome for each kernel.

@@ -11,6 +11,7 @@ from .elementwise.elementwise import elementwise
 from .elementwise.recurrence import recurrence
 from .elementwise.reduction import reduction
 from .elementwise.sliding import windows
+from .matmul.int8_rows import choose_row_block as choose_row_block
 from .matmul.matmul import accepts_siblings as accepts_siblings
 from .matmul.matmul import matmul
 from .matmul.panels import panel_width as panel_width

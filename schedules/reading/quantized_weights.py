@@ -8,7 +8,13 @@ block of successive k of a column. Like other weights, they are stored in panels
              scales float [panels, K / block, nr]
              zeros  int8 or float [panels, K / block, nr], or none: they are 0
 
+Instructions that multiply four bytes by four bytes want quads, four successive k of a column together:
+
+    8 bits   values int8  [panels, K / 4, nr, 4]
+    4 bits   values int32 [panels, K / 8, nr]       plus 8; the low nibbles of the bytes are the first quad
+
 `dequantize_element` writes this as an expression, which is all that a matmul needs; `read_quantization` recognizes it.
+Who stores quads permits kernels to quantize the other operand, too (schedules/cpu/matmul/int8_rows.py).
 """
 
 from __future__ import annotations
@@ -26,20 +32,41 @@ from ..half_precision import HALF
 from .stages import Axis
 
 NIBBLES = 8  # 4-bit values in an int32
+QUAD = 4  # values of k of a column that an instruction takes at once
 
 Load = Callable[..., Expr]
 
 
-def dequantize_element(
-    values: Load, scales: Load, zeros: Load | None, k: Expr, j: Expr, nr: int, block: int, nibbles: bool
-) -> Expr:
-    """Return the element in row k and column j, in float32; block: values of k that share a scale, 0 for all."""
-    panel, column = j // nr, j % nr
-    scale_indices = panel, (k // block if block else tirx.const(0, "int64")), column
-    if nibbles:
-        quantized = (values(panel, k // NIBBLES, column) << (28 - 4 * (k % NIBBLES)).astype("int32")) >> tirx.const(
-            28, "int32"
-        )
+@dataclass(frozen=True)
+class PanelFormat:
+    """The format of panels of quantized values.
+
+    Attributes:
+        nr: Columns of a panel.
+        block: Values of k that share a scale, 0 for all.
+        nibbles: Whether values have 4 bits.
+        quads: Whether four successive k of a column are stored together.
+    """
+
+    nr: int
+    block: int
+    nibbles: bool
+    quads: bool
+
+
+def dequantize_element(form: PanelFormat, values: Load, scales: Load, zeros: Load | None, k: Expr, j: Expr) -> Expr:
+    """Return the element in row k and column j, in float32."""
+    panel, column = j // form.nr, j % form.nr
+    scale_indices = panel, (k // form.block if form.block else tirx.const(0, "int64")), column
+    if form.nibbles and form.quads:
+        shift = 8 * (k % QUAD) + 4 * (k // QUAD % 2)
+        word = values(panel, k // NIBBLES, column) >> shift.astype("int32")
+        quantized = (word & tirx.const(15, "int32")) - tirx.const(8, "int32")
+    elif form.nibbles:
+        shift = 28 - 4 * (k % NIBBLES)
+        quantized = (values(panel, k // NIBBLES, column) << shift.astype("int32")) >> tirx.const(28, "int32")
+    elif form.quads:
+        quantized = values(panel, k // QUAD, column, k % QUAD)
     else:
         quantized = values(panel, k, column)
     value = quantized.astype("float32")
@@ -50,22 +77,22 @@ def dequantize_element(
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Loads of one element's quantized value, scale and zero point; block: values of k that share them, 0 for all."""
+    """Loads of one element's quantized value, scale and zero point, and the format of their panels."""
 
     load: ir.TensorLoad
     scale: ir.TensorLoad
     zero: ir.TensorLoad | None
-    block: int
+    form: PanelFormat
 
     @property
     def group(self) -> int:
         """Values of k in one stored integer."""
-        return NIBBLES if self.load.ty == "int32" else 1
+        return NIBBLES if self.form.nibbles else 1
 
     @property
     def bits(self) -> int:
         """Bits of a quantized value."""
-        return 8 if self.group == 1 else 32 // NIBBLES
+        return 32 // NIBBLES if self.form.nibbles else 8
 
     @property
     def depth(self) -> int:
@@ -74,7 +101,11 @@ class WeightQuantization:
 
     @property
     def nr(self) -> int:
-        return int(self.load.source.shape[-1])
+        return self.form.nr
+
+    @property
+    def block(self) -> int:
+        return self.form.block
 
     def first_panel(self, j: tirx.Var) -> Expr:
         """Return the panel of column 0; the panels before it belong to other matrices."""
@@ -95,28 +126,29 @@ def read_quantization(expr: Expr, j: Axis, k: Axis) -> WeightQuantization | None
         scale is None
         or len(value_loads) != 1
         or str(value_loads[0].ty) not in ("int8", "int32")
-        or len(value_loads[0].indices) != 3
+        or len(value_loads[0].indices) not in (3, 4)
     ):
         return None
     quantized = value_loads[0]
     blocks = [node.b.value for node in walk(scale.indices[1]) if isinstance(node, prim.FloorDiv)]
-    block, nr, nibbles = (blocks or [0])[0], quantized.source.shape[-1], quantized.ty == "int32"
+    nr, nibbles = quantized.source.shape[2], quantized.ty == "int32"
     if not isinstance(nr, tirx.IntImm):
         return None
+    has_masks = any(isinstance(node, prim.BitwiseAnd) for node in walk(value))
+    quads = has_masks if nibbles else len(quantized.indices) == 4
+    form = PanelFormat(nr.value, (blocks or [0])[0], nibbles, quads)
 
     def make_load(node: ir.TensorLoad) -> Load:
         return lambda *index: tirx.BufferLoad(node.source, list(index))
 
     zeros = make_load(zero) if zero is not None else None
     column = _substitute_column_0(quantized.indices[0], j.var) * nr + j.var
-    expected = dequantize_element(
-        make_load(quantized), make_load(scale), zeros, k.var, column, nr.value, block, nibbles
-    )
+    expected = dequantize_element(form, make_load(quantized), make_load(scale), zeros, k.var, column)
     analyzer = Analyzer()
     for axis in (j, k):
         analyzer.bind(axis.var, ir.Range(0, axis.extent))
     is_equal = prim.expr_deep_equal(analyzer.simplify(expected), analyzer.simplify(expr))
-    return WeightQuantization(quantized, scale, zero, block) if is_equal else None
+    return WeightQuantization(quantized, scale, zero, form) if is_equal else None
 
 
 def _substitute_column_0(panel: Expr, j: tirx.Var) -> Expr:

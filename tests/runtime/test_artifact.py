@@ -60,7 +60,7 @@ def test_what_is_in_it(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"model.so", "weights.bin", "manifest.json", "model.h", "host.hpp"}
     data = json.loads((folder / "manifest.json").read_text())
     assert data["inputs"] == [{"name": "x", "dtype": "float32", "storage": "float32", "dims": ["n", 64]}]
-    assert data["format"] == 10 and set(data["hashes"]) == {p.name for p in folder.iterdir()}
+    assert data["format"] == 11 and set(data["hashes"]) == {p.name for p in folder.iterdir()}
     assert all(w["offset"] % 64 == 0 for w in data["weights"])
 
 
@@ -77,12 +77,12 @@ def test_no_artifact(tmp_path: Path) -> None:
         ("{", r"manifest\.json' cannot be read: "),
         (
             "[]",
-            r"has artifact format None, and this version of onnx-lowering reads format 10: compile the model",
+            r"has artifact format None, and this version of onnx-lowering reads format 11: compile the model",
         ),
-        ('{"format": 2}', r"has artifact format 2, which is older, and this version of onnx-lowering reads format 10"),
-        ('{"format": 11}', r"format 11, which is newer, and this .* reads format 10: install a newer one, or compile"),
-        ('{"format": true}', r"has artifact format True, and this version of onnx-lowering reads format 10"),
-        ('{"format": 10}', r"manifest\.json' is damaged: "),
+        ('{"format": 2}', r"has artifact format 2, which is older, and this version of onnx-lowering reads format 11"),
+        ('{"format": 12}', r"format 12, which is newer, and this .* reads format 11: install a newer one, or compile"),
+        ('{"format": true}', r"has artifact format True, and this version of onnx-lowering reads format 11"),
+        ('{"format": 11}', r"manifest\.json' is damaged: "),
     ],
 )
 def test_manifests_that_cannot_be_read(folder: Path, text: str, message: str) -> None:
@@ -94,9 +94,9 @@ def test_manifests_that_cannot_be_read(folder: Path, text: str, message: str) ->
 def test_an_artifact_of_format_9(folder: Path, without: tuple[str, ...]) -> None:
     """It is older, not damaged, whatever fields it lacks."""
     data = json.loads((folder / "manifest.json").read_text())
-    data = {name: value for name, value in data.items() if name not in without} | {"format": 9}
+    data = {name: value for name, value in data.items() if name not in without} | {"format": 10}
     (folder / "manifest.json").write_text(json.dumps(data))
-    refused(folder, r"has artifact format 9, which is older, and .* reads format 10: compile the model again\.$")
+    refused(folder, r"has artifact format 10, which is older, and .* reads format 11: compile the model again\.$")
 
 
 def test_a_changed_manifest(folder: Path) -> None:

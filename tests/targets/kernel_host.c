@@ -1,7 +1,8 @@
 /* Calls one kernel of a model.so without TVM: `kernel_host model.so symbol rank dims... rank dims... ...`.
- * Every argument is a float32 tensor, or an int32 one if its rank begins with an i; inputs are read from stdin one after
- * another, the last argument is the output and goes to stdout. Stands in for the few runtime functions that kernels call, so that it runs under an emulator for which
- * no build of the runtime is at hand. */
+ * Every argument is a float32 tensor, an int32 one if its rank begins with an i, and an int8 one if it begins with a b;
+ * inputs are read from stdin one after another, the last argument is the output and goes to stdout. Stands in for the
+ * few runtime functions that kernels call, so that it runs under an emulator for which no build of the runtime is at
+ * hand. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +17,10 @@ void TVMFFIErrorSetRaisedFromCStrParts(const char* kind, const char** parts, int
 }
 void TVMFFIErrorMoveFromRaised(TVMFFIObjectHandle* result) { *result = NULL; }
 void TVMFFIErrorSetRaised(TVMFFIObjectHandle error) { (void)error; }
+int TVMFFIEnvModRegisterSystemLibSymbol(const char* name, void* symbol) {
+    (void)name, (void)symbol;
+    return 0;
+}
 int TVMFFIObjectIncRef(TVMFFIObjectHandle object) {
     (void)object;
     return 0;
@@ -54,14 +59,15 @@ int main(int argc, char** argv) {
     size_t bytes[MOST];
     int count = 0;
     for (int at = 3; at < argc; ++count) {
-        const int integers = argv[at][0] == 'i', rank = atoi(argv[at++] + integers);
-        bytes[count] = sizeof(float);
+        const int is_byte = argv[at][0] == 'b', is_integer = is_byte || argv[at][0] == 'i';
+        const int rank = atoi(argv[at++] + is_integer), bits = is_byte ? 8 : 32;
+        bytes[count] = (size_t)bits / 8;
         for (int d = 0; d < rank; ++d) bytes[count] *= (size_t)(shapes[count][d] = atoll(argv[at++]));
         for (int d = rank - 1; d >= 0; --d) strides[count][d] = d == rank - 1 ? 1 : strides[count][d + 1] * shapes[count][d + 1];
         tensors[count] = (DLTensor){.data = allocate(0, 0, bytes[count], 0, 0),
                                     .device = {kDLCPU, 0},
                                     .ndim = rank,
-                                    .dtype = {integers ? kDLInt : kDLFloat, 32, 1},
+                                    .dtype = {is_integer ? kDLInt : kDLFloat, (uint8_t)bits, 1},
                                     .shape = shapes[count],
                                     .strides = strides[count]};
         arguments[count].type_index = kTVMFFIDLTensorPtr;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
+from ...choices import INT8_ROWS
 from ...importing.node import Node
 from ...importing.quantized_matrix import QuantizedMatrix, unpack_bits
 from ...importing.values import Value
@@ -70,4 +71,5 @@ def read_weight(
         z = zeros.reshape(columns, blocks).astype(np.float32) - offset
     q = unpack_bits(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
     quantized = (q.astype(np.int16) - offset).astype(np.int8)
-    return QuantizedMatrix(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
+    has_int8_rows = node.attr("accuracy_level", 0) == INT8_ROWS
+    return QuantizedMatrix(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype, has_int8_rows)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from ...choices import Scheme
+from ...choices import INT8_ROWS, Scheme
 from ...importing.quantized_matrix import INT4_BLOCK, QuantizedMatrix, quantize_matrix
 
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
@@ -16,11 +18,13 @@ def to_array(weight: np.ndarray | QuantizedMatrix) -> np.ndarray:
 
 
 def prepare_matrix(
-    matrix: np.ndarray | QuantizedMatrix, compression: Compression | None
+    matrix: np.ndarray | QuantizedMatrix, compression: Compression | None, accuracy_level: int | None
 ) -> np.ndarray | QuantizedMatrix:
     """Return a matrix [K, N] as it is packed: compressed if a scheme is set; floats if its blocks are short."""
     if isinstance(matrix, np.ndarray) and compression is not None:
         matrix = compression.compress(matrix)
+    if isinstance(matrix, QuantizedMatrix) and accuracy_level is not None:
+        matrix = replace(matrix, has_int8_rows=accuracy_level == INT8_ROWS)
     has_short_blocks = isinstance(matrix, QuantizedMatrix) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
     return to_array(matrix) if has_short_blocks else matrix
 

@@ -19,8 +19,9 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules import read_cpu_features
+from schedules import QUAD, read_cpu_features
 
+from ...choices import INT8_ROWS
 from ...importing.quantized_matrix import QuantizedMatrix
 from ..compile_state import CompileState
 from .compression import Compression, prepare_matrix
@@ -37,7 +38,7 @@ from .grouped_weights import GroupedCall, read_grouped_call
 from .panels import ElementReader, pack, pack_matrix, packed_matmul, read_group_element
 from .weight_layouts import ColumnLayout, PanelLayout
 
-_LANE_STEPS: dict[int, tuple[str, ...]] = {1: (), 2: ("pairs",), 4: ("quads",)}
+_LANE_STEPS: dict[int, tuple[str, ...]] = {1: (), 2: ("pairs",), QUAD: ("quads",)}
 """What the name of a weight states about rows that are stored together."""
 
 
@@ -55,13 +56,20 @@ def pack_weights(state: CompileState) -> CompileState:
         layout = PanelLayout(read_cpu_features(target))
     else:
         layout = ColumnLayout(state.tensor_core_dtypes, compression is not None)
-    packer = _WeightPacker(state.module, weights, layout, compression)
+    prepare = functools.partial(prepare_matrix, compression=compression, accuracy_level=state.options.accuracy_level)
+    packer = _WeightPacker(state.module, weights, layout, prepare)
     main = state.module["main"]
     body = packer.visit_expr(main.body)
     new_weights = [parameter for weight in packer.packed.values() if weight for parameter in weight.parameters]
     mod, packed = replace_main_body(packer.builder_.get(), main, body, new_weights, weights)
     notes = state.notes if compression is None else (*state.notes, compression.cost())
-    return replace(state, module=mod, weights=packed, notes=notes)
+    if packer.int8_rows:
+        notes = (
+            *notes,
+            f"the rows of matmuls by {packer.int8_rows} quantized matrices are int8 (accuracy level {INT8_ROWS})",
+        )
+    accuracy_level = INT8_ROWS if packer.int8_rows else 0
+    return replace(state, module=mod, weights=packed, notes=notes, accuracy_level=accuracy_level)
 
 
 @dataclass(frozen=True)
@@ -74,18 +82,22 @@ class _PackedWeight:
 
 @mutator
 class _WeightPacker(PyExprMutator):
-    """Rewrites matmuls; `packed` has each weight by its name and transformations, None for one that is not packed."""
+    """Rewrites matmuls; `packed` has each weight by its name and transformations, None for one that is not packed.
+
+    int8_rows counts the matrices whose rows are quantized, too.
+    """
 
     def __init__(
         self,
         mod: tvm.IRModule,
         weights: dict[str, np.ndarray | QuantizedMatrix],
         layout: PanelLayout | ColumnLayout,
-        compression: Compression | None,
+        prepare: Callable[[np.ndarray | QuantizedMatrix], np.ndarray | QuantizedMatrix],
     ) -> None:
         super().__init__(mod)
-        self.mod, self.weights, self.layout, self.compression = mod, weights, layout, compression
+        self.mod, self.weights, self.layout, self.prepare = mod, weights, layout, prepare
         self.packed: dict[tuple[str, ...], _PackedWeight | None] = {}
+        self.int8_rows = 0
         self.constants = WeightTracer(weights, set(mod["main"].params), self.lookup_binding)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
@@ -106,13 +118,15 @@ class _WeightPacker(PyExprMutator):
         is_int8 = (x_dtype, matrix.dtype.name, dtype) == ("uint8", "int8", "int32") and isinstance(matrix, np.ndarray)
         if not (self.layout.packs_int8 if is_int8 else {x_dtype, matrix.dtype.name, dtype} <= set(FLOATS)):
             return call
-        columns, lanes = matrix.shape[1], self.layout.choose_lanes(matrix.dtype.name, x_dtype)
+        columns, lanes = matrix.shape[1], self.layout.choose_lanes(matrix, x_dtype)
         key = (*steps, *_LANE_STEPS[lanes])
         if key not in self.packed:
-            prepared = matrix if is_int8 else prepare_matrix(matrix, self.compression)
+            prepared = matrix if is_int8 else self.prepare(matrix)
             is_packed = self.layout.is_packed(prepared, x_dtype, steps)
-            width = self.layout.choose_width(columns, lanes)
-            self.packed[key] = self.make_weight(key, *pack_matrix(prepared, width, lanes)) if is_packed else None
+            stored_lanes = self.layout.choose_lanes(prepared, x_dtype)
+            self.int8_rows += isinstance(prepared, QuantizedMatrix) and stored_lanes == QUAD
+            width = self.layout.choose_width(columns, stored_lanes)
+            self.packed[key] = self.make_weight(key, *pack_matrix(prepared, width, stored_lanes)) if is_packed else None
         if self.packed[key] is None:
             return call
         return self.emit(
@@ -124,10 +138,14 @@ class _WeightPacker(PyExprMutator):
         steps, matrices = self.constants.trace(grouped.matrices)
         if matrices is None:
             return call
-        lanes = self.layout.choose_lanes(matrices.dtype.name, str(grouped.rows.ty.dtype))
+        lanes = (
+            1
+            if isinstance(matrices, QuantizedMatrix)
+            else self.layout.choose_lanes(matrices, str(grouped.rows.ty.dtype))
+        )
         key, nr = (*steps, "grouped", *_LANE_STEPS[lanes]), self.layout.choose_width(grouped.columns)
         if key not in self.packed:
-            padded = grouped.pad(prepare_matrix(matrices, self.compression), nr)
+            padded = grouped.pad(self.prepare(matrices), nr)
             self.packed[key] = self.make_weight(key, *pack_matrix(padded, nr, lanes))
         compute = functools.partial(grouped.compute, nr=nr)
         return self.emit(key, "grouped_matmul", compute, grouped.rows, grouped.table)
@@ -141,7 +159,7 @@ class _WeightPacker(PyExprMutator):
         if convolution.groups > 1:
             return self.pack_grouped_convolution(call, convolution, steps, weights)
         matrix = weights.reshape(-1, weights.shape[-1])
-        lanes = self.layout.choose_lanes(matrix.dtype.name, x_dtype)
+        lanes = self.layout.choose_lanes(matrix, x_dtype)
         key = (*steps, "patches", *_LANE_STEPS[lanes])
         if key not in self.packed:
             width = self.layout.choose_width(matrix.shape[1])

@@ -14,7 +14,7 @@ import numpy as np
 import tvm
 from tvm import te, topi
 
-from schedules.reading.quantized_weights import NIBBLES, dequantize_element
+from schedules.reading.quantized_weights import NIBBLES, QUAD, PanelFormat, dequantize_element
 
 from ...importing.quantized_matrix import QuantizedMatrix, pack_bits
 
@@ -54,16 +54,14 @@ def pack_matrix(
 ) -> tuple[dict[str, np.ndarray], ElementReader]:
     """Return the components of a matrix [K, N] in panels, and the function that reads an element of them.
 
-    lanes are the successive rows that a plain matrix stores together.
+    lanes are the successive rows that are stored together.
     """
     if isinstance(matrix, np.ndarray):
         return {"columns" if nr == 1 else "packed": pack(matrix, nr, lanes)}, read_element
-    depth, columns = matrix.shape
-    block = matrix.block[0] if matrix.block[0] < depth else 0
-    nibbles = matrix.bits == 4 and block % NIBBLES == 0
-    values = pack_bits(matrix.values.T, 4, np.uint32).T.astype(np.int32) if nibbles else matrix.values
+    columns, block = matrix.shape[1], matrix.scale_block
+    form = PanelFormat(nr, block, matrix.bits == 4 and block % NIBBLES == 0, quads=lanes == QUAD)
     components = {
-        "quantized": pack(values, nr),
+        "quantized": _pack_nibbles(matrix.values, form) if form.nibbles else pack(matrix.values, nr, lanes),
         "scales": pack(matrix.scales.repeat(matrix.block[1], axis=1)[:, :columns], nr),
     }
     if matrix.zero_points is not None:
@@ -71,9 +69,18 @@ def pack_matrix(
 
     def read_quantized_element(components: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
         values, scales, *zero_points = components
-        return dequantize_element(values, scales, zero_points[0] if zero_points else None, k, j, nr, block, nibbles)
+        return dequantize_element(form, values, scales, zero_points[0] if zero_points else None, k, j)
 
     return components, read_quantized_element
+
+
+def _pack_nibbles(values: np.ndarray, form: PanelFormat) -> np.ndarray:
+    """Pack values [K, N] of 4 bits into panels [ceil(N / nr), ceil(K / 8), nr] of int32."""
+    if form.quads:
+        padded = np.pad(values + 8, [(0, -len(values) % NIBBLES), (0, 0)], constant_values=8)
+        quads = padded.reshape(-1, NIBBLES // QUAD, QUAD, values.shape[1])
+        values = quads.swapaxes(1, 2).reshape(padded.shape)
+    return pack(pack_bits(values.T, 4, np.uint32).T.astype(np.int32), form.nr)
 
 
 def packed_matmul(

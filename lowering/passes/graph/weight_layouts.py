@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from schedules import CHUNK_BYTES, CpuFeatures, panel_width
+from schedules import CHUNK_BYTES, QUAD, CpuFeatures, choose_row_block, panel_width
 
 from ...importing.quantized_matrix import QuantizedMatrix
 
@@ -30,11 +30,14 @@ class PanelLayout:
         """Return the columns of a panel."""
         return panel_width(columns, self.cpu, "int32" if lanes == 4 else "float32")
 
-    def choose_lanes(self, dtype: str, x_dtype: str) -> int:
+    def choose_lanes(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str) -> int:
         """Return the successive rows of a matrix that are stored together."""
-        if dtype == "int8":
-            return 4
-        return 2 if self.cpu.bf16_dot and dtype == x_dtype == "bfloat16" else 1
+        if isinstance(matrix, QuantizedMatrix):
+            has_quads = matrix.has_int8_rows and choose_row_block(matrix.scale_block, self.cpu) > 0
+            return QUAD if has_quads else 1
+        if matrix.dtype == np.int8:
+            return QUAD
+        return 2 if self.cpu.bf16_dot and matrix.dtype.name == x_dtype == "bfloat16" else 1
 
     def is_packed(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str, steps: tuple[str, ...]) -> bool:
         return True
@@ -60,7 +63,7 @@ class ColumnLayout:
     def choose_width(self, columns: int, lanes: int = 1) -> int:
         return 1
 
-    def choose_lanes(self, dtype: str, x_dtype: str) -> int:
+    def choose_lanes(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str) -> int:
         return 1
 
     def is_packed(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str, steps: tuple[str, ...]) -> bool:

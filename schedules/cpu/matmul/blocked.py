@@ -13,13 +13,22 @@ from lowering.tensorir.expressions import Expr, is_int
 from ...reading.values import load_widened
 from ..elementwise.loops import emit_vector_loop
 from ..primitives.vector import LINE, Register, convert, let, load, prefetch, splat, store, transpose
+from .int8_matmul import accumulate_int8
+from .int8_rows import Int8Rows
 from .panel_addressing import PanelAddressing
 from .quantized_matmul import accumulate_quantized, dequantize_panel
 from .results import Values
 
 
 class BlockedMatmul(PanelAddressing):
-    """One matmul C = A B, blocked into panels of B."""
+    """One matmul C = A B, blocked into panels of B. `quantize_rows` sets int8_rows where `has_int8_rows`."""
+
+    int8_rows: Int8Rows | None = None
+
+    @property
+    def has_int8_rows(self) -> bool:
+        """Whether rows of A are quantized before."""
+        return self.matmul.quantization is not None and self.matmul.quantization.form.quads
 
     def count_columns(self, values: Values) -> Expr:
         """Return the number of columns of a panel."""
@@ -74,7 +83,12 @@ class BlockedMatmul(PanelAddressing):
         """Whether many rows share a panel of B that is dequantized in memory, not in the registers of each strip."""
         t = self.tiles
         is_quantized, may_exceed = self.matmul.quantization is not None, t.fused_rows < t.mc
-        return is_quantized and may_exceed and not self.facts.can_prove(self.results.rows <= t.fused_rows)
+        return (
+            is_quantized
+            and not self.has_int8_rows
+            and may_exceed
+            and not self.facts.can_prove(self.results.rows <= t.fused_rows)
+        )
 
     def accumulate_strips(
         self,
@@ -216,15 +230,19 @@ class BlockedMatmul(PanelAddressing):
         p = self.matmul
         vectors = range(0, self.nr, self.lanes)
         a = self.operands.a
+        zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
+        if p.quantization is not None and panel is None:
+            with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
+                store(tile, zero, tile_row * self.nr + v * self.lanes)
+        if self.has_int8_rows:
+            accumulate_int8(self, row, height, tile_row, k0, depth, tile)
+            return
         if strip is None:
             starts = [self.row_start(row + i, k0) for i in range(height)]
         else:
             self.fill_strip(strip, height, row, k0, depth)
             a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
-        zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
         if p.quantization is not None and panel is None:
-            with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
-                store(tile, zero, tile_row * self.nr + v * self.lanes)
             accumulate_quantized(self, a, starts, tile_row, k0, depth, tile)
             return
         c = [[Register(zero) for _ in vectors] for _ in range(height)]

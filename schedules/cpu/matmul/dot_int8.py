@@ -16,9 +16,10 @@ from __future__ import annotations
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from ..primitives.vector import SDOT, CpuFeatures, lanes_of, let, reinterpret, splat_like, vector_type
+from ..primitives.vector import SDOT, CpuFeatures, element_type, lanes_of, let, reinterpret, splat_like, vector_type
 
-_MULTIPLY_BYTES, _SIGN_BYTES = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.psign.b"
+_SIGN_BYTES = "llvm.x86.avx2.psign.b"
+_MULTIPLY_BYTES = {16: "llvm.x86.avx512.pmaddubs.w.512", 8: "llvm.x86.avx2.pmadd.ub.sw"}
 _PAIRS = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
 
 
@@ -61,8 +62,24 @@ def dot_signed(total: Expr, a: Expr, b: Expr, cpu: CpuFeatures) -> Expr:
     bytes_ = vector_type("int8", 4 * lanes)
     a, b = (let(T.reinterpret(bytes_, x)) for x in (a, b))
     absolute, signed = (let(T.call_llvm_pure_intrin(bytes_, _SIGN_BYTES, x, a)) for x in (a, b))
-    pairs = T.call_llvm_pure_intrin(vector_type("int16", 2 * lanes), _MULTIPLY_BYTES, absolute, signed)
-    ones = splat_like(1, pairs)
+    return add_pairs(total, multiply_pairs(absolute, signed))
+
+
+def multiply_pairs(a: Expr, b: Expr) -> Expr:
+    """Return a_0 b_0 + a_1 b_1 and a_2 b_2 + a_3 b_3 of packed lanes of unsigned and signed bytes, saturated, in int16.
+
+    For x86 with AVX2 and more.
+    """
+    a, b = (
+        let(T.reinterpret(vector_type("int8", 4 * lanes_of(x)), x)) if element_type(x) == "int32" else x for x in (a, b)
+    )
+    lanes = lanes_of(a) // 4
+    return T.call_llvm_pure_intrin(vector_type("int16", 2 * lanes), _MULTIPLY_BYTES[lanes], a, b)
+
+
+def add_pairs(total: Expr, pairs: Expr) -> Expr:
+    """Return the total plus the sums of successive int16, for x86 with AVX2 and more."""
+    lanes, ones = lanes_of(total), splat_like(1, pairs)
     return total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], pairs, ones)
 
 

@@ -49,6 +49,7 @@ from ..elementwise.loops import split_among_threads
 from ..primitives.vector import CpuFeatures, allocate_workspace, let, read_cpu_features
 from .blocked import BlockedMatmul
 from .gemv import GemvTiles, is_gemv, list_gemv_kernels
+from .int8_rows import quantize_rows
 from .operands import MatmulOperands
 from .panels import PanelTiles, is_panel_width
 from .results import MatmulResults, Values
@@ -174,6 +175,7 @@ def _emit_first_applicable(
 def _emit_blocked(kernels: Plan) -> None:
     """Emit the loops of this file's docstring, for groups of matmuls."""
     matmuls = _flatten_plan(kernels)
+    quantize_rows(matmuls)
     results = matmuls[0].results
     tiles = matmuls[0].tiles
     panels = [group[0].panels for group in kernels]

@@ -19,6 +19,7 @@ from lowering.tensorir.facts import Facts
 from ...reading.stages import Axis
 from ...reading.values import load_widened
 from ..primitives.vector import let
+from .int8_rows import choose_row_block
 from .operands import MatmulOperands
 from .packed_lanes import PackedLanes, choose_packing
 from .panels import PanelTiles, is_panel_width
@@ -67,7 +68,7 @@ class PanelAddressing:
         self.kc = self.tiles.kc
         if matmul.quantization is not None:
             self.nr, self.is_b_in_place, block = matmul.quantization.nr, True, matmul.quantization.block
-            unit = block or 1
+            unit = block or (choose_row_block(block, self.cpu) if matmul.quantization.form.quads else 1)
             self.kc = max(self.kc // unit, 1) * unit
             self.dequantized_kc = max(self.tiles.dequantized_kc // unit, 1) * unit
             self.set_step(None)

@@ -63,9 +63,11 @@ class PanelTiles(LoopTiles):
         acc = matmuls[0].acc
         vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu, acc)
         vectors //= cpu.lanes(acc)
-        fused, values_per_integer = {}, [c.group for c in _list_quantizations(problem)]
-        if values_per_integer and cpu.registers >= 32:  # bytes are converted as fast as they are loaded
-            packed = max(values_per_integer) > 1
+        fused, forms = {}, [quantized.form for quantized in _list_quantizations(problem)]
+        if any(form.quads for form in forms):
+            fused = {"fused_mr": 5 if cpu.registers >= 32 else 6}
+        elif forms and cpu.registers >= 32:  # bytes are converted as fast as they are loaded
+            packed = any(form.nibbles for form in forms)
             fused = {"fused_mr": 5, "fused_rows": 24} if packed else {"fused_mr": 6, "fused_rows": cls.mc}
         return PanelTiles(vectors=vectors, **fused)
 
@@ -92,7 +94,8 @@ class PanelTiles(LoopTiles):
         quantized = _list_quantizations(problem)
         wide = max((c.nr // cpu.lanes("float32") for c in quantized), default=self.vectors)
         needed = self.mr * wide + wide + 1
-        fused = self.fused_mr * wide + wide + 1 + (wide if any(c.group > 1 for c in quantized) else 0)
+        holds_packed = any(c.form.nibbles and not c.form.quads for c in quantized)
+        fused = self.fused_mr * wide + wide + 1 + (wide if holds_packed else 0)
         return super().rules(problem, cpu) | {
             f"vectors = {self.vectors} must be from 1 to {widest}": 1 <= self.vectors <= widest,
             f"mc = {self.mc} must be a multiple of mr = {self.mr}": self.mr > 0

@@ -41,9 +41,11 @@ class QuantizedPanel:
         self.panel = let(substitute(quantized.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
         self.stored, self.blocks = quantized.load.source.shape[1], quantized.scale.source.shape[1]
 
-    def emit_blocks(self, depth: Expr, kc: int, emit_block: Callable[[Expr, int], None]) -> None:
-        """Emit emit_block(start, length) for the blocks of `depth` <= kc steps; they begin at k0 + start."""
-        length = self.quantized.block or kc
+    def emit_blocks(self, depth: Expr, length: int, emit_block: Callable[[Expr, int], None]) -> None:
+        """Emit emit_block(start, length) for `depth` steps in blocks of that length; they begin at k0 + start.
+
+        The last block of k is shorter if the length does not divide k.
+        """
         with T.serial(depth // length) as n:
             emit_block(n * length, length)
         rest = self.b.matmul.k.extent.value % length
@@ -84,7 +86,7 @@ class QuantizedPanel:
         with T.serial((length + group - 1) // group) as g:
             first = let((self.panel * self.stored + (self.k0 + start) // group + g) * b.nr)
             if ahead:
-                _prefetch_row(b.operands.b, first, b.nr, ahead)
+                prefetch_row(b.operands.b, first, b.nr, ahead)
             packed = [Register(load(b.operands.b, b.lanes, first + v)) for v in self.vectors]
             with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                 for n, zero in enumerate(zeros):
@@ -113,7 +115,7 @@ def accumulate_quantized(
     def block(start: Expr, length: int) -> None:
         offset = source.scale_offset(start)
         if source.quantized.block and is_memory_bound:
-            _prefetch_row(b.operands.memory[source.quantized.scale.source], offset, b.nr, ahead // 4)
+            prefetch_row(b.operands.memory[source.quantized.scale.source], offset, b.nr, ahead // 4)
         zeros = source.load_zeros(offset)
         c = [[Register(splat(0.0, b.lanes, "float32")) for _ in source.vectors] for _ in starts]
 
@@ -127,7 +129,7 @@ def accumulate_quantized(
                 at = (row + i) * b.nr + n * b.lanes
                 store(tile, load(tile, b.lanes, at) + scale * accumulators[n].value, at)
 
-    source.emit_blocks(depth, b.kc, block)
+    source.emit_blocks(depth, source.quantized.block or b.kc, block)
 
 
 def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer) -> None:
@@ -143,10 +145,10 @@ def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer
 
         source.emit_steps(start, length, zeros, b.tiles.ahead, write)
 
-    source.emit_blocks(depth, b.dequantized_kc, block)
+    source.emit_blocks(depth, source.quantized.block or b.dequantized_kc, block)
 
 
-def _prefetch_row(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
+def prefetch_row(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
     """Prefetch a row of a panel `ahead` bytes early. Processors do so themselves, up to the end of a page."""
     size = DataType(buffer.dtype).itemsize
     for line in range(0, elements * size, LINE):
