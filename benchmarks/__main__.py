@@ -19,6 +19,7 @@ def main() -> None:
     cpu.add_argument("--list", action="store_true", help="print the cases and stop")
     cpu.add_argument("--peers", default="torch,onnxruntime,openvino", help="default: %(default)s")
     cpu.add_argument("--threads", type=int, default=1)
+    cpu.add_argument("--target", default="cpu", help="what ours is compiled for, such as cpu:x86-64-v3")
     cpu.add_argument("--tuned", type=Path, metavar="DIR", help="measure ours with this database of `tune`, too")
     cpu.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
     cpu.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")

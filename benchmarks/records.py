@@ -112,12 +112,14 @@ def read(path: Path) -> Results:
     return Results(**data, records={record.case: record for record in records})
 
 
-def here(threads: int) -> Results:
-    """No records yet, of this machine."""
+def here(threads: int, target: str = "cpu") -> Results:
+    """No records yet, of this machine and of ours for that target."""
     path = Path("/proc/cpuinfo")
     fields = dict(re.findall(r"^(.+?)\s*: (.*)$", path.read_text() if path.exists() else "", re.MULTILINE))
     features = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if f in fields.get("flags", "").split()]
     machine = f"{fields.get('model name', platform.processor())} ({', '.join(features)})"
+    if target != "cpu":
+        machine += f", ours for {target}"
     packages = {name: version for name in _PACKAGES if (version := _version(name))}
     return Results(machine, threads, packages, apart=threads > 1)
 

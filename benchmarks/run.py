@@ -21,11 +21,10 @@ from .report import summary, table
 def run(cases: list[Case], arguments: argparse.Namespace) -> None:
     """The command `cpu`; see there for the arguments."""
     results = _results(arguments)
-    openers: dict[str, Opener] = {
-        name: partial(load, name, arguments.threads) for name in (OURS, *filter(None, arguments.peers.split(",")))
-    }
+    openers: dict[str, Opener] = {OURS: partial(load, OURS, arguments.threads, arguments.target)}
+    openers |= {name: partial(load, name, arguments.threads) for name in filter(None, arguments.peers.split(","))}
     if arguments.tuned is not None:
-        openers[TUNED] = partial(load, TUNED, arguments.threads, arguments.tuned)
+        openers[TUNED] = partial(load, TUNED, arguments.threads, arguments.target, arguments.tuned)
     peers = _opened(openers)
     left = [case for case in _found(cases) if not (arguments.resume and case.name in results.records)]
     end = time.monotonic() + 60 * arguments.minutes
@@ -62,7 +61,7 @@ def _found(cases: list[Case]) -> list[Case]:
 
 def _results(arguments: argparse.Namespace) -> Results:
     """Return the results in --out, whose records are replaced one by one, or empty ones."""
-    fresh = here(arguments.threads)
+    fresh = here(arguments.threads, arguments.target)
     if arguments.out is None or not arguments.out.exists():
         return fresh
     stored = read(arguments.out)

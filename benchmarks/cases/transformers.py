@@ -35,6 +35,7 @@ class BertConfig:
 BERT = BertConfig()
 
 LLAMA = DecoderConfig(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, mlp=2816, vocabulary=32000)
+WIDE = DecoderConfig(layers=4, hidden=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192, vocabulary=32000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +71,18 @@ class BertCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaCase(Case):
-    """`lowering.demo.decoder` of 8 layers: S new tokens after `past` ones in caches with `capacity` slots.
+    """`lowering.demo.decoder`: S new tokens after `past` ones in caches with `capacity` slots.
 
-    weights compresses ours alone; peers run float32.
+    weights compresses ours, which then multiplies as accuracy_level permits, and those of llama.cpp and of
+    onnxruntime's MatMulNBits; other peers run float32.
     """
 
     S: int
     past: int
     capacity: int
     weights: str = ""
+    accuracy_level: int | None = None
+    config: DecoderConfig = LLAMA
 
     @property
     def tolerance(self) -> float:
@@ -86,34 +90,39 @@ class LlamaCase(Case):
 
     @property
     def source(self) -> str:
-        return "llama"
+        return f"llama {self.config.hidden}"
 
     @property
     def options(self) -> Mapping[str, Any]:
-        return {"weights": self.weights} if self.weights else {}
+        options = {"weights": self.weights, "accuracy_level": self.accuracy_level}
+        return {name: value for name, value in options.items() if value}
 
     @property
     def in_place(self) -> Mapping[str, str]:
-        return {f"present_{kind}.{layer}": f"cache_{kind}.{layer}" for layer in range(LLAMA.layers) for kind in "kv"}
+        return {
+            f"present_{kind}.{layer}": f"cache_{kind}.{layer}" for layer in range(self.config.layers) for kind in "kv"
+        }
 
     def feeds(self) -> Arrays:
         rng = np.random.default_rng(0)
-        shape = (1, LLAMA.kv_heads, self.capacity, LLAMA.head_dim)
+        shape = (1, self.config.kv_heads, self.capacity, self.config.head_dim)
         caches = {name: np.zeros(shape, np.float32) for name in self.in_place.values()}
         for slots in caches.values():
-            slots[:, :, : self.past] = rng.standard_normal((1, LLAMA.kv_heads, self.past, LLAMA.head_dim), np.float32)
-        ids = rng.integers(0, LLAMA.vocabulary, (1, self.S))
+            slots[:, :, : self.past] = rng.standard_normal(
+                (1, self.config.kv_heads, self.past, self.config.head_dim), np.float32
+            )
+        ids = rng.integers(0, self.config.vocabulary, (1, self.S))
         return {"ids": ids, "write_indices": np.array([self.past]), **caches}
 
     def model(self) -> onnx.ModelProto:
-        return llama()
+        return llama(self.config)
 
     def expected(self) -> Arrays:
         """The logits, which depend on every row that was written."""
-        return _llama_logits(self.S, self.past)
+        return _llama_logits(self.S, self.past, self.config)
 
     def work(self) -> Work:
-        c = LLAMA
+        c = self.config
         layer = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.mlp
         head = c.hidden * c.vocabulary
         if self.S == 1:
@@ -124,9 +133,9 @@ class LlamaCase(Case):
 
 
 @cache
-def llama() -> onnx.ModelProto:
+def llama(config: DecoderConfig = LLAMA) -> onnx.ModelProto:
     """Inputs ids, write_indices, cache_k.N and cache_v.N; outputs logits, present_k.N and present_v.N."""
-    return build_decoder(LLAMA)
+    return build_decoder(config)
 
 
 @cache
@@ -172,10 +181,10 @@ def bert(config: BertConfig = BERT) -> onnx.ModelProto:
 
 
 @cache
-def _llama_logits(S: int, past: int) -> Arrays:
+def _llama_logits(S: int, past: int, config: DecoderConfig) -> Arrays:
     """The same at every capacity, so it is computed without room to spare."""
-    case = LlamaCase(name="", group="", S=S, past=past, capacity=S + past)
-    return evaluated(llama(), case.feeds(), ("logits",))
+    case = LlamaCase(name="", group="", S=S, past=past, capacity=S + past, config=config)
+    return evaluated(llama(config), case.feeds(), ("logits",))
 
 
 def evaluated(model: onnx.ModelProto, feeds: Arrays, outputs: tuple[str, ...]) -> Arrays:
@@ -215,4 +224,12 @@ def cases() -> list[Case]:
                   capacity=1024, weights=kind)
         for kind, bar in (("f16", Bar()), ("int8", Bar(ratio=2.5)), ("int4", Bar(ratio=4.0)))
     ]  # fmt: skip
+    # Weights of few bits, whose rows become int8, as in llama.cpp and in MatMulNBits of accuracy level 4.
+    for kind in ("int8", "int4"):
+        for name, new, past in (("prefill 128", 128, 0), ("prefill 512", 512, 0), ("decode after 128", 1, 128),
+                                ("decode after 1024", 1, 1024), ("decode after 4096", 1, 4096)):  # fmt: skip
+            transformer_cases.append(
+                LlamaCase(name=f"wide Llama {name}, {kind}, level 4", group="low bits", S=new, past=past,
+                          capacity=max(512, past + 64), weights=kind, accuracy_level=4, config=WIDE)
+            )  # fmt: skip
     return transformer_cases

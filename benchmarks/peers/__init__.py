@@ -16,7 +16,7 @@ from ..cases.case import Arrays, Case
 
 OURS = "onnx-lowering"
 TUNED = "onnx-lowering, tuned"  # the same with a database of `onnx-lowering tune`
-PEERS = ("torch", "onnxruntime", "openvino")
+PEERS = ("torch", "onnxruntime", "openvino", "llama_cpp")
 
 ONE_THREAD = ", one thread"  # after the name of a form that also runs on several
 
@@ -44,10 +44,10 @@ class Peer(Protocol):
         """Ways to run the case, by name."""
 
 
-def load(name: str, threads: int, database: Path | None = None) -> Peer:
-    """The peer of that name; database is for ours. Raises ImportError."""
+def load(name: str, threads: int, target: str = "cpu", database: Path | None = None) -> Peer:
+    """The peer of that name; target and database are for ours. Raises ImportError."""
     if name in (OURS, TUNED):
         from .ours import Peer as Ours
 
-        return Ours(threads, database)
+        return Ours(threads, target, database)
     return import_module(f".{name}", __name__).Peer(threads)

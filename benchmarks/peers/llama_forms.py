@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnx
 
 from ..cases.attention import port
 from ..cases.case import Arrays
-from ..cases.transformers import LLAMA, LlamaCase
+from ..cases.transformers import LlamaCase
 
 _F32 = np.dtype(np.float32)
 
@@ -32,13 +33,13 @@ def grown(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
     if not case.past:
         feeds = {name: array for name, array in feeds.items() if name not in case.in_place.values()}
     del model.graph.input[:]
-    shape: Sequence[int | str] = ["batch", LLAMA.kv_heads, "past", LLAMA.head_dim]
+    shape: Sequence[int | str] = ["batch", case.config.kv_heads, "past", case.config.head_dim]
     model.graph.input.extend(
         port(n, a.dtype, shape if n in case.in_place.values() else a.shape) for n, a in feeds.items()
     )
     for output in model.graph.output:
         if output.name in case.in_place:
-            output.CopyFrom(port(output.name, _F32, ["batch", LLAMA.kv_heads, "total", LLAMA.head_dim]))
+            output.CopyFrom(port(output.name, _F32, ["batch", case.config.kv_heads, "total", case.config.head_dim]))
     return model, feeds
 
 
@@ -56,8 +57,8 @@ def group_query(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
                 [*rows, key, value, "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"],
                 [f"{p}.merged", f"present_k.{k}", f"present_v.{k}"],
                 domain="com.microsoft",
-                num_heads=LLAMA.heads,
-                kv_num_heads=LLAMA.kv_heads,
+                num_heads=case.config.heads,
+                kv_num_heads=case.config.kv_heads,
                 do_rotary=1,
             )
         ]
@@ -73,17 +74,30 @@ def group_query(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
     return model, feeds
 
 
+def few_bits(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
+    """Return `group_query` with matrices of as few bits as the case has, by onnxruntime's own tool."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    model, feeds = group_query(case)
+    logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer").setLevel(logging.ERROR)
+    quantizer = MatMulNBitsQuantizer(
+        model, bits=int(case.weights[-1]), block_size=32, is_symmetric=True, accuracy_level=case.accuracy_level
+    )
+    quantizer.process()
+    return quantizer.model.model, feeds
+
+
 def _rewritten(
     case: LlamaCase, layer: Callable[[str, str, str, int], list[onnx.NodeProto]], dropped: tuple[str, ...]
 ) -> onnx.ModelProto:
     """The model with new nodes in place of those that each layer calls by the names in `dropped`."""
     model = onnx.ModelProto()
     model.CopyFrom(case.model())
-    gone = {f"layer{k}.{name}" for k in range(LLAMA.layers) for name in dropped}
-    gone |= {f"{name}.{k}" for k in range(LLAMA.layers) for name in dropped}
+    gone = {f"layer{k}.{name}" for k in range(case.config.layers) for name in dropped}
+    gone |= {f"{name}.{k}" for k in range(case.config.layers) for name in dropped}
     nodes = []
     for node in model.graph.node:
-        for k in range(LLAMA.layers):
+        for k in range(case.config.layers):
             if node.name == f"layer{k}.attention":
                 nodes += layer(f"layer{k}", f"cache_k.{k}", f"cache_v.{k}", k)
         if node.name not in gone:

@@ -25,6 +25,8 @@ class Peer:
 
     def forms(self, case: Case) -> dict[str, Form]:
         """Return the model as callers run it; with outputs bound to the caches they update; and its own operators."""
+        if isinstance(case, LlamaCase) and case.accuracy_level:
+            return {"MatMulNBits": self._form(lambda: self._bound(*llama_forms.few_bits(case), case.in_place))}
         if isinstance(case, PublishedCase):
             return {"bound": self._form(lambda: self._bound(case.model(), case.feeds(), {}))}
         forms = {"model": self._form(lambda: self._run(case.model(), case.feeds()))}

@@ -27,6 +27,8 @@ class Peer:
         def form(precision: ov.Type) -> Form:
             return Form(lambda: self._request(case.model(), case.feeds(), precision), self._threads)
 
+        if isinstance(case, LlamaCase) and case.accuracy_level:
+            return {}
         if isinstance(case, LlamaCase):
             return {"grown cache": Form(lambda: self._request(*llama_forms.grown(case), ov.Type.f32), self._threads)}
         return {f"hint {name}": form(_PRECISION[name]) for name in dict.fromkeys((case.dtype, "f32"))}

@@ -14,8 +14,8 @@ from . import ONE_THREAD, Contender, Form
 
 
 class Peer:
-    def __init__(self, threads: int, database: Path | None = None) -> None:
-        self._threads, self._database = threads, database
+    def __init__(self, threads: int, target: str, database: Path | None = None) -> None:
+        self._threads, self._target, self._database = threads, target, database
         self._last: tuple[object, lowering.Model] | None = None
 
     def forms(self, case: Case) -> dict[str, Form]:
@@ -34,5 +34,5 @@ class Peer:
         if self._last is None or self._last[0] != key:
             donate = tuple(map(re.escape, case.in_place.values()))
             options: dict[str, Any] = {"donate": donate, "threads": 1, "database": self._database, **case.options}
-            self._last = key, lowering.compile(case.model(), **options)
+            self._last = key, lowering.compile(case.model(), self._target, **options)
         return self._last[1]

@@ -10,7 +10,7 @@ import onnx
 import torch
 from torch.nn import functional as F
 
-from ..cases.transformers import BERT, LLAMA, BertCase, LlamaCase
+from ..cases.transformers import BERT, BertCase, LlamaCase
 
 
 def weights_of(model: onnx.ModelProto) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def bert(case: BertCase) -> Callable[[], Any]:
 
 def llama(case: LlamaCase) -> Callable[[], Any]:
     """Writes its rows into slots and attends to a slice of those that are valid, so capacity costs nothing."""
-    c, feeds = LLAMA, {name: torch.from_numpy(array) for name, array in case.feeds().items()}
+    c, feeds = case.config, {name: torch.from_numpy(array) for name, array in case.feeds().items()}
     w, end = weights_of(case.model()), case.past + case.S
     cos, sin = (w[name][case.past : end] for name in ("cos_cache", "sin_cache"))
 
