@@ -23,7 +23,10 @@ ONE_THREAD = ", one thread"  # after the name of a form that also runs on severa
 
 @dataclass(frozen=True)
 class Contender:
-    """call runs the case once, as often as one likes; answers makes of what it returned arrays by output name."""
+    """call runs the case once, as often as one likes; answers makes of what it returned arrays by output name.
+
+    Answers that are left out are not compared: llama.cpp's keys of a past are others.
+    """
 
     call: Callable[[], Any]
     answers: Callable[[Any], Arrays]

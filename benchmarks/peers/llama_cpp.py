@@ -7,6 +7,7 @@ The environment variable LLAMA_CPP names the folder of its libraries, such as `b
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from onnx import numpy_helper
 from ..cases.case import Case
 from ..cases.transformers import LlamaCase
 from . import Contender, Form
+
+logging.getLogger("gguf").setLevel(logging.WARNING)
 
 _VARIABLE = "LLAMA_CPP"
 _TYPES = {"f16": ("F16",), "int8": ("Q8_0",), "int4": ("Q4_0",)}
