@@ -18,7 +18,7 @@ class QuantizedMatrix:
 
     values is int8 [R, C], of 8 bits or of 4 (-8 to 7). scales is [ceil(R / r), ceil(C / c)] for blocks of r x c
     elements, floats or float16. zero_points has the same shape, int8 or floats, or is None if they are all 0.
-    has_int8_rows permits kernels to quantize the rows that are multiplied by the matrix to int8, block by block.
+    permits_int8_rows permits kernels to quantize the rows that are multiplied by the matrix to int8, block by block.
     """
 
     values: np.ndarray
@@ -27,7 +27,7 @@ class QuantizedMatrix:
     block: tuple[int, int]
     bits: int
     dtype: np.dtype
-    has_int8_rows: bool = False
+    permits_int8_rows: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

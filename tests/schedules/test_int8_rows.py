@@ -48,7 +48,7 @@ def row_block(matrix: QuantizedMatrix) -> int:
 
 
 def compile_matmul(matrix: QuantizedMatrix, target: tvm.target.Target, dtype: str = "float32") -> tvm.runtime.Function:
-    matrix = replace(matrix, has_int8_rows=True)
+    matrix = replace(matrix, permits_int8_rows=True)
     m = tirx.Var("m", "int64")
     return compile_main(
         {"x": ((m, matrix.shape[0]), dtype)}, lambda b, x, w: relax.op.matmul(x, w), target, {"w": matrix}
@@ -63,6 +63,7 @@ def quantize(x: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.broadcast_to(a, padded.shape).reshape(len(x), -1)[:, : x.shape[1]] for a in (values, scales))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize(("shape", "bits", "block", "zeros", "scales"), SHAPES)
 def test_integers_stay_what_they_are(
@@ -79,6 +80,7 @@ def test_integers_stay_what_they_are(
         assert (error <= 1e-6 * (np.abs(x.astype(np.float64)) @ np.abs(exact)) + 1e-6).all(), (rows, error.max())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize(("shape", "bits", "block", "zeros", "scales"), SHAPES)
 def test_error_is_that_of_rounding_to_nearest(

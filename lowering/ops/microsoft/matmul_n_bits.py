@@ -6,6 +6,8 @@ without zero points.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from tvm import relax
 
@@ -15,8 +17,9 @@ from ...importing.quantized_matrix import QuantizedMatrix, unpack_bits
 from ...importing.values import Value
 from .. import op
 from ..helpers.compute import relax_call
-from ..helpers.requirements import read_choice, reject_attribute, reject_input
+from ..helpers.requirements import read_choice, reject_attribute
 from ..math.matmul import emit_matmul, round_to
+from ..tensor.gather import gather_along
 from . import DOMAIN
 
 
@@ -30,14 +33,46 @@ def matmul_n_bits(
     g_idx: Value | None = None,
     bias: Value | None = None,
 ) -> Value:
-    """Return A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
-    reject_input(node, "g_idx", g_idx, "Quantize without act_order, which reorders the groups of the weight.")
+    """Return A [..., K] times the weight [K, N], plus bias [N]; rounded once.
+
+    g_idx [K] is the block of each k, whose scale and zero point apply to it; without it blocks are successive.
+    """
     reject_attribute(node, "weight_prepacked", 0, "Export the weight in the operator's own layout.")
     weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
-    y = emit_matmul(node, a, node.quantized(weight.transpose((1, 0))))
+    if g_idx is None:
+        matrix = node.quantized(weight.transpose((1, 0)))
+    else:
+        a, matrix = _order_by_block(node, a, weight, g_idx)
+    y = emit_matmul(node, a, matrix)
     if bias is not None:
         y = relax_call(node, relax.op.add, y, round_to(node, bias, y.dtype))
     return round_to(node, y, a.dtype)
+
+
+def _order_by_block(node: Node, a: Value, weight: QuantizedMatrix, g_idx: Value) -> tuple[Value, Value]:
+    """Return A and the weight [K, N] with the values of each block side by side, as quantizers with act_order need it.
+
+    Where blocks differ in size, the weight becomes floats and keeps its order.
+    """
+    if g_idx.constant is None:
+        raise node.error("node.constant_required", "g_idx is computed at run time.", "Make it an initializer.")
+    (depth, size), blocks = (weight.shape[1], weight.block[1]), weight.scales.shape[1]
+    numbers = g_idx.constant.reshape(-1)[:depth].astype(np.int64)
+    if len(numbers) != depth or not ((numbers >= 0) & (numbers < blocks)).all():
+        raise node.error(
+            "matmul_n_bits.blocks_invalid",
+            f"input g_idx must have {depth} numbers of blocks, from 0 to {blocks - 1}.",
+            "Correct it, or quantize without act_order.",
+        )
+    order, successive = np.argsort(numbers, kind="stable"), np.arange(depth) // size
+    if not np.array_equal(numbers[order], successive):
+        zeros = 0 if weight.zero_points is None else weight.zero_points.astype(np.float32)[:, numbers]
+        floats = (weight.values - zeros) * weight.scales.astype(np.float32)[:, numbers]
+        return a, node.constant(np.ascontiguousarray(floats.T.astype(weight.dtype)))
+    if not np.array_equal(numbers, successive):
+        a = gather_along(node, a, node.constant(order), a.rank - 1)
+        weight = replace(weight, values=weight.values[:, order])
+    return a, node.quantized(weight.transpose((1, 0)))
 
 
 def read_weight(
@@ -71,5 +106,7 @@ def read_weight(
         z = zeros.reshape(columns, blocks).astype(np.float32) - offset
     q = unpack_bits(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
     quantized = (q.astype(np.int16) - offset).astype(np.int8)
-    has_int8_rows = node.attr("accuracy_level", 0) == INT8_ROWS
-    return QuantizedMatrix(quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype, has_int8_rows)
+    permits_int8_rows = node.attr("accuracy_level", 0) == INT8_ROWS
+    return QuantizedMatrix(
+        quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype, permits_int8_rows
+    )

@@ -24,7 +24,7 @@ def prepare_matrix(
     if isinstance(matrix, np.ndarray) and compression is not None:
         matrix = compression.compress(matrix)
     if isinstance(matrix, QuantizedMatrix) and accuracy_level is not None:
-        matrix = replace(matrix, has_int8_rows=accuracy_level == INT8_ROWS)
+        matrix = replace(matrix, permits_int8_rows=accuracy_level == INT8_ROWS)
     has_short_blocks = isinstance(matrix, QuantizedMatrix) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
     return to_array(matrix) if has_short_blocks else matrix
 

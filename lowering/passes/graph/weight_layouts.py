@@ -33,7 +33,7 @@ class PanelLayout:
     def choose_lanes(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str) -> int:
         """Return the successive rows of a matrix that are stored together."""
         if isinstance(matrix, QuantizedMatrix):
-            has_quads = matrix.has_int8_rows and choose_row_block(matrix.scale_block, self.cpu) > 0
+            has_quads = matrix.permits_int8_rows and choose_row_block(matrix.scale_block, self.cpu) > 0
             return QUAD if has_quads else 1
         if matrix.dtype == np.int8:
             return QUAD

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.attacks.attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, broadcast_shapes, require
-from tests.attacks.draw import Draw
+from tests.attacks.draw import WILD, Draw
 from tests.attacks.generators.indices import within
 
 
@@ -83,7 +83,7 @@ def n_bits(d: Draw, op: str) -> Attack:
     legal, has_int8_rows = dict(said), d.chance(0.3)
     if d.chance(0.12):
         said[d.pick(tuple(said))] = d.pick((0, -1, 3, 2**31, 2**62))
-    rank, bias = d.int(1, 3), d.chance(0.3)
+    rank, bias, in_order = d.int(1, 3), d.chance(0.3), d.chance(0.8)
 
     def feed() -> Arrays:
         blocks = -(-rows // block)
@@ -93,8 +93,12 @@ def n_bits(d: Draw, op: str) -> Attack:
         x = d.corrupted(x) if d.chance(0.05) else x
         weight = d.rng.integers(0, 256, shapes[0], np.uint8)
         scales = (d.rng.random(shapes[1]) * 0.1).astype(np.float32)
-        arrays: Arrays = [d.array("float32", x), weight, scales]
-        return [*arrays, None, None, d.array("float32", (columns,))] if bias else arrays
+        numbers = d.rng.permutation(np.arange(rows) // block) if d.chance(0.5) else d.rng.integers(0, blocks, rows)
+        if d.chance(0.1):
+            numbers[d.int(0, rows - 1)] = d.pick(WILD)
+        g_idx = None if in_order else numbers.astype(np.int32)
+        last = d.array("float32", (columns,)) if bias else None
+        return [d.array("float32", x), weight, scales, None, g_idx, last]
 
     def rule(x: np.ndarray, weight: np.ndarray, scales: np.ndarray, *rest: Any) -> Answer:
         require(said == legal, "attributes")
@@ -105,14 +109,17 @@ def n_bits(d: Draw, op: str) -> Attack:
         if scales.shape != (columns, blocks):
             raise Unspecified("scales of another shape")
         quantized = weight if bits == 8 else np.stack([weight & 15, weight >> 4], -1).reshape(columns, blocks, block)
-        matrix = (quantized.astype(np.float64) - 2 ** (bits - 1)) * scales[..., None]
+        _, g_idx, last = rest
+        require(g_idx is None or ((g_idx >= 0) & (g_idx < blocks)).all(), "g_idx")
+        numbers = np.arange(rows) // block if g_idx is None else g_idx
+        values = quantized.reshape(columns, -1)[:, :rows].astype(np.float64) - 2 ** (bits - 1)
         if has_int8_rows and not np.isfinite(x).all():
             raise Unspecified("a scale that is not finite")
-        y = x.astype(np.float64) @ matrix.reshape(columns, -1)[:, :rows].T
-        return [(y + (rest[-1] if bias else 0)).astype(np.float32)]
+        y = x.astype(np.float64) @ (values * scales[:, numbers]).T
+        return [(y + (0 if last is None else last)).astype(np.float32)]
 
     attributes, close = (said | {"accuracy_level": 4}, 0.05) if has_int8_rows else (said, 2e-3)
-    return make_attack(op, feed, rule, attributes=attributes, fixed={1, 2}, close=close)
+    return make_attack(op, feed, rule, attributes=attributes, fixed={1, 2, 4}, close=close)
 
 
 @attacks("GatherBlockQuantized", domain=MICROSOFT)
