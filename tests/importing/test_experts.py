@@ -164,11 +164,15 @@ def test_other_forms_stay_as_they_are(form: dict[str, Any]) -> None:
     assert CHOSEN not in kernels(compiled)
 
 
-@pytest.mark.parametrize("weights, bound", [("int8", 0.02), ("int4", 0.2), ("f16", 1e-3)])
-def test_matrices_of_few_bits(weights: Any, bound: float) -> None:
+@pytest.mark.parametrize(
+    "weights, level, bound",
+    [("int8", None, 0.02), ("int4", None, 0.2), ("f16", None, 1e-3), ("int8", 4, 0.02), ("int4", 4, 0.2)],
+)
+def test_matrices_of_few_bits(weights: Any, level: int | None, bound: float) -> None:
     mixture = Mixture()
     x = mixture.random(2, 30, HIDDEN) * 3
-    compiled = lowering.compile(mixture.model(), weights=weights)
+    compiled = lowering.compile(mixture.model(), weights=weights, accuracy_level=level)
+    assert compiled.manifest.accuracy_level == (level or 0)
     error = np.abs(compiled.run({"x": x})["y"] - mixture.expected(x)).max()
     assert CHOSEN in kernels(compiled)
     assert error < bound * np.abs(mixture.expected(x)).max()

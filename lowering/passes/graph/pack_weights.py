@@ -124,9 +124,8 @@ class _WeightPacker(PyExprMutator):
             prepared = matrix if is_int8 else self.prepare(matrix)
             is_packed = self.layout.is_packed(prepared, x_dtype, steps)
             stored_lanes = self.layout.choose_lanes(prepared, x_dtype)
-            self.int8_rows += isinstance(prepared, QuantizedMatrix) and stored_lanes == QUAD
             width = self.layout.choose_width(columns, stored_lanes)
-            self.packed[key] = self.make_weight(key, *pack_matrix(prepared, width, stored_lanes)) if is_packed else None
+            self.packed[key] = self.pack(key, prepared, width, stored_lanes) if is_packed else None
         if self.packed[key] is None:
             return call
         return self.emit(
@@ -138,15 +137,12 @@ class _WeightPacker(PyExprMutator):
         steps, matrices = self.constants.trace(grouped.matrices)
         if matrices is None:
             return call
-        lanes = (
-            1
-            if isinstance(matrices, QuantizedMatrix)
-            else self.layout.choose_lanes(matrices, str(grouped.rows.ty.dtype))
-        )
-        key, nr = (*steps, "grouped", *_LANE_STEPS[lanes]), self.layout.choose_width(grouped.columns)
+        x_dtype = str(grouped.rows.ty.dtype)
+        lanes = _LANE_STEPS[self.layout.choose_lanes(matrices, x_dtype)]
+        key, nr = (*steps, "grouped", *lanes), self.layout.choose_width(grouped.columns)
         if key not in self.packed:
-            padded = grouped.pad(self.prepare(matrices), nr)
-            self.packed[key] = self.make_weight(key, *pack_matrix(padded, nr, lanes))
+            prepared = grouped.pad(self.prepare(matrices), nr)
+            self.packed[key] = self.pack(key, prepared, nr, self.layout.choose_lanes(prepared, x_dtype))
         compute = functools.partial(grouped.compute, nr=nr)
         return self.emit(key, "grouped_matmul", compute, grouped.rows, grouped.table)
 
@@ -182,6 +178,14 @@ class _WeightPacker(PyExprMutator):
         compute = functools.partial(make_grouped_convolution, convolution, groups)
         matmuls = self.emit(key, "packed_convolution", compute, call.args[0], call.ty.shape)
         return relax.op.reshape(self.builder_.emit(matmuls), call.ty.shape)
+
+    def pack(
+        self, steps: tuple[str, ...], matrix: np.ndarray | QuantizedMatrix, width: int, lanes: int
+    ) -> _PackedWeight:
+        """Return the weight that `steps` names: a matrix in panels of `width` columns."""
+        if isinstance(matrix, QuantizedMatrix) and lanes == QUAD:
+            self.int8_rows += 1
+        return self.make_weight(steps, *pack_matrix(matrix, width, lanes))
 
     def make_weight(
         self, steps: tuple[str, ...], components: Mapping[str, np.ndarray], element: ElementReader
