@@ -227,24 +227,22 @@ class BlockedMatmul(PanelAddressing):
 
         The tile starts from zeros if k0 is 0. prefetch_next(k) is called at each step.
         """
-        p = self.matmul
-        vectors = range(0, self.nr, self.lanes)
-        a = self.operands.a
-        zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
-        if p.quantization is not None and panel is None:
-            with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
-                store(tile, zero, tile_row * self.nr + v * self.lanes)
         if self.has_int8_rows:
+            self.clear_tile(height, tile_row, k0, tile)
             accumulate_int8(self, row, height, tile_row, k0, depth, tile)
             return
+        vectors = range(0, self.nr, self.lanes)
+        a = self.operands.a
         if strip is None:
             starts = [self.row_start(row + i, k0) for i in range(height)]
         else:
             self.fill_strip(strip, height, row, k0, depth)
             a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
-        if p.quantization is not None and panel is None:
+        if self.matmul.quantization is not None and panel is None:
+            self.clear_tile(height, tile_row, k0, tile)
             accumulate_quantized(self, a, starts, tile_row, k0, depth, tile)
             return
+        zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
         c = [[Register(zero) for _ in vectors] for _ in range(height)]
         with T.If(k0 > 0), T.Then():
             for i in range(height):
@@ -274,6 +272,12 @@ class BlockedMatmul(PanelAddressing):
         for i in range(height):
             for v, accumulator in zip(vectors, c[i]):
                 store(tile, accumulator.value, (tile_row + i) * self.nr + v)
+
+    def clear_tile(self, height: int, tile_row: Expr, k0: Expr, tile: tirx.Buffer) -> None:
+        """Set rows of the tile to zeros before the first block of k."""
+        zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
+        with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
+            store(tile, zero, tile_row * self.nr + v * self.lanes)
 
     def load_b_vector(self, panel: tirx.Buffer | None, k0: Expr, k: Expr, v: int) -> Expr:
         """Load columns v and up of a panel at step k0 + k."""
