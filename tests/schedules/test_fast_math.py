@@ -23,6 +23,7 @@ FUNCTIONS = {
     "tanh": np.tanh,
     "erf": np.vectorize(math.erf, otypes=[float]),
     "log": np.log,
+    "log1p": np.log1p,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "nearbyint": np.rint,
 }

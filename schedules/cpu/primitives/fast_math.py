@@ -117,6 +117,15 @@ def log(x: Expr, bind: Bind) -> Expr:
     return bind(tirx.Select(x < _f32(math.inf, x), result, x))  # infinity and NaN are their own logarithms
 
 
+def log1p(x: Expr, bind: Bind) -> Expr:
+    """Return ln(1 + x) = ln u + (x - (u - 1)) / u, where u is 1 + x, rounded."""
+    x, zero = bind(x), _f32(0.0, x)
+    u = bind(_float(bind(_bits(x + _f32(1.0, x)))))  # by way of an integer: TVM simplifies (x + 1) - 1 to x
+    correction = bind((x - (u - _f32(1.0, x))) / u)
+    correction = tirx.Select(u > zero, correction, zero)
+    return bind(log(u, bind) + tirx.Select(x < _f32(2.0**25, x), correction, zero))
+
+
 def rsqrt(x: Expr, bind: Bind) -> Expr:
     """Return 1 / sqrt(x), of which TVM has no vector form; square root and division are machine instructions."""
     return _f32(1.0, x) / tirx.sqrt(x)
@@ -133,7 +142,8 @@ def nearbyint(x: Expr, bind: Bind) -> Expr:
 
 
 _FUNCTIONS: dict[str, Callable[[Expr, Bind], Expr]] = {
-    f"tirx.{function.__name__}": function for function in (exp, exp2, sigmoid, tanh, erf, log, rsqrt, isnan, nearbyint)
+    f"tirx.{function.__name__}": function
+    for function in (exp, exp2, sigmoid, tanh, erf, log, log1p, rsqrt, isnan, nearbyint)
 }
 
 
