@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .cases import all_cases
 from .cases.published import GROUP
-from .peers import OURS, PEERS
+from .peers import OURS
 from .records import Results, read
 from .report import (
     Row,
@@ -29,7 +29,7 @@ from .widths import tables
 
 _ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- results -->", "<!-- end of results -->"
-_NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+_NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "llama_cpp": "llama.cpp"}
 
 _ABOUT = """## {title}
 
@@ -88,12 +88,13 @@ def section(folder: Path) -> str:
 
 def short(folder: Path) -> str:
     """Return a few cases with plain names."""
-    rows_by_case = {row.record.case: row for row in rows(read(folder / _SHORT_FROM))}
-    headings = ["milliseconds, one thread", OURS, *(_NAMES[peer] for peer in PEERS), "best of them by ours"]
+    results = read(folder / _SHORT_FROM)
+    rows_by_case, peers = {row.record.case: row for row in rows(results)}, results.peers()
+    headings = ["milliseconds, one thread", OURS, *(_NAMES[peer] for peer in peers), "best of them by ours"]
     body = []
     for case, name in _SHORT.items():
         row = rows_by_case[case]
-        times = [peer_cell(row.record, peer) for peer in PEERS]
+        times = [peer_cell(row.record, peer) for peer in peers]
         body.append([name, f"**{ours_cell(row)}**", *times, number(row.ratio)])
     return markdown(headings, body)
 
@@ -111,10 +112,10 @@ def _section(results: Results, path: Path) -> str:
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
     )
     scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
-    tuned = ["tuned", "gain"] if is_tuned(results) else []
-    headings = ["case", OURS, *tuned, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
+    tuned, peers = ["tuned", "gain"] if is_tuned(results) else [], results.peers()
+    headings = ["case", OURS, *tuned, "speed", "of the limit", *(_NAMES[peer] for peer in peers), "ratio", *scaling]
     shown = table_rows if tuned else [row for row in table_rows if _is_shown(row, results.threads)]
-    body = [_cells(row, bool(tuned), bool(scaling)) for row in shown]
+    body = [_cells(row, peers, bool(tuned), bool(scaling)) for row in shown]
     groups = [
         [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
         for group, ratios in by_group(list(filter(_is_fair, table_rows))).items()
@@ -154,12 +155,12 @@ def _is_fair(row: Row) -> bool:
     return row.record.group != "weights"
 
 
-def _cells(row: Row, tuned: bool, scaling: bool) -> list[str]:
+def _cells(row: Row, peers: list[str], tuned: bool, scaling: bool) -> list[str]:
     first, _, rest = row.record.case.partition(" ")
     name = f"{_CODES[first]}, {rest}" if first in _CODES else row.record.case
     cells = [name, f"**{ours_cell(row)}**", *(tuned_cells(row) if tuned else [])]
     cells += [speed(row), number(row.share)]
-    cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio if _is_fair(row) else None)]
+    cells += [*(peer_cell(row.record, peer) for peer in peers), number(row.ratio if _is_fair(row) else None)]
     return [*cells, *scalings(row)] if scaling else cells
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
-from .peers import ONE_THREAD, OURS
+from .peers import ONE_THREAD, OURS, PEERS
 from .timing import Timing
 
 _PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "numpy")
@@ -87,6 +87,11 @@ class Results:
     packages: dict[str, str]
     records: dict[str, Record] = field(default_factory=dict)
     apart: bool = False
+
+    def peers(self) -> list[str]:
+        """Return the peers that ran, or refused, a case."""
+        contenders = {outcome.contender for record in self.records.values() for outcome in record.outcomes}
+        return [peer for peer in PEERS if peer in contenders]
 
     def write(self, path: Path) -> None:
         """Whole or not at all; a record is a line."""

@@ -169,8 +169,8 @@ def table(results: Results, only: Iterable[str] | None = None) -> Table:
         title=f"milliseconds, {threads}, {results.machine}", title_justify="left", row_styles=["", "on grey11"]
     )
     scaling = ["scaling", "limit scales"] if results.threads > 1 else []
-    tuned = ["tuned", "gain"] if is_tuned(results) else []
-    for heading in ("", OURS, *tuned, "spread", "CPU", "speed", "of limit", *PEERS, "ratio", *scaling, "bar"):
+    tuned, peers = ["tuned", "gain"] if is_tuned(results) else [], results.peers()
+    for heading in ("", OURS, *tuned, "spread", "CPU", "speed", "of limit", *peers, "ratio", *scaling, "bar"):
         shown.add_column(heading, justify="left" if heading in ("", "bar") else "right")
     names = None if only is None else set(only)
     for row in rows(results):
@@ -180,7 +180,7 @@ def table(results: Results, only: Iterable[str] | None = None) -> Table:
         cells += tuned_cells(row) if tuned else []
         cells += [_spread(row)]
         cells += ["" if row.cpu is None else milliseconds(row.cpu), speed(row), number(row.share)]
-        cells += [peer_cell(row.record, peer) for peer in PEERS]
+        cells += [peer_cell(row.record, peer) for peer in peers]
         cells += [number(row.ratio), *(scalings(row) if scaling else []), _bar_cell(row)]
         shown.add_row(*cells)
     return shown

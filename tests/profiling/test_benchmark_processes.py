@@ -161,8 +161,8 @@ def test_figures_of_shared_processes_are_taken_again(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     results = here(2)
     results.write(path)
-    assert _results(argparse.Namespace(threads=2, out=path)).apart
+    assert _results(argparse.Namespace(threads=2, target="cpu", out=path)).apart
     results.apart = False
     results.write(path)
     with pytest.raises(SystemExit, match="shared a process"):
-        _results(argparse.Namespace(threads=2, out=path))
+        _results(argparse.Namespace(threads=2, target="cpu", out=path))

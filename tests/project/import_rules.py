@@ -183,6 +183,7 @@ RULES = {
             "lowering.attention",
             "lowering.tensorir",
             "lowering.arithmetic",
+            "lowering.choices",
             "lowering.errors",
         },
         True,

@@ -35,7 +35,7 @@ SHAPES = [
     ((256, 40), 8, 128, "float32", "float32"),
     ((40, 70), 4, 16, "int8", "float32"),
     ((1101, 37), 4, 32, "none", "float16"),
-    ((300, 20), 4, 64, "float32", "float32"),  # several sums of 16 bits in a block
+    ((300, 20), 4, 64, "float32", "float32"),  # more than 16 bits accumulate in a block
     ((520, 48), 4, 256, "int8", "float32"),  # several blocks of a row in one of the matrix
     ((72, 18), 4, 24, "none", "float32"),
 ]
@@ -110,9 +110,9 @@ def test_a_number_that_is_not_finite_stays_in_its_row(target: tvm.target.Target,
     x = rng.standard_normal((9, 96)).astype(np.float32)
     clean = run(x)
     for number in (np.nan, np.inf, -np.inf):
-        spoilt = x.copy()
-        spoilt[4, 50] = number
-        got = run(spoilt)
+        changed = x.copy()
+        changed[4, 50] = number
+        got = run(changed)
         assert not np.isfinite(got[4]).any()
         np.testing.assert_array_equal(np.delete(got, 4, 0), np.delete(clean, 4, 0))
 

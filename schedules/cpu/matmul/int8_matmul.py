@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
-from ...reading.quantized_weights import QUAD
+from ...reading.quantized_weights import NIBBLES, QUAD
 from ..primitives.vector import Register, cast, let, load, splat, splat_like, store
 from . import dot_int8
 from .quantized_matmul import QuantizedPanel, prefetch_row
@@ -17,7 +17,7 @@ from .quantized_matmul import QuantizedPanel, prefetch_row
 if TYPE_CHECKING:
     from .blocked import BlockedMatmul
 
-_SHORT_SUMS = 8  # products of a nibble (at most 15) by a byte (127), two by two, that 16 bits hold
+_SHORT_QUADS = 8  # quads of nibbles (at most 15) times bytes (at most 127), two by two, that 16 bits can accumulate
 
 
 def accumulate_int8(
@@ -32,8 +32,8 @@ def accumulate_int8(
         number = let((k0 + start) // rows.block)
         at = [let((first + i) * rows.blocks + number) for i in range(height)]
         starts = [let((first + i) * rows.quads + (k0 + start) // QUAD) for i in range(height)]
-        sums = [T.bind(rows.sums[i]) for i in at]
-        dots = kernel.emit(start, length, rows.values, starts, sums)
+        totals = [T.bind(rows.totals[i]) for i in at]
+        dots = kernel.emit(start, length, rows.values, starts, totals)
         offset = source.scale_offset(start)
         zeros, scales = source.load_zeros(offset), source.load_scales(offset)
         for i, row_dots in enumerate(dots):
@@ -41,7 +41,7 @@ def accumulate_int8(
             for n, (dot, scale, zero) in enumerate(zip(row_dots, scales, zeros)):
                 value = cast(dot, "float32")
                 if zero is not None:
-                    value = value - zero * splat(sums[i].astype("float32"), b.lanes, "float32")
+                    value = value - zero * splat(totals[i].astype("float32"), b.lanes, "float32")
                 position = (tile_row + i) * b.nr + n * b.lanes
                 store(tile, load(tile, b.lanes, position) + value * (row_scale * scale), position)
 
@@ -51,82 +51,73 @@ def accumulate_int8(
 class _QuadKernel:
     """Integer dot products of a strip of rows and the columns of a panel.
 
-    Instructions that take unsigned weights get them with an offset. Its product with the sum of q is what an
-    accumulator starts from.
+    Instructions that take unsigned weights get them with an offset. An accumulator starts from minus the offset times
+    the sum of q.
     """
 
     def __init__(self, source: QuantizedPanel, height: int) -> None:
         self.source, self.b, self.height = source, source.b, height
-        self.nibbles = source.quantized.form.nibbles
-        cpu = self.b.cpu
+        self.nibbles, cpu = source.quantized.form.nibbles, self.b.cpu
         self.is_signed = dot_int8.multiplies_signed(cpu, holds_lowest=False)
         self.is_short = self.nibbles and not cpu.int8_dot
         self.offset = 8 if self.nibbles else 0 if self.is_signed else 128
+        self.quads = NIBBLES // QUAD if self.nibbles else 1  # of a column that are stored together
 
     def emit(
-        self, start: Expr, length: int, values: tirx.Buffer, starts: list[Expr], sums: list[Expr]
+        self, start: Expr, length: int, values: tirx.Buffer, starts: list[Expr], totals: list[Expr]
     ) -> list[list[Expr]]:
-        """Emit the dot products of a block of `length` steps, and return those of each row by vectors of columns."""
-        b, group = self.b, self.source.quantized.group if self.nibbles else QUAD
-        words = -(-length // group)
-        first = let((self.source.panel * self.source.stored + (self.source.k0 + start) // group) * b.nr)
-        totals = [
-            [Register(splat(total * -self.offset if self.offset else 0, b.lanes, "int32")) for _ in self.source.vectors]
-            for total in sums
-        ]
-        chunk = _SHORT_SUMS * QUAD // group if self.is_short else words
-        for word in range(0, words, chunk):
-            self.emit_words(first, word, min(chunk, words - word), values, starts, totals)
-        return [[total.value for total in row] for row in totals]
+        """Emit the dot products of a block of `length` steps, and return those of each row by vectors of columns.
 
-    def emit_words(
-        self,
-        first: Expr,
-        word: int,
-        count: int,
-        values: tirx.Buffer,
-        starts: list[Expr],
-        totals: list[list[Register]],
+        The rows' quads begin at `starts` of values, and `totals` are the sums of q.
+        """
+        b, steps = self.b, self.quads * QUAD
+        count = -(-length // steps)
+        first = let((self.source.panel * self.source.stored + (self.source.k0 + start) // steps) * b.nr)
+        accumulators = [
+            [Register(splat(total * -self.offset if self.offset else 0, b.lanes, "int32")) for _ in self.source.vectors]
+            for total in totals
+        ]
+        limit = _SHORT_QUADS // self.quads if self.is_short else count
+        for begin in range(0, count, limit):
+            part, at = min(limit, count - begin), first + begin * b.nr
+            self.emit_part(part, at, values, [start + begin * self.quads for start in starts], accumulators)
+        return [[register.value for register in row] for row in accumulators]
+
+    def emit_part(
+        self, count: int, first: Expr, values: tirx.Buffer, starts: list[Expr], accumulators: list[list[Register]]
     ) -> None:
-        """Add the products of `count` stored integers of each column, from number `word` of the block on."""
-        b, lanes = self.b, self.b.lanes
-        is_memory_bound = self.height <= b.tiles.waiting_rows
-        sums = totals
+        """Add the dot products of `count` stored elements of each column, which begin at `first`."""
+        b, lanes, registers = self.b, self.b.lanes, accumulators
         if self.is_short:
-            sums = [[Register(splat(0, 2 * lanes, "int16")) for _ in row] for row in totals]
+            registers = [[Register(splat(0, 2 * lanes, "int16")) for _ in row] for row in accumulators]
         with T.serial(tirx.const(count, "int64")) as n:
-            at = let(first + (word + n) * b.nr)
-            if is_memory_bound:
-                prefetch_row(
-                    b.operands.b,
-                    at if self.nibbles else at * QUAD,
-                    b.nr if self.nibbles else b.nr * QUAD,
-                    b.tiles.ahead,
-                )
+            at = let(first + n * b.nr)
+            if self.height <= b.tiles.waiting_rows:
+                unit = 1 if self.nibbles else QUAD
+                prefetch_row(b.operands.b, at * unit, b.nr * unit, b.tiles.ahead)
             weights = [self.load_quads(at + v) for v in self.source.vectors]
-            per_word = len(weights[0])
-            for quad in range(per_word):
-                for row, row_start in zip(sums, starts):
-                    a = T.bind(splat(values[row_start + (word + n) * per_word + quad], lanes, "int32"))
-                    for total, by_quad in zip(row, weights):
-                        total.value = self.multiply(total.value, by_quad[quad], a)
+            for quad in range(self.quads):
+                for row, row_start in zip(registers, starts):
+                    a = T.bind(splat(values[row_start + n * self.quads + quad], lanes, "int32"))
+                    for register, of_vector in zip(row, weights):
+                        register.value = self.multiply(register.value, of_vector[quad], a)
         if self.is_short:
-            for row, short_row in zip(totals, sums):
-                for total, short in zip(row, short_row):
-                    total.value = dot_int8.add_pairs(total.value, short.value)
+            for row, short_row in zip(accumulators, registers):
+                for register, short in zip(row, short_row):
+                    register.value = dot_int8.add_pairs(register.value, short.value)
 
     def load_quads(self, at: Expr) -> list[Expr]:
-        """Load the quads of a vector of columns that are stored at word `at`."""
+        """Load the quads of a vector of columns that are stored at element `at` of a panel."""
         lanes, memory = self.b.lanes, self.b.operands.b
         if not self.nibbles:
             quads = dot_int8.pack_vector(load(memory, QUAD * lanes, at * QUAD))
             return [quads if self.is_signed else let(T.bitwise_xor(quads, splat_like(-0x7F7F7F80, quads)))]
-        word = let(load(memory, lanes, at))
-        low = splat_like(0x0F0F0F0F, word)
-        return [let(T.bitwise_and(bits, low)) for bits in (word, T.shift_right(word, splat_like(4, word)))]
+        packed = let(load(memory, lanes, at))
+        low = splat_like(0x0F0F0F0F, packed)
+        return [let(T.bitwise_and(bits, low)) for bits in (packed, T.shift_right(packed, splat_like(4, packed)))]
 
     def multiply(self, total: Expr, weights: Expr, a: Expr) -> Expr:
-        """Return the total plus the products of quads."""
+        """Return the accumulator plus the dot products of quads."""
         if self.is_short:
             return total + dot_int8.multiply_pairs(weights, a)
         multiply = dot_int8.dot_signed if self.is_signed else dot_int8.dot

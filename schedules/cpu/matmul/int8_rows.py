@@ -68,12 +68,12 @@ class Int8Rows:
         block: Values of k that share a scale.
         values: int32 [rows * quads]: q, four of them in each integer; 0 after the last k.
         scales: float32 [rows * blocks].
-        sums: int32 [rows * blocks]: the sums of q.
+        totals: int32 [rows * blocks]: the sum of q of each block.
     """
 
     values: tirx.Buffer
     scales: tirx.Buffer
-    sums: tirx.Buffer
+    totals: tirx.Buffer
 
     def __init__(self, b: BlockedMatmul) -> None:
         assert b.matmul.quantization is not None
@@ -94,7 +94,7 @@ class Int8Rows:
     def list_buffers(self) -> dict[str, tuple[Expr, str]]:
         """Return the number and type of the elements of each buffer."""
         values, blocks = self.rows * self.quads, self.rows * self.blocks
-        return {"values": (values, "int32"), "scales": (blocks, "float32"), "sums": (blocks, "int32")}
+        return {"values": (values, "int32"), "scales": (blocks, "float32"), "totals": (blocks, "int32")}
 
     def emit(self) -> None:
         """Quantize the rows, among threads."""
@@ -131,7 +131,7 @@ class Int8Rows:
             quads = T.reinterpret(vector_type("int32", self.lanes // QUAD), q)
             store(self.values, quads, row * self.quads + (n * self.block + i * self.lanes) // QUAD)
             total = let(cast(q, "int32") if total is None else total + cast(q, "int32"))
-        store(self.sums, reduce_lanes(total, lambda x, y: x + y), at)
+        store(self.totals, reduce_lanes(total, lambda x, y: x + y), at)
 
     @property
     def lanes(self) -> int:
@@ -170,5 +170,5 @@ def quantize_rows(matmuls: list[BlockedMatmul]) -> None:
     sizes = {f"{name}{n}": size for n, rows in enumerate(quantized) for name, size in rows.list_buffers().items()}
     memory = allocate_workspace(**sizes)
     for n, rows in enumerate(quantized):
-        rows.values, rows.scales, rows.sums = (memory[f"{name}{n}"] for name in ("values", "scales", "sums"))
+        rows.values, rows.scales, rows.totals = (memory[f"{name}{n}"] for name in ("values", "scales", "totals"))
         rows.emit()

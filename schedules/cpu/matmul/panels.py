@@ -94,8 +94,8 @@ class PanelTiles(LoopTiles):
         quantized = _list_quantizations(problem)
         wide = max((c.nr // cpu.lanes("float32") for c in quantized), default=self.vectors)
         needed = self.mr * wide + wide + 1
-        holds_packed = any(c.form.nibbles and not c.form.quads for c in quantized)
-        fused = self.fused_mr * wide + wide + 1 + (wide if holds_packed else 0)
+        keeps_packed = any(c.form.nibbles and not c.form.quads for c in quantized)
+        fused = self.fused_mr * wide + wide + 1 + (wide if keeps_packed else 0)
         return super().rules(problem, cpu) | {
             f"vectors = {self.vectors} must be from 1 to {widest}": 1 <= self.vectors <= widest,
             f"mc = {self.mc} must be a multiple of mr = {self.mr}": self.mr > 0
