@@ -187,7 +187,10 @@ def test_level_of_the_model_and_of_the_user(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_error_is_no_larger_than_that_of_onnxruntime(bits: int, block: int) -> None:
-    """Against float64 of the same dequantized weights; both quantize rows (accuracy level 4)."""
+    """Against float64 of the same dequantized weights.
+
+    On some processors onnxruntime keeps the rows of a level 4; then the bound is what rounding to 127 steps gives.
+    """
     rng = np.random.default_rng(6)
     matrix = draw_quantized_matrix(rng, (512, 64), bits, (block, 1), "none", "float32")
     model = model_of_bits(matrix, 4)
@@ -198,7 +201,10 @@ def test_error_is_no_larger_than_that_of_onnxruntime(bits: int, block: int) -> N
         np.square(y - exact).mean()
         for y in (session.run(None, {"x": x})[0], lowering.compile(model).run({"x": x})["y"])
     )
-    assert ours <= 1.05 * max(peer, np.square(exact).mean() * 2e-5), (ours, peer)
+    size = np.square(exact).mean()
+    quantizes = peer > 1e-8 * size
+    print(f"onnxruntime quantizes: {quantizes}; squared errors {ours / size:.2e}, {peer / size:.2e}")
+    assert ours <= (1.05 * peer if quantizes else 5e-5 * size)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
