@@ -11,10 +11,10 @@ block of successive k of a column. Like other weights, they are stored in panels
 Instructions that multiply four bytes by four bytes want quads, four successive k of a column together:
 
     8 bits   values int8  [panels, K / 4, nr, 4]
-    4 bits   values int32 [panels, K / 8, nr]       plus 8; the low nibbles of the bytes are the first quad
+    4 bits   values int32 [panels, K / 8, nr]       plus 8; byte i has k = 8 n + i in its low nibble, k + 4 in its high
 
 `dequantize_element` writes this as an expression, which is all that a matmul needs; `read_quantization` recognizes it.
-Who stores quads permits kernels to quantize the other operand, too (schedules/cpu/matmul/int8_rows.py).
+Weights in quads permit kernels to quantize the other operand, too (schedules/cpu/matmul/int8_rows.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class WeightQuantization:
     @property
     def depth(self) -> int:
         """Quantized values of a column."""
-        return int(self.load.source.shape[1]) * self.group
+        return int(self.load.source.shape[1]) * (QUAD if self.form.quads and not self.form.nibbles else self.group)
 
     @property
     def nr(self) -> int:

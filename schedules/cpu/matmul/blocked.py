@@ -27,7 +27,7 @@ class BlockedMatmul(PanelAddressing):
 
     @property
     def has_int8_rows(self) -> bool:
-        """Whether rows of A are quantized before."""
+        """Whether rows of A are quantized to int8 before panels are multiplied (int8_rows.py)."""
         return self.matmul.quantization is not None and self.matmul.quantization.form.quads
 
     def count_columns(self, values: Values) -> Expr:

@@ -17,7 +17,7 @@ from .quantized_matmul import QuantizedPanel, prefetch_row
 if TYPE_CHECKING:
     from .blocked import BlockedMatmul
 
-_SHORT_QUADS = 8  # quads of nibbles (at most 15) times bytes (at most 127), two by two, that 16 bits can accumulate
+_SHORT_QUADS = 8  # that an int16 can accumulate: each adds two of at most 15 * 127, and 8 * 2 * 15 * 127 < 2^15
 
 
 def accumulate_int8(
@@ -51,8 +51,7 @@ def accumulate_int8(
 class _QuadKernel:
     """Integer dot products of a strip of rows and the columns of a panel.
 
-    Instructions that take unsigned weights get them with an offset. An accumulator starts from minus the offset times
-    the sum of q.
+    Unsigned weights are value + offset. Accumulators start from -offset * (sum of q), which cancels that.
     """
 
     def __init__(self, source: QuantizedPanel, height: int) -> None:

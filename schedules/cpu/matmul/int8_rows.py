@@ -5,8 +5,8 @@ The values of a block of successive k become integers q from -127 to 127 and a s
     x ~ q * scale,    error at most scale / 2
 
 A block of weights with scale s and zero point z adds  scale * s * (sum of q w - z * sum of q)  to an element of C
-(int8_matmul.py), so the sum of q is stored, too. All panels of B read the same rows, so they are quantized first. The
-scale of a block with an infinity or NaN is that number, and so are the elements of C that depend on it.
+(int8_matmul.py), so the sum of q is stored, too. All panels of B read the same rows, so they are quantized first. If a
+block has an infinity or NaN, its scale is not finite, and all elements of C in that row become infinite or NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, substitute
 
-from ...reading.quantized_weights import QUAD
+from ...reading.quantized_weights import NIBBLES, QUAD
 from ...reading.values import load_widened
 from ..elementwise.loops import split_among_threads
 from ..primitives.vector import (
@@ -39,9 +39,10 @@ from ..primitives.vector import (
 if TYPE_CHECKING:
     from .blocked import BlockedMatmul
 
+# The block of a row where weights share a scale over more than _LONGEST values, or a whole column. Other blocks are
+# those of the weights, which are multiples of the nibbles of an int32.
 _BLOCK = 32
 _LONGEST = 128
-_ALIGNMENT = 8
 
 # Bits of float32 numbers. Magnitudes below 2^-120 become 0, as 127 divided by them might be infinite.
 _MAGNITUDE, _TINY, _INFINITY = 0x7FFFFFFF, 7 << 23, 0x7F800000
@@ -50,13 +51,14 @@ _ROUND = 12582912.0
 
 
 def choose_row_block(block: int, cpu: CpuFeatures) -> int:
-    """Return how many values of a row share a scale for weights of that block (0: a column); 0 if none should.
+    """Return how many values of a row share a scale for weights of that block (0: a column).
 
-    None should if the machine multiplies bytes no faster than floats, or if the blocks of weights are no multiple.
+    Return 0 if the machine multiplies bytes no faster than floats, or if the block is neither a multiple of 8 up to 128
+    nor one of 32.
     """
     if not cpu.int8_dot and cpu.vector_bytes < 32:
         return 0
-    if 0 < block <= _LONGEST and block % _ALIGNMENT == 0:
+    if 0 < block <= _LONGEST and block % NIBBLES == 0:
         return block
     return _BLOCK if block % _BLOCK == 0 else 0
 
@@ -115,10 +117,10 @@ class Int8Rows:
             let(T.bitwise_and(reinterpret(x, "int32"), splat(_MAGNITUDE, self.lanes, "int32"))) for x in vectors
         ]
         # As integers, NaN is more than infinity, and infinity more than all numbers.
-        total = magnitudes[0]
+        most = magnitudes[0]
         for magnitude in magnitudes[1:]:
-            total = let(T.max(total, magnitude))
-        bits = reduce_lanes(total, T.max)
+            most = let(T.max(most, magnitude))
+        bits = reduce_lanes(most, T.max)
         largest, zero = let(reinterpret(bits, "float32")), tirx.const(0, "float32")
         is_regular = tirx.all(bits >= _TINY, bits < _INFINITY)
         inverse = let(tirx.Select(is_regular, tirx.const(127, "float32") / largest, zero))

@@ -1,4 +1,4 @@
-"""The micro-kernel of a matmul by a quantized matrix: integers in blocks, each with a scale (codes.py)."""
+"""The micro-kernel of a matmul by a quantized matrix: integers in blocks, each with a scale (quantized_weights.py)."""
 
 from __future__ import annotations
 
