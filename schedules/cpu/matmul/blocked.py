@@ -30,6 +30,11 @@ class BlockedMatmul(PanelAddressing):
         """Whether rows of A are quantized to int8 before panels are multiplied (int8_rows.py)."""
         return self.matmul.quantization is not None and self.matmul.quantization.form.quads
 
+    @property
+    def copies_strips(self) -> bool:
+        """Whether strips of A are copied for the micro-kernel; quantized rows are such a copy."""
+        return not self.is_a_in_place and not self.has_int8_rows
+
     def count_columns(self, values: Values) -> Expr:
         """Return the number of columns of a panel."""
         nr, columns = self.nr, self.matmul.j.extent
@@ -43,7 +48,7 @@ class BlockedMatmul(PanelAddressing):
         if self.dequantizes_panels:
             sizes = {"panel": self.dequantized_kc * self.nr}
         height = max(self.tiles.mr, self.tiles.fused_mr)
-        return sizes if self.is_a_in_place else {**sizes, "strip": height * self.kc}
+        return {**sizes, "strip": height * self.kc} if self.copies_strips else sizes
 
     def accumulate_panel(
         self,
@@ -61,7 +66,7 @@ class BlockedMatmul(PanelAddressing):
         """
         t, self.values = self.tiles, values
         panel = None if self.is_b_in_place else scratch["panel"]
-        strip = None if self.is_a_in_place else scratch["strip"]
+        strip = scratch["strip"] if self.copies_strips else None
         accumulate = partial(self.accumulate_strips, first, rows, columns, tile, strip, finish)
         if self.matmul.quantization is None:
             accumulate(range(t.mr, 0, -1), panel, self.choose_k_block(rows))
@@ -254,13 +259,7 @@ class BlockedMatmul(PanelAddressing):
                 prefetch_next(k)
             b = [self.load_b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
-                position = starts[i] + (distance if strip is None else k)
-                if strip is not None or self.packing is None:
-                    a_ik = a[position]
-                elif complete:
-                    a_ik = self.packing.pack_vector(load(a, self.k_per_lane, position))
-                else:
-                    a_ik = self.pack_step([a[position + n] for n in range(self.k_per_lane)], complete=False)
+                a_ik = a[starts[i] + k] if strip is not None else self.load_a_step(starts[i] + distance, complete)
                 a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
@@ -272,6 +271,15 @@ class BlockedMatmul(PanelAddressing):
         for i in range(height):
             for v, accumulator in zip(vectors, c[i]):
                 store(tile, accumulator.value, (tile_row + i) * self.nr + v)
+
+    def load_a_step(self, position: Expr, complete: bool) -> Expr:
+        """Load the element or the packed lane of a step of A in place."""
+        a = self.operands.a
+        if self.packing is None:
+            return a[position]
+        if complete:
+            return self.packing.pack_vector(load(a, self.k_per_lane, position))
+        return self.pack_step([a[position + n] for n in range(self.k_per_lane)], complete=False)
 
     def clear_tile(self, height: int, tile_row: Expr, k0: Expr, tile: tirx.Buffer) -> None:
         """Set rows of the tile to zeros before the first block of k."""

@@ -49,7 +49,7 @@ def accumulate_int8(
 
 
 class _QuadKernel:
-    """Integer dot products of a strip of rows and the columns of a panel.
+    """Multiplies a strip of rows by the columns of a panel, in integers.
 
     Unsigned weights are value + offset. Accumulators start from -offset * (sum of q), which cancels that.
     """
@@ -65,7 +65,7 @@ class _QuadKernel:
     def emit(
         self, start: Expr, length: int, values: tirx.Buffer, starts: list[Expr], totals: list[Expr]
     ) -> list[list[Expr]]:
-        """Emit the dot products of a block of `length` steps, and return those of each row by vectors of columns.
+        """Emit a block of `length` steps, and return the int32 accumulators of each row by vectors of columns.
 
         The rows' quads begin at `starts` of values, and `totals` are the sums of q.
         """
@@ -85,7 +85,7 @@ class _QuadKernel:
     def emit_part(
         self, count: int, first: Expr, values: tirx.Buffer, starts: list[Expr], accumulators: list[list[Register]]
     ) -> None:
-        """Add the dot products of `count` stored elements of each column, which begin at `first`."""
+        """Accumulate `count` stored elements of each column, which begin at `first`."""
         b, lanes, registers = self.b, self.b.lanes, accumulators
         if self.is_short:
             registers = [[Register(splat(0, 2 * lanes, "int16")) for _ in row] for row in accumulators]
@@ -116,7 +116,7 @@ class _QuadKernel:
         return [let(T.bitwise_and(bits, low)) for bits in (packed, T.shift_right(packed, splat_like(4, packed)))]
 
     def multiply(self, total: Expr, weights: Expr, a: Expr) -> Expr:
-        """Return the accumulator plus the dot products of quads."""
+        """Return the accumulator plus quads of weights times quads of rows."""
         if self.is_short:
             return total + dot_int8.multiply_pairs(weights, a)
         multiply = dot_int8.dot_signed if self.is_signed else dot_int8.dot
