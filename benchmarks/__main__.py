@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `python -m benchmarks stores|pages`."""
+"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `python -m benchmarks compile|stores|pages`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ def main() -> None:
     cuda.add_argument("--with", nargs="*", default=[], dest="requested", help="peers that compile: flex, compiled")
     cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
     cuda.set_defaults(run=_cuda)
+    compiled = commands.add_parser(
+        "compile", help="CPU time and memory of compiling a decoder of a published width, such as `compile llama-8b`"
+    )
+    compiled.add_argument("decoder", nargs="+", help="llama-1b, llama-8b")
+    compiled.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float16")
+    compiled.add_argument("--folder", type=Path, help="where models and artifacts are for a while")
+    compiled.add_argument("--options", default="", help="options of `onnx-lowering compile`, such as '--weights int4'")
+    compiled.set_defaults(run=_compile)
     stores = commands.add_parser(
         "stores", help="the cost of pages, offsets and quantization when a CPU reads and writes them"
     )
@@ -110,6 +118,12 @@ def _cuda(arguments: argparse.Namespace) -> None:
     from .gpu.command import run
 
     run(arguments)
+
+
+def _compile(arguments: argparse.Namespace) -> None:
+    from .large_decoders import run
+
+    run(arguments.decoder, arguments.dtype, arguments.options.split(), arguments.folder)
 
 
 def _stores(arguments: argparse.Namespace) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias, get_args
 
 Scheme: TypeAlias = Literal["int8", "int4", "f16"]
 """The storage of constant matrices (importing/quantized_matrix.py)."""
+
+Schemes: TypeAlias = Mapping[str, Scheme | None]
+"""The storage of each constant matrix by patterns of names, None as it is (graph/options/weight_schemes.py)."""
 
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16", "fast", "tf32", "3xtf32"]
 """The precision of float matmuls (graph/options/precision.py).
@@ -15,6 +19,7 @@ tensor type: it leaves the model unchanged, and selects kernels (passes/graph/ma
 """
 
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+BITS: dict[Scheme, int] = {"f16": 16, "int8": 8, "int4": 4}
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 TF32 = ("tf32", "3xtf32")
 

@@ -19,6 +19,7 @@ from ..compiling.compiler import compile
 from ..compiling.options import CompileOptions
 from ..errors import CompilerError, LoweringError
 from ..graph.loading.model import dtype_name, load_model
+from ..graph.options.weight_schemes import keep_matching
 from ..manifest import Argument, Manifest, arguments
 from ..runtime import Model
 from ..runtime.arrays.elements import ElementType
@@ -51,20 +52,25 @@ class VerificationTrial:
     def list_options(self) -> Iterator[str]:
         """Yield the arguments of the command `verify` for these options, as far as it has them."""
         values = {"against": self.against, "rtol": self.rtol, "atol": self.atol}
-        names = ("target", "weights", "accuracy_level", "precision", "threads")
+        names = ("target", "accuracy_level", "precision", "threads")
         values |= {name.replace("_", "-"): getattr(self.options, name) for name in names}
         default = {"against": "reference", "target": "cpu"}
         for name, value in values.items():
             if value != default.get(name):
                 yield from (f"--{name}", str(value))
+        for pattern, scheme in self.options.schemes.items():
+            yield from ("--weights", str(scheme) if pattern == "*" else f"{pattern}={scheme or 'none'}")
         for pattern in self.options.donate:
             yield from ("--donate", pattern)
 
     def adapt_to(self, model: ir.Model) -> VerificationTrial:
-        """Return the trial for a submodel, which may lack some donated inputs."""
+        """Return the trial for a submodel, which may lack some donated inputs and compressed matrices."""
         names = [value.name or "" for value in model.graph.inputs]
         donate = [p for p in self.options.donate if any(re.fullmatch(p, name) for name in names)]
-        return replace(self, options=replace(self.options, donate=donate))
+        weights = self.options.weights
+        if isinstance(weights, Mapping):
+            weights = keep_matching(model, weights) or None
+        return replace(self, options=replace(self.options, donate=donate, weights=weights))
 
     def compile_model(self, model: ir.Model) -> Model:
         return compile(model, **vars(self.options))

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import ACCURACY_LEVELS, PRECISIONS, SCHEMES
+from ..choices import ACCURACY_LEVELS, PRECISIONS
 from .json_output import add_json, print_json
 from .options import (
     ACCURACY_LEVEL,
@@ -16,13 +16,14 @@ from .options import (
     PRECISION,
     SEED,
     TARGET,
-    WEIGHTS,
     add_calls_option,
     add_serve_options,
+    add_weights_option,
     build_serve,
     load_call,
     parse_dims,
     parse_positive,
+    parse_schemes,
     parse_seed,
 )
 
@@ -51,7 +52,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
         "--static-cache", type=parse_positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
     add_serve_options(c)
-    c.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
+    add_weights_option(c)
     c.add_argument("--accuracy-level", type=int, choices=ACCURACY_LEVELS, help=ACCURACY_LEVEL)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
     add_calls_option(c)
@@ -87,7 +88,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             cc=arguments.cc,
             dims=parse_dims(arguments.dim),
             static_cache=arguments.static_cache,
-            weights=arguments.weights,
+            weights=parse_schemes(arguments.weights),
             accuracy_level=arguments.accuracy_level,
             database=arguments.database,
             serve=build_serve(arguments),

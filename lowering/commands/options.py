@@ -13,6 +13,7 @@ from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from ..choices import Schemes
     from ..graph.paged.serve import Serve
 
 TARGET = (
@@ -28,7 +29,11 @@ DIM = (
 
 RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128: one run after the other"
 
-WEIGHTS = "compress the constant matrices of matmuls, and tables of embeddings"
+WEIGHTS = (
+    "compress the constant matrices of matmuls, and tables of embeddings: int8, int4 or f16; 'lm_head*=int8', repeated, "
+    "chooses by names of initializers, nodes and PyTorch modules: the first pattern that matches counts, and NAME=none "
+    "leaves a matrix as it is"
+)
 
 ACCURACY_LEVEL = (
     "how accurate the rows are that quantized matrices multiply, counted as in MatMulNBits: 4 permits to quantize them "
@@ -66,6 +71,28 @@ def parse_dims(options: list[str]) -> dict[str, int | tuple[int, int]]:
         low, dots, high = value.partition("..")
         parsed[name] = (_parse_size(name, low), _parse_size(name, high)) if dots else _parse_size(name, low)
     return parsed
+
+
+def add_weights_option(parser: argparse.ArgumentParser, text: str = WEIGHTS) -> None:
+    parser.add_argument("--weights", action="append", default=[], metavar="[NAME=]SCHEME", help=text)
+
+
+def parse_schemes(options: list[str]) -> Schemes | None:
+    """Return the schemes of --weights by patterns of names, None without it.
+
+    Raises:
+        InputError: Two options have one pattern.
+    """
+    parsed: dict[str, Any] = {}
+    for option in options:
+        pattern, equals, scheme = option.rpartition("=")
+        if pattern in parsed:
+            raise InputError(
+                "argument.weights_repeated",
+                f"--weights: the pattern '{pattern or '*'}' is given twice. Give each pattern one scheme.",
+            )
+        parsed[pattern if equals else "*"] = None if equals and scheme == "none" else scheme
+    return parsed or None
 
 
 def parse_sizes(options: list[str]) -> dict[str, int]:

@@ -8,11 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import ACCURACY_LEVELS, PRECISIONS, SCHEMES
+from ..choices import ACCURACY_LEVELS, PRECISIONS
 from ..deprecated import with_old_fields
 from ..errors import InputError
 from .json_output import add_json, print_json
-from .options import RUNS, TARGET, parse_address, parse_duration, parse_natural, parse_positive, parse_runs
+from .options import (
+    RUNS,
+    TARGET,
+    add_weights_option,
+    parse_address,
+    parse_duration,
+    parse_natural,
+    parse_positive,
+    parse_runs,
+    parse_schemes,
+)
 
 if TYPE_CHECKING:
     from ..tuning.tune import Tuning
@@ -52,7 +62,7 @@ def _add_tune(add_parser: Callable[..., Any]) -> None:
         help=RUNS,
     )
     t.add_argument("--static-cache", type=parse_positive, metavar="TOKENS", help="as for compile")
-    t.add_argument("--weights", choices=SCHEMES, help="as for compile")
+    add_weights_option(t, "as for compile")
     t.add_argument("--accuracy-level", type=int, choices=ACCURACY_LEVELS, help="as for compile")
     t.add_argument("--precision", choices=PRECISIONS, help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
@@ -171,7 +181,7 @@ def _run_tuning(arguments: argparse.Namespace) -> Tuning:
             sizes=parse_runs(arguments.dim),
             threads=arguments.threads,
             static_cache=arguments.static_cache,
-            weights=arguments.weights,
+            weights=parse_schemes(arguments.weights),
             accuracy_level=arguments.accuracy_level,
             donate=arguments.donate,
             seed=arguments.seed,

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import ACCURACY_LEVELS, PRECISIONS, SCHEMES
+from ..choices import ACCURACY_LEVELS, PRECISIONS
 from ..deprecated import with_old_fields
 from .json_output import add_json, print_json
 from .options import (
@@ -16,15 +16,16 @@ from .options import (
     PRECISION,
     TARGET,
     VERIFY_KEY,
-    WEIGHTS,
     add_calls_option,
     add_serve_options,
+    add_weights_option,
     build_serve,
     load_arrays,
     load_call,
     parse_natural,
     parse_nonnegative,
     parse_positive,
+    parse_schemes,
     parse_sizes,
 )
 
@@ -52,7 +53,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     v.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=f"with --artifact: {VERIFY_KEY}")
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=TARGET)
-    v.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
+    add_weights_option(v)
     v.add_argument("--accuracy-level", type=int, choices=ACCURACY_LEVELS, help=ACCURACY_LEVEL)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
     add_calls_option(v)
@@ -107,7 +108,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             artifact=artifact,
             reduce=arguments.reduce,
-            weights=arguments.weights,
+            weights=parse_schemes(arguments.weights),
             accuracy_level=arguments.accuracy_level,
             precision=arguments.precision,
             donate=arguments.donate,

@@ -15,11 +15,13 @@ from pathlib import Path
 import onnx_ir as ir
 from tvm import tirx
 
+from .. import scratch
 from ..choices import TF32
 from ..errors import InputError, LoweringError
 from ..graph.caches.static_cache import PAST_LENGTH
 from ..graph.loading.declared_sizes import ranges
 from ..graph.loading.model import ModelLike
+from ..graph.options.weight_schemes import choose_schemes
 from ..importing.imported_model import ImportedModel, Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
@@ -97,7 +99,7 @@ def compiled(
 def load_compiled(model: ModelLike, options: CompileOptions) -> Model:
     """Compile a model and load it, without the cache of artifacts."""
     # A loaded model keeps its files open, and does not need the folder.
-    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
+    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder, scratch.use_folder(Path(folder)):
         module = Path(folder) / "module"
         write_artifact(module, compiled(model, options).artifacts)
         return open_compiled(module)
@@ -130,13 +132,14 @@ class _ArtifactCompiler:
         inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
         pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
         notes += imported.warnings
+        schemes = choose_schemes(model, options.schemes)
         libraries, unscheduled = [], []
         for target in self.targets:
             choose = TunedRecords(None if options.database is None else Path(options.database), target).choose
             runs_on = self.stand_in or target
             kernels = KernelCompiler(runs_on)
             cached = kernels if dump is None else None  # a dump must show every scheduled kernel
-            pass_options = PassOptions(runs_on, pairs, options.weights, options.accuracy_level, matmuls, choose, cached)
+            pass_options = PassOptions(runs_on, pairs, schemes, options.accuracy_level, matmuls, choose, cached)
             with progress.stage("lowering"):
                 lowered = run_passes(CompileState.from_imported(imported, target, pass_options), PASSES, dump)
             notes += lowered.notes
@@ -168,7 +171,7 @@ class _ArtifactCompiler:
             notes=tuple(dict.fromkeys(notes)),
             kernels=lowered.kernels,
             calls=lowered.calls,
-            scheme=options.weights,
+            scheme=options.narrowest_scheme,
             precision=options.precision,
             accuracy_level=lowered.accuracy_level,
             output_lists=tuple(imported.output_lists),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import scratch
 from ..graph.loading.model_file import check_model_file
 from ..manifest import Manifest
 from ..runtime.artifact.folders import check_replaceable
@@ -105,7 +106,7 @@ def _compile_into(
         if cached is not None:
             progress.LOG.info("the same file was compiled before: copied from %s", artifact_cache.folder())
             return cached
-    with _collect_garbage_rarely():
+    with _collect_garbage_rarely(), scratch.use_folder(folder):
         from . import artifact
         from .compilation import compiled
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ..choices import INT8_ROWS, PRECISIONS, SCHEMES, Precision, Scheme
+from ..choices import BITS, INT8_ROWS, PRECISIONS, SCHEMES, Precision, Scheme, Schemes
 from ..errors import InputError
 from ..runtime.artifact.checks import check_integer, check_threads
 
@@ -23,7 +23,7 @@ class KernelArguments(TypedDict, total=False):
     donate: Sequence[str]
     dims: Dims | None
     static_cache: int | None
-    weights: Scheme | None
+    weights: Scheme | Schemes | None
     accuracy_level: int | None
     precision: Precision | None
 
@@ -62,7 +62,9 @@ class CompileOptions:
         weights: "int8" (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16"
             compresses the constant matrices of matmuls. It also compresses embedding tables by rows, in 8 bits for
             int4 too (graph/options/compressed_tables.py). Accumulators stay float32; biases and convolutions are
-            unchanged. The manifest has a note about the error.
+            unchanged. The manifest has a note about the error. `{"lm_head*": "int8", "*.v_proj*": None, "*": "int4"}`
+            chooses by names of initializers, nodes and PyTorch modules: the first pattern that matches decides, and
+            what None or no pattern matches stays as it is (graph/options/weight_schemes.py).
         accuracy_level: How accurately the rows of a matmul by a quantized matrix are represented, counted as in
             MatMulNBits: 4 quantizes them to int8 by blocks of k, where the CPU multiplies bytes faster than floats
             (schedules/cpu/matmul/int8_rows.py); a lower level, from 0, keeps them as they are. None is what each node
@@ -98,7 +100,7 @@ class CompileOptions:
     cc: str | None = None
     dims: Dims | None = None
     static_cache: int | None = None
-    weights: Scheme | None = None
+    weights: Scheme | Schemes | None = None
     accuracy_level: int | None = None
     database: str | Path | None = None
     serve: Serve | None = None
@@ -143,9 +145,28 @@ class CompileOptions:
                 "calls= are only for precision='float16', to find the numbers that float16 cannot represent. Leave "
                 "them out for other precisions.",
             )
-        if self.weights is not None and self.weights not in SCHEMES:
+        self._check_weights()
+
+    @property
+    def schemes(self) -> Schemes:
+        """The patterns of `weights`; one for all matrices if it is a scheme, and none without it."""
+        if self.weights is None:
+            return {}
+        return {"*": self.weights} if isinstance(self.weights, str) else self.weights
+
+    @property
+    def narrowest_scheme(self) -> Scheme | None:
+        """The scheme of `weights` with the fewest bits."""
+        return min(filter(None, self.schemes.values()), key=BITS.__getitem__, default=None)
+
+    def _check_weights(self) -> None:
+        if isinstance(self.weights, Mapping):
+            object.__setattr__(self, "weights", dict(self.weights))
+        is_choice = self.weights is None or isinstance(self.weights, (str, Mapping))
+        unknown = [scheme for scheme in self.schemes.values() if scheme not in (None, *SCHEMES)] if is_choice else True
+        if unknown or not all(isinstance(pattern, str) for pattern in self.schemes):
             raise InputError(
                 "weights.scheme_unknown",
-                f"weights={self.weights!r} is not a supported compression of weights. Use {', '.join(SCHEMES)}, or "
-                "leave it out.",
+                f"weights={self.weights!r} is not a supported compression of weights. Use {', '.join(SCHEMES)}, a "
+                "dictionary of them by patterns of names, or leave it out.",
             )

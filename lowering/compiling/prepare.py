@@ -28,6 +28,7 @@ from ..graph.options.compressed_tables import compress_tables
 from ..graph.options.float_activations import use_float_activations
 from ..graph.options.precision import use_precision
 from ..graph.options.random_seed import add_seed_input
+from ..graph.options.weight_schemes import check_schemes
 from ..graph.paged.paged_decoder import serve_decoder
 from ..graph.paged.served_inputs import find_batch_dimension
 from ..manifest import ListSpec, ServedCache
@@ -130,6 +131,6 @@ def _narrow(
         here = CompileOptions(cc=linker)
         overflows = find_overflowing_values(fused, calls, lambda copy: compile_model(copy, here)) if calls else ()
         notes.append(use_precision(fused, options.precision, slower, overflows))
-    if options.weights is not None:
-        notes.append(compress_tables(fused, options.weights))
+    check_schemes(fused, options.schemes)
+    notes += compress_tables(fused, options.schemes)
     return [note for note in notes if note]

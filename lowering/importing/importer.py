@@ -212,7 +212,7 @@ class Importer(FunctionTensors):
 
     def lowering(self, node: ir.Node) -> AbstractContextManager[None]:
         """Attribute all that is emitted inside to the node."""
-        return self.builder.lowering(node.op_type, node.name or node.outputs[0].name or "")
+        return self.builder.lowering(node)
 
     def lower_body(
         self,

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import onnx_ir
 import tvm
 import tvm_ffi
 from tvm import ir, relax
+
+from ..graph.rewriting.matching import label
 
 Origins = dict[str, tuple[str, ...]]
 """ONNX nodes by the name of the variable that they compute."""
@@ -24,12 +27,12 @@ class OriginBuilder(relax.BlockBuilder):
     def __init__(self) -> None:
         super().__init__()
         self.origins: Origins = {}
-        self._node: tuple[str, str] | None = None
+        self._node: onnx_ir.Node | None = None
 
     @contextmanager
-    def lowering(self, op_type: str, name: str) -> Iterator[None]:
+    def lowering(self, node: onnx_ir.Node) -> Iterator[None]:
         """Attribute all that is emitted inside to this node."""
-        before, self._node = self._node, (op_type, name)
+        before, self._node = self._node, node
         try:
             yield
         finally:
@@ -38,9 +41,8 @@ class OriginBuilder(relax.BlockBuilder):
     def emit(self, expr: relax.Expr, name_hint: str = "") -> relax.Var:
         if self._node is None:
             return super().emit(expr, name_hint)
-        op_type, name = self._node
-        var = super().emit(expr, name_hint or op_type)
-        self.origins[var.name] = (f"{op_type} {name}",)
+        var = super().emit(expr, name_hint or self._node.op_type)
+        self.origins[var.name] = (label(self._node),)
         return var
 
 

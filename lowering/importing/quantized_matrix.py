@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..chunks import map_columns
+
 INT4_BLOCK = 32
 
 _MAX_QUANTIZED = {4: 7, 8: 127}
@@ -55,6 +57,13 @@ class QuantizedMatrix:
         values, scales = self.values.transpose(axes), self.scales.transpose(axes)
         return replace(self, values=values, scales=scales, zero_points=zero_points, block=(rows, columns))
 
+    def get_columns(self, chunk: slice) -> QuantizedMatrix:
+        """Return some columns; the chunk begins with a block of columns."""
+        size = self.block[1]
+        blocks = slice(chunk.start // size, -(-chunk.stop // size))
+        zero_points = None if self.zero_points is None else self.zero_points[:, blocks]
+        return replace(self, values=self.values[:, chunk], scales=self.scales[:, blocks], zero_points=zero_points)
+
     def astype(self, dtype: np.dtype) -> QuantizedMatrix:
         return replace(self, dtype=np.dtype(dtype))
 
@@ -62,7 +71,8 @@ class QuantizedMatrix:
         """Return the values of blocks, repeated for each element."""
         rows, columns = self.shape
         r, c = self.block
-        return values.repeat(r, axis=0)[:rows].repeat(c, axis=1)[:, :columns]
+        values = values if r == 1 else values.repeat(r, axis=0)[:rows]
+        return values if c == 1 else values.repeat(c, axis=1)[:, :columns]
 
     def array(self) -> np.ndarray:
         """Return the dequantized elements."""
@@ -76,28 +86,54 @@ def quantize_matrix(matrix: np.ndarray, bits: int) -> QuantizedMatrix:
     """Return the nearest QuantizedMatrix of a matrix [K, N] of finite floats, without zero points.
 
     8 bits: a float32 scale for each column. 4 bits: a float16 scale for each column and 32 successive k, so that the
-    element of largest magnitude is -8 times the scale. The scale is float32 if float16 cannot represent it.
+    element of largest magnitude is -8 times the scale. The scale is float32 if float16 cannot represent it. Scales of
+    numbers that are not finite are not finite.
     """
     rows, columns = matrix.shape
     block = rows if bits == 8 else INT4_BLOCK
+    values = np.empty((rows, columns), np.int8)
+
+    def compute_scales(chunk: slice) -> np.ndarray:
+        blocks = _split_blocks(matrix[:, chunk], block)
+        low, high = blocks.min(axis=1), blocks.max(axis=1)
+        if bits == 8:
+            return np.maximum(high, -low) / np.float32(127)
+        return np.where(-low > high, low, high) / np.float32(-8)
+
+    def quantize(chunk: slice) -> None:
+        divisors = scales[:, None, chunk].astype(np.float32)
+        divisors[divisors == 0] = 1
+        quotients = _split_blocks(matrix[:, chunk], block)
+        quotients /= divisors
+        largest = _MAX_QUANTIZED[bits]
+        np.rint(quotients, out=quotients)
+        np.clip(quotients, -largest - 1, largest, out=quotients)
+        values[:, chunk] = quotients.reshape(-1, quotients.shape[-1])[:rows]
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        scales = np.concatenate(map_columns(compute_scales, rows, columns), axis=1)
+        if np.isfinite(scales).all():
+            scales = _narrow_scales(scales) if bits == 4 else scales
+            map_columns(quantize, rows, columns)
+    return QuantizedMatrix(values, scales, None, (block, 1), bits, matrix.dtype)
+
+
+def _split_blocks(matrix: np.ndarray, block: int) -> np.ndarray:
+    """Return a float32 copy [blocks, block, N] of a matrix [K, N], with zeros after row K."""
+    rows, columns = matrix.shape
     blocks = -(-rows // block)
-    padded = np.zeros((blocks * block, columns), np.float32)
+    padded = np.empty((blocks * block, columns), np.float32)
     padded[:rows] = matrix
-    padded = padded.reshape(blocks, block, columns)
-    if bits == 8:
-        scales = np.abs(padded).max(axis=1) / np.float32(127)
-    else:
-        largest = np.abs(padded).argmax(axis=1)
-        scales = np.take_along_axis(padded, largest[:, None], axis=1)[:, 0] / np.float32(-8)
-        used = np.abs(scales[scales != 0])
-        limits = np.finfo(np.float16)
-        if ((used >= limits.smallest_normal) & (used <= limits.max)).all():
-            scales = scales.astype(np.float16)
-    divisors = scales.astype(np.float32)
-    divisors[divisors == 0] = 1
-    max_value = _MAX_QUANTIZED[bits]
-    values = np.rint(padded / divisors[:, None]).clip(-max_value - 1, max_value).astype(np.int8)
-    return QuantizedMatrix(values.reshape(-1, columns)[:rows], scales, None, (block, 1), bits, matrix.dtype)
+    padded[rows:] = 0
+    return padded.reshape(blocks, block, columns)
+
+
+def _narrow_scales(scales: np.ndarray) -> np.ndarray:
+    """Return scales as float16 if all of them are normal numbers of it."""
+    used = np.abs(scales[scales != 0])
+    limits = np.finfo(np.float16)
+    is_normal = ((used >= limits.smallest_normal) & (used <= limits.max)).all()
+    return scales.astype(np.float16) if is_normal else scales
 
 
 def pack_bits(values: np.ndarray, bits: int, word: type[np.unsignedinteger] = np.uint8) -> np.ndarray:

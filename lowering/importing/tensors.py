@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import relax, tirx
 
+from .. import scratch
 from ..errors import ModelError
 from .origins import OriginBuilder
 from .quantized_matrix import QuantizedMatrix
@@ -68,7 +69,7 @@ class FunctionTensors:
     def constant(self, array: np.ndarray) -> Value:
         if array.dtype.kind in "OUS":
             return Value("string", array.shape, contents=array.astype(object))
-        return Value(array.dtype.name, array.shape, contents=array)
+        return Value(array.dtype.name, array.shape, contents=scratch.store(array))
 
     def tensor(self, value: Value) -> relax.Expr:
         if value.expr is not None:
@@ -98,7 +99,8 @@ class FunctionTensors:
 
     def quantized(self, matrix: QuantizedMatrix) -> Value:
         """Return a weight with the elements of the matrix, dequantized only for readers other than matmuls."""
-        return Value(matrix.dtype.name, matrix.shape, self._weights.add_quantized(matrix))
+        stored = replace(matrix, values=scratch.store(matrix.values))
+        return Value(matrix.dtype.name, matrix.shape, self._weights.add_quantized(stored))
 
     def _size_tensor(self, value: Value) -> relax.Expr:
         """Return a tensor of sizes that is computed at run time."""

@@ -14,7 +14,7 @@ from schedules import CodeLookup
 from schedules.half_precision import HALF
 from schedules.variant import Choose
 
-from ..choices import Scheme
+from ..graph.options.weight_schemes import NO_SCHEMES, NodeSchemes
 from ..importing.imported_model import ImportedModel
 from ..importing.origins import Origins
 from ..importing.quantized_matrix import QuantizedMatrix
@@ -31,7 +31,7 @@ class PassOptions:
     Attributes:
         kernel_target: The target of the kernels, if it is not the state's: a CPU can stand in for a GPU.
         donated: The position of a consumed input, mapped to the output that takes over its memory.
-        scheme: How constant matrices are compressed.
+        schemes: How constant matrices are compressed, by the node that multiplies by them.
         accuracy_level: Whether matmuls by quantized matrices may quantize their rows, too (4); None: as the model says.
         matmuls: How a GPU's tensor cores compute float32 matmuls, "tf32" or "3xtf32"; None leaves them to other code.
         choose: Picks variants and tiles (schedules/variant.py).
@@ -40,7 +40,7 @@ class PassOptions:
 
     kernel_target: Target | None = None
     donated: Mapping[int, int] = field(default_factory=dict)
-    scheme: Scheme | None = None
+    schemes: NodeSchemes = NO_SCHEMES
     accuracy_level: int | None = None
     matmuls: str | None = None
     choose: Choose | None = None

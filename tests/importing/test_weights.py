@@ -13,7 +13,10 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
+from lowering.checking.trial import VerificationTrial
 from lowering.choices import Scheme
+from lowering.commands.options import parse_schemes
+from lowering.compiling.options import CompileOptions
 from lowering.importing.quantized_matrix import quantize_matrix
 from tests.support.error_codes import raises
 
@@ -168,3 +171,67 @@ def test_unknown_scheme() -> None:
     unknown: Any = "int3"
     with raises("weights.scheme_unknown"):
         lowering.compile(perceptron(np.random.default_rng(0)), weights=unknown)
+
+
+def test_schemes_by_names() -> None:
+    """The first pattern that matches decides, by the name of an initializer or of a node; the table has one, too."""
+    rng = np.random.default_rng(0)
+    model = perceptron(rng)
+    model.graph.node[3].name = "layers.1.down_proj"
+    module = lowering.compile(model, weights={"*.down_proj": "int8", "ta*": None, "*": "int4"})
+    assert module.manifest.scheme == "int4"
+    int4, int8 = module.manifest.notes
+    assert int4.startswith("1 constant matrices of matmuls are int4") and int8.startswith("1 constant matrices of")
+    same = replaced(model, {"up": ROUNDED["int4"], "down": lambda w: ROUNDED["int8"](w.T).T})
+    ids = {"ids": rng.integers(0, 50, 7)}
+    for actual, expected in zip(module.run(ids).values(), ReferenceEvaluator(same).run(None, ids)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_what_no_pattern_matches_stays() -> None:
+    model = perceptron(np.random.default_rng(0))
+    (note,) = lowering.compile(model, weights={"down": "int4"}).manifest.notes
+    assert note.startswith("1 constant matrices of matmuls are int4")
+    assert not lowering.compile(model, weights={"up": None}).manifest.notes
+
+
+def test_one_matrix_in_two_schemes() -> None:
+    """A matrix that two nodes multiply by is stored once for each scheme."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        m (float[N, 64] x) => (float[N, 96] y, float[N, 96] z) {
+          [first] y = MatMul (x, w)
+          double = Add (x, x)
+          [second] z = MatMul (double, w)
+        }"""
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((64, 96), np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    x = rng.standard_normal((5, 64), np.float32)
+    y, z = lowering.compile(model, weights={"second": "int4", "first": "int8"}).run({"x": x}).values()
+    np.testing.assert_allclose(y, x @ ROUNDED["int8"](w), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(z, 2 * x @ ROUNDED["int4"](w), rtol=1e-4, atol=1e-4)
+
+
+def test_schemes_by_pytorch_modules() -> None:
+    """Exporters of PyTorch state the paths of modules as a property of each node."""
+    model = perceptron(np.random.default_rng(0))
+    scopes = model.graph.node[1].metadata_props.add()
+    scopes.key, scopes.value = "pkg.torch.onnx.name_scopes", "['', 'model', 'model.mlp', 'linear_3']"
+    (note,) = lowering.compile(model, weights={"model.mlp": "int8"}).manifest.notes
+    assert note.startswith("1 constant matrices of matmuls are int8")
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with raises("weights.pattern_unmatched", "Similar names are .*down"):
+        lowering.compile(perceptron(np.random.default_rng(0)), weights={"dwon": "int8", "*": "int4"})
+
+
+def test_verify_writes_the_schemes_of_a_reproducer() -> None:
+    options = CompileOptions(weights={"lm_head*": None, "*": "int8"})
+    trial = VerificationTrial("reference", None, None, options)
+    assert [*trial.list_options()] == ["--weights", "lm_head*=none", "--weights", "int8"]
+    assert parse_schemes(["lm_head*=none", "int8"]) == options.weights
+    assert parse_schemes([]) is None
+    with raises("argument.weights_repeated"):
+        parse_schemes(["int8", "*=int4"])

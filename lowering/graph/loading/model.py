@@ -17,6 +17,7 @@ from .declared_sizes import forget_unknown_sizes
 from .deprecated_norms import decompose_group_norms
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, iterate_graphs
 from .model_file import check_format, check_model_file
+from .module_paths import MODULE_PATHS, read_module_paths
 from .sparse_tensors import make_dense
 from .undeclared import add_stand_ins, declare_inputs, declare_outputs, forget_unknown_types, is_incomplete
 
@@ -154,7 +155,7 @@ def _clear_unused_declarations(model: ir.Model) -> None:
     """Clear declarations that the compiler does not read.
 
     Inner values lose types without an element type, as some exporters write them. Nodes lose their distribution over
-    devices. Everything loses documentation and metadata, which need not be text.
+    devices. Everything loses documentation and metadata, which need not be text, except for the paths of modules.
     """
     model.metadata_props.clear()
     for graph in iterate_graphs(model):
@@ -165,8 +166,11 @@ def _clear_unused_declarations(model: ir.Model) -> None:
         described = [graph, *graph, *graph.inputs, *graph.initializers.values(), *outputs]
         for documented in (*described, *attributes):
             documented.doc_string = None
+        module_paths = [(node, paths) for node in graph if (paths := read_module_paths(node))]
         for item in (*described, *tensors):
             item.metadata_props.clear()
+        for node, paths in module_paths:
+            node.metadata_props[MODULE_PATHS] = repr(paths)
         for node in graph:
             node.device_configurations = ()
         for value in outputs:

@@ -8,16 +8,19 @@ is also read by a matmul, transposed, is packed separately for that (passes/grap
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
+from ... import scratch
+from ...choices import Schemes
+from ...chunks import map_columns, measure_error
 from ..rewriting.matching import Rewrite, add_initializer, operand
+from .weight_schemes import find_scheme
 
 _MIN_ELEMENTS = 1 << 14  # elements; smaller tables are not worth the operators
-_ROWS_PER_STEP = 1 << 12  # rows that are quantized at a time
 _MOVES = {"Cast", "Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
@@ -32,28 +35,38 @@ class _QuantizedTable:
     """Sums of squares of its errors, and of its elements."""
 
 
-def compress_tables(model: ir.Model, scheme: str) -> str | None:
-    """Rewrite a model that `fuse` has processed, by int8, int4 or f16; return a description for the user."""
+def compress_tables(model: ir.Model, schemes: Schemes) -> list[str]:
+    """Rewrite a model that `fuse` has processed, by int8, int4 or f16; return descriptions for the user."""
     graph = model.graph
-    quantized_tables: dict[ir.Value, _QuantizedTable | None] = {}
+    quantized_tables: dict[tuple[ir.Value, int], _QuantizedTable | None] = {}
     for node, table in list(_iterate_lookups(graph)):
-        if table not in quantized_tables:
-            quantized_tables[table] = _quantize_table(graph, table, scheme)
-        quantized_table = quantized_tables[table]
+        scheme = find_scheme(schemes, node)
+        if scheme is None:
+            continue
+        key = table, 16 if scheme == "f16" else 8
+        if key not in quantized_tables:
+            quantized_tables[key] = _quantize_table(graph, *key)
+        quantized_table = quantized_tables[key]
         if quantized_table is not None:
             _replace_lookup(node, table, quantized_table)
-    replaced = {table: quantized for table, quantized in quantized_tables.items() if quantized is not None}
-    if not replaced:
-        return None
-    before = sum(map(_count_bytes, replaced))
-    after = sum(_count_bytes(value) for table in replaced.values() for value in (table.quantized, table.scales))
-    for table in replaced:
+    replaced = {key: quantized for key, quantized in quantized_tables.items() if quantized is not None}
+    notes = [
+        _describe({table: quantized for (table, b), quantized in replaced.items() if b == bits}, bits)
+        for bits in dict.fromkeys(bits for _, bits in replaced)
+    ]
+    for table in dict.fromkeys(table for table, _ in replaced):
         if not table.uses() and not table.is_graph_output():
             graph.initializers.pop(str(table.name))
-    error, size = (sum(quantized_table.squares[k] for quantized_table in replaced.values()) for k in range(2))
-    description = "float16" if scheme == "f16" else "int8 with a scale for each row"
+    return notes
+
+
+def _describe(tables: Mapping[ir.Value, _QuantizedTable], bits: int) -> str:
+    before = sum(map(_count_bytes, tables))
+    after = sum(_count_bytes(value) for table in tables.values() for value in (table.quantized, table.scales))
+    error, size = (sum(quantized_table.squares[k] for quantized_table in tables.values()) for k in range(2))
+    description = "float16" if bits == 16 else "int8 with a scale for each row"
     rms = (error / max(size, np.finfo(np.float64).tiny)) ** 0.5
-    count = f"{len(replaced)} tables of embeddings are" if len(replaced) > 1 else "1 table of embeddings is"
+    count = f"{len(tables)} tables of embeddings are" if len(tables) > 1 else "1 table of embeddings is"
     return (
         f"{count} {description}: {after / 2**20:.1f} MiB instead of {before / 2**20:.1f}, "
         f"root mean square error {rms:.2g} of theirs"
@@ -91,33 +104,32 @@ def _are_angles(value: ir.Value) -> bool:
     return False
 
 
-def _quantize_table(graph: ir.Graph, table: ir.Value, scheme: str) -> _QuantizedTable | None:
+def _quantize_table(graph: ir.Graph, table: ir.Value, bits: int) -> _QuantizedTable | None:
     """Return the table in new initializers; None if that is no smaller, or cannot represent it."""
     assert table.const_value is not None
-    array, bits = table.const_value.numpy(), 16 if scheme == "f16" else 8
+    array = table.const_value.numpy()
     if array.dtype.itemsize * 8 <= bits:
         return None
-    quantized = np.empty(array.shape, np.float16 if bits == 16 else np.int8)
+    quantized = scratch.empty(array.shape, np.dtype(np.float16 if bits == 16 else np.int8))
     scales = np.ones((len(array), 1), np.float32)
-    error = size = 0.0
-    for start in range(0, len(array), _ROWS_PER_STEP):
-        chunk = slice(start, start + _ROWS_PER_STEP)
+
+    def quantize(chunk: slice) -> tuple[float, float]:
+        """Quantize rows, and return the sums of squares of their errors and elements."""
         rows = array[chunk].astype(np.float32)
-        if not np.isfinite(rows).all():
-            return None
-        with np.errstate(over="ignore"):
-            if bits == 8:
-                largest = np.abs(rows).max(axis=1, keepdims=True)
-                scales[chunk] = largest / np.float32(127)
-                scales[chunk][scales[chunk] == 0] = 1  # for rows of zeros, or below the smallest scale
-                quantized[chunk] = np.rint(rows / scales[chunk]).clip(-127, 127)
-            else:
-                quantized[chunk] = rows
-        stored = quantized[chunk].astype(np.float32) * scales[chunk]
-        if not np.isfinite(stored).all():
-            return None
-        error += float(np.square(stored - rows, dtype=np.float64).sum())
-        size += float(np.square(rows, dtype=np.float64).sum())
+        if bits == 8:
+            largest = np.abs(rows).max(axis=1, keepdims=True)
+            scales[chunk] = largest / np.float32(127)
+            scales[chunk][scales[chunk] == 0] = 1  # for rows of zeros, or below the smallest scale
+            quantized[chunk] = np.rint(rows / scales[chunk]).clip(-127, 127)
+        else:
+            quantized[chunk] = rows
+        return measure_error(rows, quantized[chunk].astype(np.float32) * scales[chunk])
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = map_columns(quantize, array.shape[1], len(array))
+    error, size = (sum(terms) for terms in zip(*squares, strict=True))
+    if not np.isfinite(error):
+        return None
     initializer = add_initializer(graph, f"{table.name}_quantized", quantized)
     return _QuantizedTable(
         initializer, add_initializer(graph, f"{table.name}_scales", scales) if bits == 8 else None, (error, size)

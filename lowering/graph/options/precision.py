@@ -22,7 +22,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ... import scratch
 from ...choices import Precision
+from ...chunks import map_columns
 from ..caches.cache_forms import is_growing_cache
 from ..loading.legality import iterate_bodies
 from ..rewriting.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
@@ -264,11 +266,17 @@ class _PrecisionConverter:
         lowest number hides them too.
         """
         assert value.const_value is not None
-        array = value.const_value.numpy().astype(np.float32)
-        limit = float(ml_dtypes.finfo(self.dtype.numpy()).max)
-        is_out_of_range = np.isfinite(array) & (np.abs(array) > limit)
-        self.clipped_count += int(is_out_of_range.any())
-        narrow = np.where(is_out_of_range, np.copysign(np.float32(limit), array), array).astype(self.dtype.numpy())
+        elements = value.const_value.numpy()
+        flat, limit = elements.reshape(-1), np.float32(ml_dtypes.finfo(self.dtype.numpy()).max)
+        narrow = scratch.empty(elements.shape, self.dtype.numpy())
+
+        def round_elements(chunk: slice) -> bool:
+            array = flat[chunk].astype(np.float32)
+            is_out_of_range = np.isfinite(array) & (np.abs(array) > limit)
+            narrow.reshape(-1)[chunk] = np.where(is_out_of_range, np.copysign(limit, array), array)
+            return bool(is_out_of_range.any())
+
+        self.clipped_count += any(map_columns(round_elements, 1, flat.size))
         return add_initializer(self.graph, f"{value.name}/{self.dtype.name.lower()}", narrow)
 
     def widen_subgraphs(self, node: ir.Node) -> None:

@@ -41,6 +41,11 @@ def operand_orders(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     yield b, a
 
 
+def label(node: ir.Node) -> str:
+    """Return the operator and the name of a node, or of its first output if it has none."""
+    return f"{node.op_type} {node.name or node.outputs[0].name or ''}"
+
+
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
     stored = node.attributes.get(name)
     return default if stored is None else stored.value

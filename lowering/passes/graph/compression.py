@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...choices import INT8_ROWS, Scheme
+from ...choices import BITS, INT8_ROWS, Scheme
+from ...chunks import map_columns, measure_error
 from ...importing.quantized_matrix import INT4_BLOCK, QuantizedMatrix, quantize_matrix
 
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
@@ -17,19 +18,49 @@ def to_array(weight: np.ndarray | QuantizedMatrix) -> np.ndarray:
     return weight.array() if isinstance(weight, QuantizedMatrix) else weight
 
 
-def prepare_matrix(
-    matrix: np.ndarray | QuantizedMatrix, compression: Compression | None, accuracy_level: int | None
-) -> np.ndarray | QuantizedMatrix:
-    """Return a matrix [K, N] as it is packed: compressed if a scheme is set; floats if its blocks are short."""
-    if isinstance(matrix, np.ndarray) and compression is not None:
-        matrix = compression.compress(matrix)
-    if isinstance(matrix, QuantizedMatrix) and accuracy_level is not None:
-        matrix = replace(matrix, permits_int8_rows=accuracy_level == INT8_ROWS)
-    has_short_blocks = isinstance(matrix, QuantizedMatrix) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
-    return to_array(matrix) if has_short_blocks else matrix
+class Preparation:
+    """Prepares constant matrices for packing, by schemes and an accuracy level, and describes what it has compressed."""
+
+    def __init__(self, accuracy_level: int | None) -> None:
+        self.accuracy_level = accuracy_level
+        self._compressions: dict[Scheme, _Compression] = {}
+
+    def prepare(self, matrix: np.ndarray | QuantizedMatrix, scheme: Scheme | None) -> np.ndarray | QuantizedMatrix:
+        """Return a matrix [K, N] as it is packed: compressed if a scheme is set; floats if its blocks are short."""
+        if isinstance(matrix, np.ndarray) and scheme is not None:
+            matrix = self._compressions.setdefault(scheme, _Compression(scheme)).compress(matrix)
+        if isinstance(matrix, QuantizedMatrix) and self.accuracy_level is not None:
+            matrix = replace(matrix, permits_int8_rows=self.accuracy_level == INT8_ROWS)
+        has_short_blocks = isinstance(matrix, QuantizedMatrix) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
+        return to_array(matrix) if has_short_blocks else matrix
+
+    def list_costs(self) -> list[str]:
+        """Return a description of each scheme's cost for the user."""
+        return [compression.describe_cost() for compression in self._compressions.values()]
 
 
-class Compression:
+def _round_to_float16(matrix: np.ndarray) -> np.ndarray:
+    """Return a matrix rounded to float16, with infinities for numbers beyond its range."""
+    rounded = np.empty(matrix.shape, np.float16)
+
+    def round_columns(chunk: slice) -> None:
+        rounded[:, chunk] = matrix[:, chunk]
+
+    with np.errstate(over="ignore"):
+        map_columns(round_columns, *matrix.shape)
+    return rounded
+
+
+def _get_columns(matrix: np.ndarray | QuantizedMatrix, chunk: slice) -> np.ndarray | QuantizedMatrix:
+    return matrix.get_columns(chunk) if isinstance(matrix, QuantizedMatrix) else matrix[:, chunk]
+
+
+def _sum_squares(matrix: np.ndarray, smaller: np.ndarray | QuantizedMatrix) -> tuple[float, float]:
+    """Return the sums of squares of the errors, and of a matrix; not finite if an element of either is not."""
+    return measure_error(matrix, to_array(smaller.astype(np.dtype(np.float32))))
+
+
+class _Compression:
     """Compresses matrices by a scheme, and accumulates statistics."""
 
     def __init__(self, scheme: Scheme) -> None:
@@ -41,24 +72,25 @@ class Compression:
 
     def compress(self, matrix: np.ndarray) -> np.ndarray | QuantizedMatrix:
         """Return a float matrix [K, N] in the scheme; unchanged if that is not smaller, or cannot represent it."""
-        bits = {"f16": 16, "int8": 8, "int4": 4}[self.scheme]
-        if matrix.dtype.itemsize * 8 <= bits or not np.isfinite(matrix).all() or matrix.shape[0] < _MIN_BLOCK:
+        bits = BITS[self.scheme]
+        if matrix.dtype.itemsize * 8 <= bits or matrix.shape[0] < _MIN_BLOCK:
             self.left += 1
             return matrix
-        with np.errstate(over="ignore"):
-            smaller = matrix.astype(np.float16) if bits == 16 else quantize_matrix(matrix, bits)
-        exact, array = matrix.astype(np.float32), to_array(smaller).astype(np.float32)
-        if not np.isfinite(array).all():
+        smaller = _round_to_float16(matrix) if bits == 16 else quantize_matrix(matrix, bits)
+        with np.errstate(invalid="ignore", over="ignore"):
+            squares = map_columns(lambda chunk: _sum_squares(matrix[:, chunk], _get_columns(smaller, chunk)), *matrix.shape)
+        error, size = (sum(terms) for terms in zip(*squares, strict=True))
+        if not np.isfinite(error):
             self.left += 1
             return matrix
         self.compressed += 1
         self.bytes[0] += matrix.nbytes
         self.bytes[1] += smaller.nbytes
-        self.squares[0] += float(np.square(array - exact, dtype=np.float64).sum())
-        self.squares[1] += float(np.square(exact, dtype=np.float64).sum())
+        self.squares[0] += error
+        self.squares[1] += size
         return smaller
 
-    def cost(self) -> str:
+    def describe_cost(self) -> str:
         """Return a description of the compression for the user."""
         how = {
             "f16": "f16",

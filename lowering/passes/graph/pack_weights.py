@@ -4,8 +4,8 @@ A matmul x W with a constant matrix W becomes a matmul with W stored in panels (
 (weight_layouts.py). Transposes and casts between the weight and the matmul are applied at compile time. A weight with
 other readers is preserved, too.
 
-Quantized matrices stay integers and scales (schedules/reading/quantized_weights.py), and float ones are quantized if a
-scheme is set.
+Quantized matrices stay integers and scales (schedules/reading/quantized_weights.py), and float ones are quantized if
+the node that multiplies by them has a scheme.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules import QUAD, read_cpu_features
 
-from ...choices import INT8_ROWS
+from ...choices import INT8_ROWS, Scheme
 from ...importing.quantized_matrix import QuantizedMatrix
 from ..compile_state import CompileState
-from .compression import Compression, prepare_matrix
+from .compression import Preparation
 from .constants import FLOATS, WeightTracer, make_parameters, replace_main_body
 from .convolutions import (
     OUT_ELEMENTWISE_FUSABLE,
@@ -46,23 +46,22 @@ def pack_weights(state: CompileState) -> CompileState:
     """Let `main` multiply by packed weights; the state then has them in the order of its parameters.
 
     Only matrices of float32, float16 and bfloat16 on the right of a matmul are packed; accumulators are float32. Unused
-    weights are dropped. Quantized weights with other readers become floats. With the option `scheme`, float matrices
-    are compressed: int8 with a scale for each column, int4 with a scale for each column and 32 rows, or f16.
+    weights are dropped. Quantized weights with other readers become floats. With a scheme, float matrices are
+    compressed: int8 with a scale for each column, int4 with a scale for each column and 32 rows, or f16.
     """
     target, weights = state.target.tvm, dict(state.weights)
-    compression = None if state.options.scheme is None else Compression(state.options.scheme)
     layout: PanelLayout | ColumnLayout
     if target.kind.name == "llvm":
         layout = PanelLayout(read_cpu_features(target))
     else:
-        layout = ColumnLayout(state.tensor_core_dtypes, compression is not None)
-    prepare = functools.partial(prepare_matrix, compression=compression, accuracy_level=state.options.accuracy_level)
-    packer = _WeightPacker(state.module, weights, layout, prepare)
+        layout = ColumnLayout(state.tensor_core_dtypes)
+    preparation = Preparation(state.options.accuracy_level)
+    packer = _WeightPacker(state, weights, layout, preparation)
     main = state.module["main"]
     body = packer.visit_expr(main.body)
     new_weights = [parameter for weight in packer.packed.values() if weight for parameter in weight.parameters]
     mod, packed = replace_main_body(packer.builder_.get(), main, body, new_weights, weights)
-    notes = state.notes if compression is None else (*state.notes, compression.cost())
+    notes = (*state.notes, *preparation.list_costs())
     if packer.int8_rows:
         notes = (
             *notes,
@@ -89,16 +88,23 @@ class _WeightPacker(PyExprMutator):
 
     def __init__(
         self,
-        mod: tvm.IRModule,
+        state: CompileState,
         weights: dict[str, np.ndarray | QuantizedMatrix],
         layout: PanelLayout | ColumnLayout,
-        prepare: Callable[[np.ndarray | QuantizedMatrix], np.ndarray | QuantizedMatrix],
+        preparation: Preparation,
     ) -> None:
-        super().__init__(mod)
-        self.mod, self.weights, self.layout, self.prepare = mod, weights, layout, prepare
+        super().__init__(state.module)
+        self.mod, self.weights, self.layout, self.preparation = state.module, weights, layout, preparation
+        self.origins, self.schemes = state.origins, state.options.schemes
+        self.scheme: Scheme | None = None  # of the binding that is visited
         self.packed: dict[tuple[str, ...], _PackedWeight | None] = {}
         self.int8_rows = 0
-        self.constants = WeightTracer(weights, set(mod["main"].params), self.lookup_binding)
+        self.constants = WeightTracer(weights, set(self.mod["main"].params), self.lookup_binding)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        nodes = self.origins.get(binding.var.name, ())
+        self.scheme = next((self.schemes.find(node) for node in nodes), self.schemes.default)
+        super().visit_var_binding_(binding)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
@@ -119,10 +125,11 @@ class _WeightPacker(PyExprMutator):
         if not (self.layout.packs_int8 if is_int8 else {x_dtype, matrix.dtype.name, dtype} <= set(FLOATS)):
             return call
         columns, lanes = matrix.shape[1], self.layout.choose_lanes(matrix, x_dtype)
-        key = (*steps, *_LANE_STEPS[lanes])
+        scheme = None if is_int8 else self.scheme
+        key = self.make_key(steps, scheme, lanes)
         if key not in self.packed:
-            prepared = matrix if is_int8 else self.prepare(matrix)
-            is_packed = self.layout.is_packed(prepared, x_dtype, steps)
+            prepared = matrix if is_int8 else self.preparation.prepare(matrix, scheme)
+            is_packed = self.layout.is_packed(prepared, x_dtype, steps, scheme)
             stored_lanes = self.layout.choose_lanes(prepared, x_dtype)
             width = self.layout.choose_width(columns, stored_lanes)
             self.packed[key] = self.pack(key, prepared, width, stored_lanes) if is_packed else None
@@ -138,10 +145,10 @@ class _WeightPacker(PyExprMutator):
         if matrices is None:
             return call
         x_dtype = str(grouped.rows.ty.dtype)
-        lanes = _LANE_STEPS[self.layout.choose_lanes(matrices, x_dtype)]
-        key, nr = (*steps, "grouped", *lanes), self.layout.choose_width(grouped.columns)
+        lanes = self.layout.choose_lanes(matrices, x_dtype)
+        key, nr = self.make_key((*steps, "grouped"), self.scheme, lanes), self.layout.choose_width(grouped.columns)
         if key not in self.packed:
-            prepared = grouped.pad(self.prepare(matrices), nr)
+            prepared = grouped.pad(self.preparation.prepare(matrices, self.scheme), nr)
             self.packed[key] = self.pack(key, prepared, nr, self.layout.choose_lanes(prepared, x_dtype))
         compute = functools.partial(grouped.compute, nr=nr)
         return self.emit(key, "grouped_matmul", compute, grouped.rows, grouped.table)
@@ -156,7 +163,7 @@ class _WeightPacker(PyExprMutator):
             return self.pack_grouped_convolution(call, convolution, steps, weights)
         matrix = weights.reshape(-1, weights.shape[-1])
         lanes = self.layout.choose_lanes(matrix, x_dtype)
-        key = (*steps, "patches", *_LANE_STEPS[lanes])
+        key = self.make_key((*steps, "patches"), None, lanes)
         if key not in self.packed:
             width = self.layout.choose_width(matrix.shape[1])
             self.packed[key] = self.make_weight(key, *pack_matrix(matrix, width, lanes))
@@ -178,6 +185,10 @@ class _WeightPacker(PyExprMutator):
         compute = functools.partial(make_grouped_convolution, convolution, groups)
         matmuls = self.emit(key, "packed_convolution", compute, call.args[0], call.ty.shape)
         return relax.op.reshape(self.builder_.emit(matmuls), call.ty.shape)
+
+    def make_key(self, steps: tuple[str, ...], scheme: Scheme | None, lanes: int) -> tuple[str, ...]:
+        """Return the name of a weight: how it is made of one of the model, by its parts."""
+        return (*steps, *filter(None, [scheme]), *_LANE_STEPS[lanes])
 
     def pack(
         self, steps: tuple[str, ...], matrix: np.ndarray | QuantizedMatrix, width: int, lanes: int

@@ -16,7 +16,9 @@ from tvm import te, topi
 
 from schedules.reading.quantized_weights import NIBBLES, QUAD, PanelFormat, dequantize_element
 
-from ...importing.quantized_matrix import QuantizedMatrix, pack_bits
+from ... import scratch
+from ...chunks import map_columns
+from ...importing.quantized_matrix import QuantizedMatrix
 
 # A function of components in panels, k and j, which returns B[k, j] in the type of the accumulator.
 ElementReader: TypeAlias = Callable[..., tvm.ir.Expr]
@@ -27,11 +29,23 @@ def pack(matrix: np.ndarray, nr: int, lanes: int = 1) -> np.ndarray:
 
     The last axis is omitted for one lane.
     """
-    rows, columns = matrix.shape
+    return _pack_chunks(lambda chunk: matrix[:, chunk], *matrix.shape, matrix.dtype, nr, lanes)
+
+
+def _pack_chunks(
+    read: Callable[[slice], np.ndarray], rows: int, columns: int, dtype: np.dtype, nr: int, lanes: int
+) -> np.ndarray:
+    """Pack a matrix [rows, columns] as `pack` does, whose columns `read` returns."""
     steps, panels = -(-rows // lanes), -(-columns // nr)
-    padded = np.zeros((steps * lanes, panels * nr), matrix.dtype)
-    padded[:rows, :columns] = matrix
-    packed = np.ascontiguousarray(padded.reshape(steps, lanes, panels, nr).transpose(2, 0, 3, 1))
+    packed = scratch.empty((panels, steps, nr, lanes), dtype)
+
+    def pack_chunk(chunk: slice) -> None:
+        first, last = chunk.start // nr, -(-chunk.stop // nr)
+        padded = np.zeros((steps * lanes, (last - first) * nr), dtype)
+        padded[:rows, : chunk.stop - chunk.start] = read(chunk)
+        packed[first:last] = padded.reshape(steps, lanes, last - first, nr).transpose(2, 0, 3, 1)
+
+    map_columns(pack_chunk, rows, columns, nr)
     return packed[..., 0] if lanes == 1 else packed
 
 
@@ -75,12 +89,24 @@ def pack_matrix(
 
 
 def _pack_nibbles(values: np.ndarray, form: PanelFormat) -> np.ndarray:
-    """Pack values [K, N] of 4 bits into panels [ceil(N / nr), ceil(K / 8), nr] of int32."""
-    if form.quads:
-        padded = np.pad(values + 8, [(0, -len(values) % NIBBLES), (0, 0)], constant_values=8)
-        quads = padded.reshape(-1, NIBBLES // QUAD, QUAD, values.shape[1])
-        values = quads.swapaxes(1, 2).reshape(padded.shape)
-    return pack(pack_bits(values.T, 4, np.uint32).T.astype(np.int32), form.nr)
+    """Pack values [K, N] of 4 bits into panels [ceil(N / nr), ceil(K / 8), nr] of int32, lowest bits first.
+
+    Those of quads are counted from 0, and a value of the first quad is before one of the second.
+    """
+    rows, columns = values.shape
+    words = -(-rows // NIBBLES)
+
+    def read_words(chunk: slice) -> np.ndarray:
+        padded = np.zeros((words * NIBBLES, chunk.stop - chunk.start), np.int8)
+        padded[:rows] = values[:, chunk]
+        nibbles = padded.view(np.uint8) + np.uint8(8 * form.quads) & 15
+        if form.quads:
+            nibbles = nibbles.reshape(words, NIBBLES // QUAD, QUAD, -1).swapaxes(1, 2)
+        low, high = nibbles.reshape(words, NIBBLES // 2, 2, -1).swapaxes(0, 2)
+        octets = low | high << np.uint8(4)  # [4, words, columns]
+        return np.ascontiguousarray(octets.transpose(1, 2, 0)).view("<i4")[..., 0]
+
+    return _pack_chunks(read_words, words, columns, np.dtype(np.int32), form.nr, 1)
 
 
 def packed_matmul(

@@ -10,6 +10,7 @@ import numpy as np
 
 from schedules import CHUNK_BYTES, QUAD, CpuFeatures, choose_row_block, panel_width
 
+from ...choices import Scheme
 from ...importing.quantized_matrix import QuantizedMatrix
 
 
@@ -39,7 +40,9 @@ class PanelLayout:
             return QUAD
         return 2 if self.cpu.bf16_dot and matrix.dtype.name == x_dtype == "bfloat16" else 1
 
-    def is_packed(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str, steps: tuple[str, ...]) -> bool:
+    def is_packed(
+        self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str, steps: tuple[str, ...], scheme: Scheme | None
+    ) -> bool:
         return True
 
 
@@ -54,7 +57,6 @@ class ColumnLayout:
     """
 
     on_tensor_cores: Sequence[str]
-    has_scheme: bool
     min_columns: ClassVar[int] = 1
     packs_convolutions: ClassVar[bool] = False
     packs_int8: ClassVar[bool] = False
@@ -66,9 +68,15 @@ class ColumnLayout:
     def choose_lanes(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str) -> int:
         return 1
 
-    def is_packed(self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str, steps: tuple[str, ...]) -> bool:
-        """Return whether a matrix of a matmul with an x of that type is packed; its name and transforms are steps."""
-        if isinstance(matrix, QuantizedMatrix) or (self.has_scheme and matrix.dtype == np.float16 != np.dtype(x_dtype)):
+    def is_packed(
+        self, matrix: np.ndarray | QuantizedMatrix, x_dtype: str, steps: tuple[str, ...], scheme: Scheme | None
+    ) -> bool:
+        """Return whether a matrix of a matmul with an x of that type is packed.
+
+        Its name and transforms are steps, and scheme is how it may have been compressed.
+        """
+        is_compressed = scheme is not None and matrix.dtype == np.float16 != np.dtype(x_dtype)
+        if isinstance(matrix, QuantizedMatrix) or is_compressed:
             return True
         is_aligned = matrix.shape[0] * matrix.dtype.itemsize % CHUNK_BYTES == 0
         return matrix.dtype.name == x_dtype and x_dtype in self.on_tensor_cores and is_aligned and len(steps) == 1

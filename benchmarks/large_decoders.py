@@ -1,0 +1,118 @@
+"""What it takes to compile a decoder of a published width: CPU time, and memory that no file backs.
+
+The weights are random and in a file of their own, as exporters write large models. The compiler runs as its command,
+in a process of its own, whose memory is sampled: RssAnon and RssShmem of /proc/PID/status, which the machine must
+have, unlike pages of mapped files, which it can drop.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from lowering.demo.decoder import DecoderConfig, ModelBuilder, build_decoder
+
+WIDTHS = {
+    # Llama 3.2 1B and Llama 3 8B, whose heads are matrices of their own here.
+    "llama-1b": DecoderConfig(16, 2048, 32, 8, 64, 8192, 128256),
+    "llama-8b": DecoderConfig(32, 4096, 32, 8, 128, 14336, 128256),
+    "small": DecoderConfig(),
+}
+
+_DATA = "weights.data"
+_SAMPLE_SECONDS = 0.02
+_NOISE = 1 << 20  # random numbers that weights repeat, each from a start of its own
+_SMALL = 1 << 16  # elements; smaller constants are in the model's file
+
+
+class _LargeModelBuilder(ModelBuilder):
+    """Writes weights to a file as they are added, in `dtype`."""
+
+    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+        super().__init__(seed=0)
+        self.dtype, self.count = dtype, 0
+        self.file = (folder / _DATA).open("wb")
+        self.noise = np.tile(self.rng.standard_normal(_NOISE).astype(np.float32), 2)
+
+    def constant(self, array: np.ndarray, name: str) -> str:
+        return super().constant(array.astype(self.dtype) if array.dtype == np.float32 else array, name)
+
+    def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
+        scale = 1 / np.sqrt(shape[0]) if scale is None else scale
+        noise, left, begin = (self.noise * np.float32(scale)).astype(self.dtype), int(np.prod(shape)), self.file.tell()
+        while left:
+            first = int(self.rng.integers(_NOISE))
+            left -= self.file.write(noise[first : first + min(left, _NOISE)].tobytes()) // self.dtype.itemsize
+        tensor = TensorProto(name=name, dims=shape, data_type=helper.np_dtype_to_tensor_dtype(self.dtype))
+        entries = {"location": _DATA, "offset": str(begin), "length": str(self.file.tell() - begin)}
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.extend(onnx.StringStringEntryProto(key=k, value=v) for k, v in entries.items())
+        self.initializers.append(tensor)
+        self.count += int(np.prod(shape))
+        return name
+
+
+def write_decoder(folder: Path, config: DecoderConfig, dtype: str) -> tuple[Path, int]:
+    """Write the model with weights, activations and caches of that type; return its path and number of weights."""
+    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    graph = _LargeModelBuilder(folder, numpy_dtype)
+    model = build_decoder(config, graph)
+    graph.file.close()
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(numpy_dtype)
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    return path, graph.count
+
+
+def run(names: Sequence[str], dtype: str, options: Sequence[str], parent: Path | None) -> None:
+    """Print what the compilation of each decoder takes; the compiler's cache of artifacts is not used."""
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=parent, prefix="large-decoder-") as folder:
+            path, count = write_decoder(Path(folder), WIDTHS[name], dtype)
+            seconds, cpu, peak = _compile(path, Path(folder), options)
+            size = sum(file.stat().st_size for file in (Path(folder) / "compiled").iterdir())
+            print(
+                f"{name} {dtype} {' '.join(options) or 'unchanged'}: {count / 1e9:.2f} billion weights, "
+                f"{(Path(folder) / _DATA).stat().st_size / 2**30:.2f} GiB; {seconds:.0f} s, {cpu:.0f} s of CPU "
+                f"({cpu / 60 / (count / 1e9):.2f} minutes a billion); peak {peak / 2**30:.2f} GiB of RssAnon and "
+                f"RssShmem; artifact {size / 2**30:.2f} GiB",
+                flush=True,
+            )
+
+
+def _compile(path: Path, folder: Path, options: Sequence[str]) -> tuple[float, float, int]:
+    """Return seconds, seconds of CPU and the peak of bytes."""
+    command = [sys.executable, "-m", "lowering", "compile", str(path), "-o", str(folder / "compiled"), *options]
+    environment = {**os.environ, "ONNX_LOWERING_CACHE": str(folder / "cache")}
+    before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
+    process = subprocess.Popen(command, env=environment)
+    while process.poll() is None:
+        peak = max(peak, _read_memory(process.pid))
+        time.sleep(_SAMPLE_SECONDS)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} failed with exit status {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - start, cpu, peak
+
+
+def _read_memory(pid: int) -> int:
+    """Return the bytes of a process that no file backs; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
