@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `python -m benchmarks compile|stores|pages`."""
+"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `... compile|stores|pages`."""
 
 from __future__ import annotations
 

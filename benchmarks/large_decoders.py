@@ -1,8 +1,8 @@
-"""What it takes to compile a decoder of a published width: CPU time, and memory that no file backs.
+"""CPU time and memory of the compilation of a decoder of a published width.
 
 The weights are random and in a file of their own, as exporters write large models. The compiler runs as its command,
-in a process of its own, whose memory is sampled: RssAnon and RssShmem of /proc/PID/status, which the machine must
-have, unlike pages of mapped files, which it can drop.
+in a process of its own, whose memory is sampled: RssAnon and RssShmem of /proc/PID/status. Pages of mapped files do
+not count: the machine can drop them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from lowering.demo.decoder import DecoderConfig, ModelBuilder, build_decoder
 
@@ -27,13 +28,21 @@ WIDTHS = {
     # Llama 3.2 1B and Llama 3 8B, whose heads are matrices of their own here.
     "llama-1b": DecoderConfig(16, 2048, 32, 8, 64, 8192, 128256),
     "llama-8b": DecoderConfig(32, 4096, 32, 8, 128, 14336, 128256),
-    "small": DecoderConfig(),
 }
 
 _DATA = "weights.data"
 _SAMPLE_SECONDS = 0.02
 _NOISE = 1 << 20  # random numbers that weights repeat, each from a start of its own
 _SMALL = 1 << 16  # elements; smaller constants are in the model's file
+
+
+@dataclass(frozen=True)
+class CompilationCost:
+    """Seconds, seconds of CPU, and the peak of bytes that no file backs."""
+
+    seconds: float
+    cpu: float
+    peak: int
 
 
 class _LargeModelBuilder(ModelBuilder):
@@ -78,23 +87,24 @@ def write_decoder(folder: Path, config: DecoderConfig, dtype: str) -> tuple[Path
 
 
 def run(names: Sequence[str], dtype: str, options: Sequence[str], parent: Path | None) -> None:
-    """Print what the compilation of each decoder takes; the compiler's cache of artifacts is not used."""
+    """Print the cost of compiling each decoder; the compiler's cache of artifacts is not used."""
     for name in names:
         with tempfile.TemporaryDirectory(dir=parent, prefix="large-decoder-") as folder:
             path, count = write_decoder(Path(folder), WIDTHS[name], dtype)
-            seconds, cpu, peak = _compile(path, Path(folder), options)
+            cost = compile_measured(path, Path(folder), options)
+            data = (Path(folder) / _DATA).stat().st_size
             size = sum(file.stat().st_size for file in (Path(folder) / "compiled").iterdir())
             print(
                 f"{name} {dtype} {' '.join(options) or 'unchanged'}: {count / 1e9:.2f} billion weights, "
-                f"{(Path(folder) / _DATA).stat().st_size / 2**30:.2f} GiB; {seconds:.0f} s, {cpu:.0f} s of CPU "
-                f"({cpu / 60 / (count / 1e9):.2f} minutes a billion); peak {peak / 2**30:.2f} GiB of RssAnon and "
-                f"RssShmem; artifact {size / 2**30:.2f} GiB",
+                f"{data / 2**30:.2f} GiB; {cost.seconds:.0f} s, {cost.cpu:.0f} s of CPU "
+                f"({cost.cpu / 60 / (count / 1e9):.2f} minutes a billion); peak {cost.peak / 2**30:.2f} GiB of RssAnon "
+                f"and RssShmem; artifact {size / 2**30:.2f} GiB",
                 flush=True,
             )
 
 
-def _compile(path: Path, folder: Path, options: Sequence[str]) -> tuple[float, float, int]:
-    """Return seconds, seconds of CPU and the peak of bytes."""
+def compile_measured(path: Path, folder: Path, options: Sequence[str]) -> CompilationCost:
+    """Compile a model into `folder`/compiled, without other caches, and return the cost."""
     command = [sys.executable, "-m", "lowering", "compile", str(path), "-o", str(folder / "compiled"), *options]
     environment = {**os.environ, "ONNX_LOWERING_CACHE": str(folder / "cache")}
     before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
@@ -106,7 +116,7 @@ def _compile(path: Path, folder: Path, options: Sequence[str]) -> tuple[float, f
         sys.exit(f"{' '.join(command)} failed with exit status {process.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - start, cpu, peak
+    return CompilationCost(time.perf_counter() - start, cpu, peak)
 
 
 def _read_memory(pid: int) -> int:

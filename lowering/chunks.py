@@ -33,5 +33,5 @@ def measure_error(exact: np.ndarray, rounded: np.ndarray) -> tuple[float, float]
     """Return the sums of squares of the errors of a matrix, and of its elements; not finite if an element is not."""
     exact = exact.astype(np.float64)
     errors = rounded - exact
-    # A product by BLAS would start threads of its own.
+    # A matmul of BLAS would start threads of its own.
     return float(np.einsum("ij,ij->", errors, errors)), float(np.einsum("ij,ij->", exact, exact))

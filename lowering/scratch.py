@@ -1,7 +1,7 @@
 """Arrays in temporary files: large results of a compilation, which need not fit into memory.
 
-Inside `use_folder` they are mapped from files without names in that folder, which end with the arrays. Elsewhere, and
-if they are small, they are in memory.
+Inside `use_folder` they are mapped from nameless files in that folder, which end with the arrays. Small ones, and those
+made elsewhere, are in memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def use_folder(folder: Path) -> Iterator[None]:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array whose elements are undefined.
+    """Return an array of undefined elements.
 
     Raises:
-        ArtifactError: The file system has no room for it.
+        ArtifactError: The file system is full.
     """
     folder, size = _folder.get(), int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if folder is None or size < _MIN_BYTES:
@@ -52,8 +52,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     except OSError as error:
         raise ArtifactError(
             "artifact.scratch_not_writable",
-            f"{size / 2**20:.0f} MiB of weights cannot be written to a temporary file in '{folder}', where the artifact "
-            f"is written: {error.strerror or error}. Make room there, or name another folder for the artifact.",
+            f"{size / 2**20:.0f} MiB of weights cannot be written to a temporary file in '{folder}', the artifact's "
+            f"parent: {error.strerror or error}. Make room there, or name another folder for the artifact.",
         ) from error
     return np.frombuffer(mapped, dtype).reshape(shape)
 

@@ -30,9 +30,9 @@ DIM = (
 RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128: one run after the other"
 
 WEIGHTS = (
-    "compress the constant matrices of matmuls, and tables of embeddings: int8, int4 or f16; 'lm_head*=int8', repeated, "
-    "chooses by names of initializers, nodes and PyTorch modules: the first pattern that matches counts, and NAME=none "
-    "leaves a matrix as it is"
+    "compress the constant matrices of matmuls, and tables of embeddings: int8, int4 or f16; NAME=SCHEME, repeated, "
+    "chooses by the name of an initializer, node or PyTorch module, in which * stands for any characters: the first "
+    "that matches counts, and NAME=none leaves a matrix as it is"
 )
 
 ACCURACY_LEVEL = (

@@ -157,7 +157,8 @@ class CompileOptions:
     @property
     def narrowest_scheme(self) -> Scheme | None:
         """The scheme of `weights` with the fewest bits."""
-        return min(filter(None, self.schemes.values()), key=BITS.__getitem__, default=None)
+        schemes = [scheme for scheme in self.schemes.values() if scheme is not None]
+        return min(schemes, key=BITS.__getitem__, default=None)
 
     def _check_weights(self) -> None:
         if isinstance(self.weights, Mapping):

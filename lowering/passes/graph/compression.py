@@ -19,7 +19,7 @@ def to_array(weight: np.ndarray | QuantizedMatrix) -> np.ndarray:
 
 
 class Preparation:
-    """Prepares constant matrices for packing, by schemes and an accuracy level, and describes what it has compressed."""
+    """Prepares constant matrices for packing, by schemes and an accuracy level, and describes the costs."""
 
     def __init__(self, accuracy_level: int | None) -> None:
         self.accuracy_level = accuracy_level
@@ -78,7 +78,9 @@ class _Compression:
             return matrix
         smaller = _round_to_float16(matrix) if bits == 16 else quantize_matrix(matrix, bits)
         with np.errstate(invalid="ignore", over="ignore"):
-            squares = map_columns(lambda chunk: _sum_squares(matrix[:, chunk], _get_columns(smaller, chunk)), *matrix.shape)
+            squares = map_columns(
+                lambda chunk: _sum_squares(matrix[:, chunk], _get_columns(smaller, chunk)), *matrix.shape
+            )
         error, size = (sum(terms) for terms in zip(*squares, strict=True))
         if not np.isfinite(error):
             self.left += 1

@@ -22,6 +22,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from schedules import QUAD, read_cpu_features
 
 from ...choices import INT8_ROWS, Scheme
+from ...errors import ArtifactError
 from ...importing.quantized_matrix import QuantizedMatrix
 from ..compile_state import CompileState
 from .compression import Preparation
@@ -58,7 +59,7 @@ def pack_weights(state: CompileState) -> CompileState:
     preparation = Preparation(state.options.accuracy_level)
     packer = _WeightPacker(state, weights, layout, preparation)
     main = state.module["main"]
-    body = packer.visit_expr(main.body)
+    body = packer.rewrite(main.body)
     new_weights = [parameter for weight in packer.packed.values() if weight for parameter in weight.parameters]
     mod, packed = replace_main_body(packer.builder_.get(), main, body, new_weights, weights)
     notes = (*state.notes, *preparation.list_costs())
@@ -97,9 +98,23 @@ class _WeightPacker(PyExprMutator):
         self.mod, self.weights, self.layout, self.preparation = state.module, weights, layout, preparation
         self.origins, self.schemes = state.origins, state.options.schemes
         self.scheme: Scheme | None = None  # of the binding that is visited
+        self.error: ArtifactError | None = None  # which TVM makes a RuntimeError on its way to `rewrite`
         self.packed: dict[tuple[str, ...], _PackedWeight | None] = {}
         self.int8_rows = 0
         self.constants = WeightTracer(weights, set(self.mod["main"].params), self.lookup_binding)
+
+    def rewrite(self, body: relax.Expr) -> relax.Expr:
+        """Return the body with packed weights.
+
+        Raises:
+            ArtifactError: There is no room for them.
+        """
+        try:
+            return self.visit_expr(body)
+        except Exception:
+            if self.error is None:
+                raise
+            raise self.error from self.error.__cause__
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         nodes = self.origins.get(binding.var.name, ())
@@ -108,6 +123,14 @@ class _WeightPacker(PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
+        try:
+            return self.pack_call(call)
+        except ArtifactError as error:
+            self.error = error
+            raise
+
+    def pack_call(self, call: relax.Call) -> relax.Expr:
+        """Return a call by packed weights, or the call itself if it multiplies by none."""
         convolution = read_convolution(call) if self.layout.packs_convolutions else None
         if convolution is not None:
             return self.pack_convolution(call, convolution)

@@ -29,7 +29,8 @@ def pack(matrix: np.ndarray, nr: int, lanes: int = 1) -> np.ndarray:
 
     The last axis is omitted for one lane.
     """
-    return _pack_chunks(lambda chunk: matrix[:, chunk], *matrix.shape, matrix.dtype, nr, lanes)
+    rows, columns = matrix.shape
+    return _pack_chunks(lambda chunk: matrix[:, chunk], rows, columns, matrix.dtype, nr, lanes)
 
 
 def _pack_chunks(
@@ -94,19 +95,19 @@ def _pack_nibbles(values: np.ndarray, form: PanelFormat) -> np.ndarray:
     Those of quads are counted from 0, and a value of the first quad is before one of the second.
     """
     rows, columns = values.shape
-    words = -(-rows // NIBBLES)
+    groups = -(-rows // NIBBLES)
 
-    def read_words(chunk: slice) -> np.ndarray:
-        padded = np.zeros((words * NIBBLES, chunk.stop - chunk.start), np.int8)
+    def pack_nibbles(chunk: slice) -> np.ndarray:
+        padded = np.zeros((groups * NIBBLES, chunk.stop - chunk.start), np.int8)
         padded[:rows] = values[:, chunk]
         nibbles = padded.view(np.uint8) + np.uint8(8 * form.quads) & 15
         if form.quads:
-            nibbles = nibbles.reshape(words, NIBBLES // QUAD, QUAD, -1).swapaxes(1, 2)
-        low, high = nibbles.reshape(words, NIBBLES // 2, 2, -1).swapaxes(0, 2)
-        octets = low | high << np.uint8(4)  # [4, words, columns]
+            nibbles = nibbles.reshape(groups, NIBBLES // QUAD, QUAD, -1).swapaxes(1, 2)
+        low, high = nibbles.reshape(groups, NIBBLES // 2, 2, -1).swapaxes(0, 2)
+        octets = low | high << np.uint8(4)  # [4, groups, columns]
         return np.ascontiguousarray(octets.transpose(1, 2, 0)).view("<i4")[..., 0]
 
-    return _pack_chunks(read_words, words, columns, np.dtype(np.int32), form.nr, 1)
+    return _pack_chunks(pack_nibbles, groups, columns, np.dtype(np.int32), form.nr, 1)
 
 
 def packed_matmul(
