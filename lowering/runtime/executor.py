@@ -6,6 +6,8 @@ manifest. Each call runs on a virtual machine of its own, and idle ones wait for
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +35,18 @@ Memory = dict[int, tuple[str, Any] | None]
 Targets = dict[str, tuple[Tensor, Any]]
 
 
+_MAX_ITEMSIZE = 16  # bytes of the largest element
+_SMALL_BYTES = 1 << 16  # of all outputs of a call, which an idle virtual machine may keep
+
+_NO_STRINGS = StringTable(())
+
+
+class _ThreadState(threading.local):
+    """The number of threads that the code uses for calls from a thread, None for the default."""
+
+    threads: int | None = None
+
+
 class ModelExecutor:
     """The code of a model with its weights, which any number of threads may run at once."""
 
@@ -53,6 +67,13 @@ class ModelExecutor:
         self.outputs = [OutputPort(t) for t in manifest.outputs]
         # Idle virtual machines. Each call takes one, since two calls on one machine would crash.
         self._machines: list[Machine] = [library.new_machine()]
+        self._local = _ThreadState()
+        self._has_strings = any(t.dtype == "string" for t in (*manifest.inputs, *manifest.outputs))
+        self._may_keep_results = not manifest.donated and _has_small_outputs(manifest)
+
+    def new_strings(self) -> StringTable:
+        """Return the strings of a new call."""
+        return StringTable(self.manifest.strings) if self._has_strings else _NO_STRINGS
 
     @contextmanager
     def use_instrument(self, instrument: Instrument) -> Iterator[None]:
@@ -121,24 +142,24 @@ class ModelExecutor:
         return memory
 
     def run_code(self, tensors: list[Tensor], threads: int | None, release: bool) -> tvm_ffi.Array:
-        """Run the code, and return its results. With `release` the virtual machine keeps no reference to them."""
+        """Run the code, and return its results.
+
+        With `release` the virtual machine keeps no reference to them, unless they are small.
+        """
         try:
             machine = self._machines.pop()
         except IndexError:
             machine = self.library.new_machine()
         try:
-            if threads is None:
-                return machine.main(*tensors, *self.weights.argument)
-            self.library.set_threads(threads)
-            try:
-                return machine.main(*tensors, *self.weights.argument)
-            finally:
-                self.library.set_threads(0)
+            if threads != self._local.threads:
+                self.library.set_threads(threads or 0)
+                self._local.threads = threads
+            return machine.main(*tensors, *self.weights.argument)
         except Exception as error:
             code, reason = describe_failure(error)
             raise InputError(code, f"the model cannot run on these inputs: {reason}") from error
         finally:
-            if release:
+            if release and not self._may_keep_results:
                 machine.release()
             self._machines.append(machine)
 
@@ -153,6 +174,7 @@ class ModelExecutor:
     ) -> dict[str, Any]:
         """Return the outputs by name, in the caller's arrays where there are any, and else in memory of their own."""
         outputs = {}
+        has_weight = self.weights.contains
         returned: set[int] = set()
         copies: list[tuple[Tensor, Tensor]] = []
         for index, port in enumerate(self.outputs):
@@ -177,7 +199,7 @@ class ModelExecutor:
                 continue
             if to_host and self.gpu is not None:
                 tensor = self.gpu.to_host(tensor)
-            elif address in memory or address in returned or self.weights.contains(address) or is_shared(tensor):
+            elif address in memory or address in returned or has_weight(address) or is_shared(tensor):
                 # Copy memory of an input that is also an output, of a weight, of another output, or of a constant of
                 # the code.
                 tensor = copy_tensor(tensor)
@@ -187,6 +209,13 @@ class ModelExecutor:
         for tensor, target in copies:
             write_output(tensor, target)
         return collect_lists(outputs, self.manifest.outputs, self.manifest.output_lists)
+
+
+def _has_small_outputs(manifest: Manifest) -> bool:
+    sizes = [[dim for dim in t.dims if isinstance(dim, int)] for t in manifest.outputs]
+    is_static = all(len(dims) == len(t.dims) for dims, t in zip(sizes, manifest.outputs))
+    elements = sum(math.prod(dims) for dims in sizes)
+    return is_static and elements * _MAX_ITEMSIZE <= _SMALL_BYTES
 
 
 def check_input_names(arrays: Arrays, specs: tuple[TensorSpec, ...]) -> None:

@@ -106,7 +106,7 @@ class Model:
         """
         executor = self._executor
         inputs = executor.flatten_inputs(inputs)
-        strings = StringTable(self.manifest.strings)
+        strings = executor.new_strings()
         from_dlpack, on_host = detect_array_kind(inputs)
         shapes = [getattr(inputs.get(port.name), "shape", None) for port in executor.ports]
         tensors = executor.accept_inputs(executor.ports, inputs, None if shapes == self._shapes else {}, strings)

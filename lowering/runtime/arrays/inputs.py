@@ -57,6 +57,7 @@ class InputPort:
         self._numpy = self.element.numpy
         self._is_plain = not (self.element.is_carried or self.element.is_text)
         self._dims = spec.dims
+        self._is_simple = self._is_plain and bool(spec.dims)
         self._ranges = ranges
 
     def accept(self, array: Any, sizes: Sizes | None, strings: StringTable) -> Tensor:
@@ -65,6 +66,9 @@ class InputPort:
         sizes collects the symbolic dimensions of a call. It is None if all shapes of the call were checked before.
         Raises InputError for any array that the model does not take, before anything is written.
         """
+        is_known = sizes is None and self._is_simple and type(array) is np.ndarray and array.dtype is self._numpy
+        if is_known and array.flags.carray and array.size:  # the common case, without further checks
+            return tvm_ffi.from_dlpack(array)
         if type(array) is not np.ndarray:
             if not isinstance(array, (np.ndarray, np.generic)):
                 return self._accept_foreign(array, sizes, strings)

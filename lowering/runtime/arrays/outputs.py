@@ -46,7 +46,7 @@ def detect_array_kind(inputs: Mapping[str, Any]) -> tuple[FromDLPack, bool]:
 
     Raises InputError if `inputs` is not a mapping of arrays by name.
     """
-    if not isinstance(inputs, Mapping):
+    if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InputError(
             "input.mapping_required",
             f"the inputs are a {type(inputs).__name__}; pass a dict of arrays by the names of inputs.",
