@@ -56,7 +56,7 @@ def main() -> None:
         "compile", help="CPU time and memory of compiling a decoder of a published width, such as `compile llama-8b`"
     )
     compiled.add_argument("decoder", nargs="+", help="llama-1b, llama-8b")
-    compiled.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float16")
+    compiled.add_argument("--dtype", choices=("float32", "float16", "bfloat16", "int4"), default="float16")
     compiled.add_argument("--folder", type=Path, help="where models and artifacts are for a while")
     compiled.add_argument("--options", default="", help="options of `onnx-lowering compile`, such as '--weights int4'")
     compiled.set_defaults(run=_compile)

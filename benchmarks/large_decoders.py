@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +34,7 @@ WIDTHS = {
 _DATA = "weights.data"
 _SAMPLE_SECONDS = 0.02
 _NOISE = 1 << 20  # random numbers that weights repeat, each from a start of its own
-_SMALL = 1 << 16  # elements; smaller constants are in the model's file
+_BLOCK = 32  # successive k that share a scale
 
 
 @dataclass(frozen=True)
@@ -46,41 +47,64 @@ class CompilationCost:
 
 
 class _LargeModelBuilder(ModelBuilder):
-    """Writes weights to a file as they are added, in `dtype`."""
+    """Writes weights to a file as nodes read them, in `dtype`; with int4, matrices are those of MatMulNBits."""
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype, is_int4: bool) -> None:
         super().__init__(seed=0)
-        self.dtype, self.count = dtype, 0
+        self.dtype, self.is_int4, self.count = dtype, is_int4, 0
         self.file = (folder / _DATA).open("wb")
         self.noise = np.tile(self.rng.standard_normal(_NOISE).astype(np.float32), 2)
+        self.pending: dict[str, tuple[tuple[int, ...], float]] = {}  # shapes and scales of weights that no node reads
 
     def constant(self, array: np.ndarray, name: str) -> str:
         return super().constant(array.astype(self.dtype) if array.dtype == np.float32 else array, name)
 
     def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
-        scale = 1 / np.sqrt(shape[0]) if scale is None else scale
-        noise, left, begin = (self.noise * np.float32(scale)).astype(self.dtype), int(np.prod(shape)), self.file.tell()
+        self.pending[name] = shape, float(1 / np.sqrt(shape[0]) if scale is None else scale)
+        self.count += int(np.prod(shape))
+        return name
+
+    def node(self, op: str, *inputs: str, name: str, **attributes: Any) -> str:
+        weight = next((value for value in inputs if value in self.pending), None)
+        if weight is None:
+            return super().node(op, *inputs, name=name, **attributes)
+        shape, scale = self.pending.pop(weight)
+        if op != "MatMul" or not self.is_int4:
+            self.write(weight, shape, (self.noise * np.float32(scale)).astype(self.dtype))
+            return super().node(op, *inputs, name=name, **attributes)
+        (k, n), blocks = shape, shape[0] // _BLOCK
+        self.write(f"{weight}.values", (n, blocks, _BLOCK // 2), self.noise.view(np.uint8))
+        self.write(f"{weight}.scales", (n, blocks), np.full(2 * _NOISE, scale / 4, self.dtype))
+        operands = (inputs[0], f"{weight}.values", f"{weight}.scales")
+        sizes = {"K": k, "N": n, "bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
+        return super().node("MatMulNBits", *operands, name=name, domain="com.microsoft", **sizes, **attributes)
+
+    def write(self, name: str, shape: tuple[int, ...], noise: np.ndarray) -> None:
+        """Add an initializer whose data, which repeats `noise`, is in the file."""
+        begin, left = self.file.tell(), int(np.prod(shape))
         while left:
             first = int(self.rng.integers(_NOISE))
-            left -= self.file.write(noise[first : first + min(left, _NOISE)].tobytes()) // self.dtype.itemsize
-        tensor = TensorProto(name=name, dims=shape, data_type=helper.np_dtype_to_tensor_dtype(self.dtype))
+            left -= self.file.write(noise[first : first + min(left, _NOISE)].tobytes()) // noise.itemsize
+        tensor = TensorProto(name=name, dims=shape, data_type=helper.np_dtype_to_tensor_dtype(noise.dtype))
         entries = {"location": _DATA, "offset": str(begin), "length": str(self.file.tell() - begin)}
         tensor.data_location = TensorProto.EXTERNAL
         tensor.external_data.extend(onnx.StringStringEntryProto(key=k, value=v) for k, v in entries.items())
         self.initializers.append(tensor)
-        self.count += int(np.prod(shape))
-        return name
 
 
 def write_decoder(folder: Path, config: DecoderConfig, dtype: str) -> tuple[Path, int]:
-    """Write the model with weights, activations and caches of that type; return its path and number of weights."""
-    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    graph = _LargeModelBuilder(folder, numpy_dtype)
+    """Write the model with weights, activations and caches of that type; return its path and number of weights.
+
+    With int4, matrices are those of MatMulNBits, and the rest is float16.
+    """
+    numpy_dtype = np.dtype({"bfloat16": ml_dtypes.bfloat16, "int4": np.float16}.get(dtype, dtype))
+    graph = _LargeModelBuilder(folder, numpy_dtype, dtype == "int4")
     model = build_decoder(config, graph)
     graph.file.close()
     for value in (*model.graph.input, *model.graph.output):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(numpy_dtype)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     path = folder / "model.onnx"
     onnx.save(model, path)
     return path, graph.count

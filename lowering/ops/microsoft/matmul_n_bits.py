@@ -11,7 +11,9 @@ from dataclasses import replace
 import numpy as np
 from tvm import relax
 
+from ... import scratch
 from ...choices import INT8_ROWS
+from ...chunks import map_columns
 from ...importing.node import Node
 from ...importing.quantized_matrix import QuantizedMatrix, unpack_bits
 from ...importing.values import Value
@@ -104,8 +106,13 @@ def read_weight(
         z = (unpack_bits(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.int16) - offset).astype(np.int8)
     else:
         z = zeros.reshape(columns, blocks).astype(np.float32) - offset
-    q = unpack_bits(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
-    quantized = (q.astype(np.int16) - offset).astype(np.int8)
+    quantized, octets = scratch.empty((columns, rows), np.dtype(np.int8)), q.reshape(columns, -1)
+
+    def unpack(chunk: slice) -> None:
+        values = unpack_bits(octets[chunk], bits)[:, :rows]
+        quantized[chunk] = (values - np.uint8(offset)).view(np.int8)
+
+    map_columns(unpack, rows, columns)
     permits_int8_rows = node.attr("accuracy_level", 0) == INT8_ROWS
     return QuantizedMatrix(
         quantized, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype, permits_int8_rows

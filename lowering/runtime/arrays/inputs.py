@@ -66,8 +66,8 @@ class InputPort:
         sizes collects the symbolic dimensions of a call. It is None if all shapes of the call were checked before.
         Raises InputError for any array that the model does not take, before anything is written.
         """
-        is_known = sizes is None and self._is_simple and type(array) is np.ndarray and array.dtype is self._numpy
-        if is_known and array.flags.carray and array.size:  # the common case, without further checks
+        was_checked = sizes is None and self._is_simple and type(array) is np.ndarray and array.dtype is self._numpy
+        if was_checked and array.flags.carray and array.size:  # the common case, without further checks
             return tvm_ffi.from_dlpack(array)
         if type(array) is not np.ndarray:
             if not isinstance(array, (np.ndarray, np.generic)):
