@@ -1,7 +1,7 @@
 """Arrays in temporary files: large results of a compilation, which need not fit into memory.
 
-Inside `use_folder` they are mapped from nameless files in that folder, which end with the arrays. Small ones, and those
-made elsewhere, are in memory.
+Inside `use_folder` they are mapped from nameless files in that folder, each for many arrays, since a process may open
+few files. A file ends with its last array. Small arrays, and those made elsewhere, are in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,44 @@ import numpy as np
 from .errors import ArtifactError
 
 _MIN_BYTES = 1 << 20  # of an array in a file
+_FILE_BYTES = 1 << 30  # of a file, or one array if that is larger
 
-_folder: ContextVar[Path | None] = ContextVar("scratch_folder", default=None)
+
+class _Scratch:
+    """The current file, mapped to its whole size before its bytes exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor = -1
+        self._mapped: mmap.mmap | None = None
+        self._used = 0
+
+    def allocate(self, size: int) -> memoryview:
+        """Return writable memory. Raises OSError."""
+        if self._mapped is None or self._used + size > len(self._mapped):
+            self._open(max(size, _FILE_BYTES))
+        assert self._mapped is not None
+        # Without room in the file system, a write to a mapped page would end the process.
+        os.posix_fallocate(self._descriptor, self._used, size)
+        begin = self._used
+        self._used += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return memoryview(self._mapped)[begin : begin + size]
+
+    def _open(self, size: int) -> None:
+        self.close()
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            file.truncate(size)
+            self._mapped, self._used = mmap.mmap(file.fileno(), size), 0
+            self._descriptor = os.dup(file.fileno())
+
+    def close(self) -> None:
+        """Leave the file to its arrays."""
+        if self._mapped is not None:
+            os.close(self._descriptor)
+            self._mapped = None
+
+
+_scratch: ContextVar[_Scratch | None] = ContextVar("scratch", default=None)
 
 
 @contextmanager
@@ -29,33 +65,34 @@ def use_folder(folder: Path) -> Iterator[None]:
     path = Path(os.path.realpath(folder))
     while not path.is_dir() and path != path.parent:
         path = path.parent
-    token = _folder.set(path)
+    scratch = _Scratch(path)
+    token = _scratch.set(scratch)
     try:
         yield
     finally:
-        _folder.reset(token)
+        _scratch.reset(token)
+        scratch.close()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array of undefined elements.
 
     Raises:
-        ArtifactError: The file system is full.
+        ArtifactError: The file system is full, or the folder cannot be written.
     """
-    folder, size = _folder.get(), int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if folder is None or size < _MIN_BYTES:
+    scratch, size = _scratch.get(), int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if scratch is None or size < _MIN_BYTES:
         return np.empty(shape, dtype)
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a write to a mapped page without room would end the process
-            mapped = mmap.mmap(file.fileno(), size)
+        memory = scratch.allocate(size)
     except OSError as error:
         raise ArtifactError(
             "artifact.scratch_not_writable",
-            f"{size / 2**20:.0f} MiB of weights cannot be written to a temporary file in '{folder}', the artifact's "
-            f"parent: {error.strerror or error}. Make room there, or name another folder for the artifact.",
+            f"{size / 2**20:.0f} MiB of weights cannot be written to a temporary file in '{scratch.folder}', where the "
+            f"artifact is written: {error.strerror or error}. Make room there, or name another folder for the artifact "
+            "(TMPDIR for a model that is not saved).",
         ) from error
-    return np.frombuffer(mapped, dtype).reshape(shape)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def store(array: np.ndarray) -> np.ndarray:
@@ -63,7 +100,7 @@ def store(array: np.ndarray) -> np.ndarray:
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
-    if _folder.get() is None or not root.flags.owndata or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
+    if _scratch.get() is None or not root.flags.owndata or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
         return array
     stored = empty(array.shape, array.dtype)
     stored[...] = array

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arithmetic import LARGEST_SIZE
+from ..choices import SCHEMES
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -74,7 +75,18 @@ def parse_dims(options: list[str]) -> dict[str, int | tuple[int, int]]:
 
 
 def add_weights_option(parser: argparse.ArgumentParser, text: str = WEIGHTS) -> None:
-    parser.add_argument("--weights", action="append", default=[], metavar="[NAME=]SCHEME", help=text)
+    parser.add_argument(
+        "--weights", action="append", type=_check_scheme, default=[], metavar="[NAME=]SCHEME", help=text
+    )
+
+
+def _check_scheme(text: str) -> str:
+    name, equals, scheme = text.rpartition("=")
+    if scheme not in (*SCHEMES, "none") or (equals and not name):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write SCHEME or NAME=SCHEME; schemes are {', '.join(SCHEMES)} and none"
+        )
+    return text
 
 
 def parse_schemes(options: list[str]) -> Schemes | None:
@@ -85,13 +97,14 @@ def parse_schemes(options: list[str]) -> Schemes | None:
     """
     parsed: dict[str, Any] = {}
     for option in options:
-        pattern, equals, scheme = option.rpartition("=")
+        name, equals, scheme = option.rpartition("=")
+        pattern = name if equals else "*"
         if pattern in parsed:
             raise InputError(
                 "argument.weights_repeated",
-                f"--weights: the pattern '{pattern or '*'}' is given twice. Give each pattern one scheme.",
+                f"--weights: the pattern '{pattern}' is given twice. Give each pattern one scheme.",
             )
-        parsed[pattern if equals else "*"] = None if equals and scheme == "none" else scheme
+        parsed[pattern] = None if scheme == "none" else scheme
     return parsed or None
 
 

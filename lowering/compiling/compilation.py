@@ -127,19 +127,19 @@ class _ArtifactCompiler:
         matmuls = options.precision if options.precision in TF32 else None
         # The host does not read data in GPU memory.
         checks = options.checks and not any(target.architecture for target in self.targets)
+        schemes = choose_schemes(model, options.schemes)
         with progress.stage("importing"):
-            imported = import_model(model, lookup, tuple(lengths), checks, options.seed)
+            imported = import_model(model, lookup, tuple(lengths), checks, options.seed, schemes)
         inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
         pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
         notes += imported.warnings
-        schemes = choose_schemes(model, options.schemes)
         libraries, unscheduled = [], []
         for target in self.targets:
             choose = TunedRecords(None if options.database is None else Path(options.database), target).choose
             runs_on = self.stand_in or target
             kernels = KernelCompiler(runs_on)
             cached = kernels if dump is None else None  # a dump must show every scheduled kernel
-            pass_options = PassOptions(runs_on, pairs, schemes, options.accuracy_level, matmuls, choose, cached)
+            pass_options = PassOptions(runs_on, pairs, options.accuracy_level, matmuls, choose, cached)
             with progress.stage("lowering"):
                 lowered = run_passes(CompileState.from_imported(imported, target, pass_options), PASSES, dump)
             notes += lowered.notes

@@ -106,7 +106,7 @@ def _compile_into(
         if cached is not None:
             progress.LOG.info("the same file was compiled before: copied from %s", artifact_cache.folder())
             return cached
-    with _collect_garbage_rarely(), scratch.use_folder(folder):
+    with _collect_garbage_rarely(), scratch.use_folder(Path(os.path.realpath(folder)).parent):
         from . import artifact
         from .compilation import compiled
 

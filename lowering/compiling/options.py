@@ -171,3 +171,8 @@ class CompileOptions:
                 f"weights={self.weights!r} is not a supported compression of weights. Use {', '.join(SCHEMES)}, a "
                 "dictionary of them by patterns of names, or leave it out.",
             )
+        if "*" in [*self.schemes][:-1]:
+            raise InputError(
+                "weights.pattern_unreached",
+                "weights: the pattern '*' matches every name, and so those after it decide nothing. Put it last.",
+            )

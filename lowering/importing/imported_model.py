@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 
+from ..choices import Scheme
 from ..manifest import ListSpec
 from .origins import Origins
 from .quantized_matrix import QuantizedMatrix
@@ -36,5 +37,6 @@ class ImportedModel:
     strings: list[str]
     warnings: list[str]
     origins: Origins
+    schemes: dict[str, Scheme | None]  # how the constants that a variable is computed from are compressed
     assertions: dict[str, str]  # error text of a failed assertion, by the name of its variable
     derived: dict[str, Linear]  # sizes of inputs that follow from other sizes

@@ -18,6 +18,7 @@ from tvm import relax
 from ..errors import ModelError, NodeError
 from ..graph.loading.legality import declared_opset
 from ..graph.loading.model import dtype_name
+from ..graph.options.weight_schemes import NodeSchemes
 from .function_body import read_function_body
 from .imported_model import ImportedModel, Port
 from .node import Node, read_array
@@ -31,7 +32,12 @@ from .values import AbsentValue, Shape, Value, flatten_values, storage_dtype, st
 
 
 def import_model(
-    model: ir.Model, lookup: Lookup, sizes: Collection[str] = (), checks: bool = True, seed: int | str = 0
+    model: ir.Model,
+    lookup: Lookup,
+    sizes: Collection[str] = (),
+    checks: bool = True,
+    seed: int | str = 0,
+    schemes: NodeSchemes | None = None,
 ) -> ImportedModel:
     """Lower the model's graph to Relax.
 
@@ -41,6 +47,7 @@ def import_model(
         sizes: Names of inputs (int64 scalars) that the model uses as sizes.
         checks: Whether each run checks the tables of serving operators.
         seed: The seed of random nodes, or the name of the input (int64 scalar) that has it.
+        schemes: How constants are compressed, None for none.
 
     Returns:
         The imported model.
@@ -48,7 +55,7 @@ def import_model(
     Raises:
         NodeError: at the first node that cannot be lowered.
     """
-    return Importer(model, lookup, sizes=sizes, checks=checks, seed=seed).run()
+    return Importer(model, lookup, sizes=sizes, checks=checks, seed=seed, schemes=schemes).run()
 
 
 class Importer(FunctionTensors):
@@ -65,8 +72,9 @@ class Importer(FunctionTensors):
         sizes: Collection[str] = (),
         checks: bool = True,
         seed: int | str = 0,
+        schemes: NodeSchemes | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(schemes)
         self.model = model
         self.lookup = lookup
         self._seed_input = seed if isinstance(seed, str) else None
@@ -125,6 +133,7 @@ class Importer(FunctionTensors):
             list(self.strings),
             self.warnings,
             origins,
+            self.builder.schemes,
             self._assertions,
             derived,
         )

@@ -15,6 +15,8 @@ import tvm
 import tvm_ffi
 from tvm import ir, relax
 
+from ..choices import Scheme
+from ..graph.options.weight_schemes import NodeSchemes
 from ..graph.rewriting.matching import label
 
 Origins = dict[str, tuple[str, ...]]
@@ -22,27 +24,35 @@ Origins = dict[str, tuple[str, ...]]
 
 
 class OriginBuilder(relax.BlockBuilder):
-    """A BlockBuilder that records for every variable the node it was emitted for."""
+    """A BlockBuilder that records for every variable the node it was emitted for, and the scheme of its constants.
 
-    def __init__(self) -> None:
+    A node that another one is made of has the scheme of that one if none is chosen for it.
+    """
+
+    def __init__(self, schemes: NodeSchemes | None = None) -> None:
         super().__init__()
         self.origins: Origins = {}
+        self.schemes: dict[str, Scheme | None] = {}
         self._node: onnx_ir.Node | None = None
+        self._node_schemes = schemes or NodeSchemes()
+        self._scheme = self._node_schemes.default
 
     @contextmanager
     def lowering(self, node: onnx_ir.Node) -> Iterator[None]:
         """Attribute all that is emitted inside to this node."""
-        before, self._node = self._node, node
+        before = self._node, self._scheme
+        self._node, self._scheme = node, self._node_schemes.by_node.get(node, self._scheme)
         try:
             yield
         finally:
-            self._node = before
+            self._node, self._scheme = before
 
     def emit(self, expr: relax.Expr, name_hint: str = "") -> relax.Var:
         if self._node is None:
             return super().emit(expr, name_hint)
         var = super().emit(expr, name_hint or self._node.op_type)
         self.origins[var.name] = (label(self._node),)
+        self.schemes[var.name] = self._scheme
         return var
 
 

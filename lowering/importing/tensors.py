@@ -11,6 +11,7 @@ from tvm import relax, tirx
 
 from .. import scratch
 from ..errors import ModelError
+from ..graph.options.weight_schemes import NodeSchemes
 from .origins import OriginBuilder
 from .quantized_matrix import QuantizedMatrix
 from .sizes.expected_sizes import ExpectedSizes
@@ -42,10 +43,10 @@ class BindingScope:
 class FunctionTensors:
     """The contents of a function: bindings, symbolic sizes, weights, and the dictionary of strings."""
 
-    def __init__(self) -> None:
+    def __init__(self, schemes: NodeSchemes | None) -> None:
         self.symbols = Symbols()
         self.common_sizes = CommonSizes(self.symbols)
-        self.builder = OriginBuilder()
+        self.builder = OriginBuilder(schemes)
         self.inside = ""  # description of the graph that is being lowered, for errors
         self.expected = ExpectedSizes()
         self.strings: dict[str, int] = {}  # their numbers, counted from 0

@@ -14,7 +14,7 @@ from schedules import CodeLookup
 from schedules.half_precision import HALF
 from schedules.variant import Choose
 
-from ..graph.options.weight_schemes import NO_SCHEMES, NodeSchemes
+from ..choices import Scheme
 from ..importing.imported_model import ImportedModel
 from ..importing.origins import Origins
 from ..importing.quantized_matrix import QuantizedMatrix
@@ -31,7 +31,6 @@ class PassOptions:
     Attributes:
         kernel_target: The target of the kernels, if it is not the state's: a CPU can stand in for a GPU.
         donated: The position of a consumed input, mapped to the output that takes over its memory.
-        schemes: How constant matrices are compressed, by the node that multiplies by them.
         accuracy_level: Whether matmuls by quantized matrices may quantize their rows, too (4); None: as the model says.
         matmuls: How a GPU's tensor cores compute float32 matmuls, "tf32" or "3xtf32"; None leaves them to other code.
         choose: Picks variants and tiles (schedules/variant.py).
@@ -40,7 +39,6 @@ class PassOptions:
 
     kernel_target: Target | None = None
     donated: Mapping[int, int] = field(default_factory=dict)
-    schemes: NodeSchemes = NO_SCHEMES
     accuracy_level: int | None = None
     matmuls: str | None = None
     choose: Choose | None = None
@@ -56,6 +54,7 @@ class CompileState:
         target: The target of the code.
         options: The choices of the compilation.
         origins: The ONNX nodes by the name of the variable that they compute.
+        schemes: How the constants that a variable is computed from are compressed, by its name.
         weights: The parameters of `main` after its first `num_input`, by name; from pack_weights on arrays, in the
             order of the weights tuple.
         assertions: Error texts of shape assertions, by the name of their variable.
@@ -70,6 +69,7 @@ class CompileState:
     target: Target
     options: PassOptions = PassOptions()
     origins: Origins = field(default_factory=dict)
+    schemes: Mapping[str, Scheme | None] = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)
     assertions: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[KernelSpec, ...] = ()
@@ -86,6 +86,7 @@ class CompileState:
             target,
             options,
             origins=imported.origins,
+            schemes=imported.schemes,
             weights=imported.weights,
             assertions=imported.assertions,
         )

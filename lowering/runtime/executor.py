@@ -42,9 +42,9 @@ _NO_STRINGS = StringTable(())
 
 
 class _ThreadState(threading.local):
-    """The number of threads that the code uses for calls from a thread, None for the default."""
+    """The number of threads that the code uses for calls from a thread: None for the default, -1 before a call."""
 
-    threads: int | None = None
+    threads: int | None = -1
 
 
 class ModelExecutor:

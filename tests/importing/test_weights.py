@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.checking.trial import VerificationTrial
-from lowering.choices import Scheme
-from lowering.commands.options import parse_schemes
+from lowering.choices import Precision, Scheme
+from lowering.commands.options import add_weights_option, parse_schemes
 from lowering.compiling.options import CompileOptions
 from lowering.importing.quantized_matrix import quantize_matrix
 from tests.support.error_codes import raises
@@ -180,7 +181,7 @@ def test_schemes_by_names() -> None:
     model.graph.node[3].name = "layers.1.down_proj"
     module = lowering.compile(model, weights={"*.down_proj": "int8", "ta*": None, "*": "int4"})
     assert module.manifest.scheme == "int4"
-    int4, int8 = module.manifest.notes
+    int8, int4 = module.manifest.notes
     assert int4.startswith("1 constant matrices of matmuls are int4") and int8.startswith("1 constant matrices of")
     same = replaced(model, {"up": ROUNDED["int4"], "down": lambda w: ROUNDED["int8"](w.T).T})
     ids = {"ids": rng.integers(0, 50, 7)}
@@ -234,4 +235,100 @@ def test_verify_writes_the_schemes_of_a_reproducer() -> None:
     assert parse_schemes(["lm_head*=none", "int8"]) == options.weights
     assert parse_schemes([]) is None
     with raises("argument.weights_repeated"):
-        parse_schemes(["int8", "*=int4"])
+        parse_schemes(["*=int4", "int8"])
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_weights_option(parser)
+    for text in ("int5", "lm_head*", "=int8", "a:int8"):
+        with pytest.raises(argparse.ArgumentError, match="write SCHEME or NAME=SCHEME"):
+            parser.parse_args(["--weights", text])
+
+
+def test_a_pattern_after_that_of_all() -> None:
+    with raises("weights.pattern_unreached"):
+        CompileOptions(weights={"*": "int8", "lm_head": "int4"})
+
+
+def two_matmuls(second: str) -> onnx.ModelProto:
+    """Two matmuls, by a [64, 96] and b [64, 96], the second by the nodes of `second`."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        m (float[N, 64] x) => (float[N, 96] y, float[N, 96] z) {
+          [mm] y = MatMul (x, a)
+          double = Add (x, x)
+          SECOND
+        }"""
+    model = onnx.parser.parse_model(text.replace("SECOND", second))
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((64, 96), np.float32) for name in "ab"}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    return model
+
+
+def test_nodes_of_one_name() -> None:
+    model = two_matmuls("[mm] z = MatMul (double, b)")
+    for weights, large in (({"a": "int8", "b": None}, "a"), ({"a": None, "b": "int8"}, "b")):
+        module = lowering.compile(model, weights=weights)
+        x = np.random.default_rng(1).standard_normal((5, 64), np.float32)
+        arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        arrays[large] = ROUNDED["int8"](arrays[large])
+        y, z = module.run({"x": x}).values()
+        np.testing.assert_allclose(y, x @ arrays["a"], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(z, 2 * x @ arrays["b"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "c = Mul (b, b) [last] z = MatMul (double, c)",
+        "c = Transpose <perm = [1, 0]> (b) [last] z = Gemm <transB = 1> (double, c)",
+        "c = Concat <axis = 0> (b, b) d = Concat <axis = 1> (double, double) [last] z = MatMul (d, c)",
+    ],
+)
+@pytest.mark.parametrize("pattern", ["b", "last"])
+def test_constants_that_nodes_compute(second: str, pattern: str) -> None:
+    """They have the names of what they are computed from."""
+    (note,) = lowering.compile(two_matmuls(second), weights={pattern: "int8"}).manifest.notes
+    assert note.startswith("1 constant matrices of matmuls are int8")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_names_stay_in_another_precision(precision: Precision) -> None:
+    model = two_matmuls("[last] z = MatMul (double, b)")
+    notes = lowering.compile(model, weights={"b": "int8", "*": "int4"}, precision=precision).manifest.notes
+    assert any(note.startswith("1 constant matrices of matmuls are int8") for note in notes)
+    assert any(note.startswith("1 constant matrices of matmuls are int4") for note in notes)
+
+
+def test_names_of_experts() -> None:
+    """Matrices that are stacked for a grouped matmul have the names of all experts."""
+    path = Path(__file__).parents[1] / "exports" / "decoders" / "mixtral.onnx"
+    rest = lowering.compile(path, weights={"*experts*": None, "*": "int8"}).manifest.weights
+    assert not any("grouped" in spec.name and "int8" in spec.name for spec in rest)
+    assert any("int8" in spec.name for spec in rest)
+    experts = lowering.compile(path, weights={"*experts*": "int8"}).manifest.weights
+    assert any("grouped_int8" in spec.name for spec in experts)
+
+
+def test_names_of_rewritten_nodes() -> None:
+    """A Gemm between reshapes becomes a matmul of all dimensions, with the name and the modules of the Gemm."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        m (float[B, T, 64] x) => (float[B, T, 96] y) {
+          rows = Reshape (x, flat)
+          [mm] wide = Gemm <transB = 1> (rows, w, bias)
+          y = Reshape (wide, back)
+        }"""
+    model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    scopes = model.graph.node[1].metadata_props.add()
+    scopes.key, scopes.value = "pkg.torch.onnx.name_scopes", "['', 'model.up', 'linear']"
+    arrays = {"w": rng.standard_normal((96, 64), np.float32), "bias": rng.standard_normal(96, np.float32)}
+    arrays |= {"flat": np.array([-1, 64]), "back": np.array([2, -1, 96])}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    for pattern in ("mm", "model.up", "w"):
+        (note,) = lowering.compile(model, weights={pattern: "int8"}, dims={"B": 2}).manifest.notes
+        assert note.startswith("1 constant matrices of matmuls are int8")
+
+
+def test_a_scheme_that_compresses_nothing_is_noted() -> None:
+    (note,) = lowering.compile(perceptron(np.random.default_rng(0)), weights={"last": "int8"}).manifest.notes
+    assert note.startswith("0 constant matrices of matmuls are int8")
+    with raises("weights.pattern_unmatched"):
+        lowering.compile(perceptron(np.random.default_rng(0)), weights={"bias": "int8"})

@@ -56,6 +56,7 @@ RULES = {
             "lowering.graph",
             "lowering.tensorir",
             "lowering.arithmetic",
+            "lowering.choices",
             "lowering.chunks",
             "lowering.errors",
             "lowering.manifest",

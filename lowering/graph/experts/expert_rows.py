@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ..loading.legality import OWN_DOMAIN
 from ..rewriting.matching import Rewrite, attribute, dims, is_op, operand, read_integers
+from ..rewriting.sources import set_sources
 
 Values = tuple[ir.Value, ...]  # a value of each expert, at the same position of its subgraph
 
@@ -190,7 +191,9 @@ class ExpertRows(SortedRows):
                 return None
             if arrays and (name == "g_idx" or len({a.shape for a in arrays if a is not None}) > 1):
                 return None
-            stacks[name] = self._stack([a for a in arrays if a is not None]) if arrays else None
+            stacks[name] = stacked = self._stack([a for a in arrays if a is not None]) if arrays else None
+            if stacked is not None:
+                set_sources(stacked, [value for value in inputs if value is not None])
         if rows is None:
             return None
         matrices = [stacks["B"], stacks["scales"], stacks["zero_points"]]
@@ -218,7 +221,9 @@ class ExpertRows(SortedRows):
         arrays = [a for node in nodes if (a := read_constant(node.inputs[position])) is not None]
         if len(arrays) < len(nodes) or {a.ndim for a in arrays} != {rank} or len({a.shape for a in arrays}) > 1:
             return None
-        return self._stack(arrays)
+        stacked = self._stack(arrays)
+        set_sources(stacked, [operand(node, position) for node in nodes])
+        return stacked
 
     def merge_splits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Return a slice of each row, of sizes that all experts share."""

@@ -18,7 +18,7 @@ from ... import scratch
 from ...choices import Schemes
 from ...chunks import map_columns, measure_error
 from ..rewriting.matching import Rewrite, add_initializer, operand
-from .weight_schemes import find_scheme
+from .weight_schemes import choose_schemes
 
 _MIN_ELEMENTS = 1 << 14  # elements; smaller tables are not worth the operators
 _MOVES = {"Cast", "Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
@@ -39,8 +39,9 @@ def compress_tables(model: ir.Model, schemes: Schemes) -> list[str]:
     """Rewrite a model that `fuse` has processed, by int8, int4 or f16; return descriptions for the user."""
     graph = model.graph
     quantized_tables: dict[tuple[ir.Value, int], _QuantizedTable | None] = {}
+    by_node = choose_schemes(model, schemes).by_node
     for node, table in list(_iterate_lookups(graph)):
-        scheme = find_scheme(schemes, node)
+        scheme = by_node.get(node)
         if scheme is None:
             continue
         key = table, 16 if scheme == "f16" else 8

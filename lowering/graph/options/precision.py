@@ -31,6 +31,7 @@ from ..rewriting.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
 from ..rewriting.matching import add_initializer, is_op
 from ..rewriting.opset import opset
 from ..rewriting.sizes import InferSizesPass
+from ..rewriting.sources import set_sources
 
 TYPES: dict[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "fast": ir.DataType.BFLOAT16,
@@ -277,7 +278,9 @@ class _PrecisionConverter:
             return bool(is_out_of_range.any())
 
         self.clipped_count += any(map_columns(round_elements, 1, flat.size))
-        return add_initializer(self.graph, f"{value.name}/{self.dtype.name.lower()}", narrow)
+        result = add_initializer(self.graph, f"{value.name}/{self.dtype.name.lower()}", narrow)
+        set_sources(result, [value])
+        return result
 
     def widen_subgraphs(self, node: ir.Node) -> None:
         """Convert values that the node's branches and bodies read from outside to their original types."""

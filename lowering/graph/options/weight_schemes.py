@@ -1,14 +1,14 @@
 """Which scheme compresses which constant matrix: patterns of names, as `compile(..., weights={...})` has them.
 
-A constant has the name of its initializer, the name of the node that reads it, and those of the PyTorch modules that
-the exporter states for the node. The first pattern that matches one of these names decides.
+A constant has the names of the initializers that it is made of, of the node that reads it, of the nodes that this node
+replaces, and of their PyTorch modules, as the exporter states them. The first pattern that matches one of them decides.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import onnx_ir as ir
@@ -16,87 +16,75 @@ import onnx_ir as ir
 from ...choices import Scheme, Schemes
 from ...errors import InputError
 from ..loading.module_paths import read_module_paths
-from ..rewriting.matching import label
-
-_MOVES = {"Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze"}
-"""Operators through which a constant keeps its name."""
+from ..rewriting.sources import is_made_of_several, list_replaced, list_sources
 
 _SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
 class NodeSchemes:
-    """The schemes of the constants that the nodes of a model read.
+    """The schemes of the constants that the nodes of a model read; default is that of other nodes."""
 
-    by_node has them by `label`; default is the scheme of nodes that a compiler pass adds.
-    """
-
-    by_node: Mapping[str, Scheme | None]
-    default: Scheme | None
-
-    def find(self, label: str) -> Scheme | None:
-        """Return the scheme of the constants that a node reads, None if they stay as they are."""
-        return self.by_node.get(label, self.default)
-
-
-NO_SCHEMES = NodeSchemes({}, None)
+    by_node: Mapping[ir.Node, Scheme | None] = field(default_factory=dict)
+    default: Scheme | None = None
 
 
 def choose_schemes(model: ir.Model, schemes: Schemes) -> NodeSchemes:
     """Return the schemes of a model's nodes."""
-    by_node = {label(node): _match(schemes, names) for node, names in _iterate_readers(model)}
+    if not schemes:
+        return NodeSchemes()
+    by_node = {node: _match(schemes, names) for node, names in _iterate_readers(model)}
     return NodeSchemes(by_node, _match(schemes, [""]))
 
 
 def check_schemes(model: ir.Model, schemes: Schemes) -> None:
-    """Raise InputError if a pattern matches no node that reads a constant."""
-    names = {name for _, names in _iterate_readers(model) for name in names}
+    """Raise InputError if a pattern matches no node that reads a constant matrix."""
     for pattern in schemes.keys() - keep_matching(model, schemes).keys():
+        names = {name for _, names in _iterate_readers(model) for name in names}
         close = difflib.get_close_matches(pattern, names, _SUGGESTIONS, 0.0)
         raise InputError(
             "weights.pattern_unmatched",
-            f"weights: the pattern '{pattern}' matches no constant and no node that reads one. Similar names are "
-            f"{', '.join(close) or 'none'}; * stands for any characters.",
+            f"weights: the pattern '{pattern}' matches no constant matrix and no node that reads one. Similar names: "
+            f"{', '.join(close) or 'none'}. A pattern matches a whole name, in which * stands for any characters.",
         )
 
 
 def keep_matching(model: ir.Model, schemes: Schemes) -> Schemes:
-    """Return the schemes whose patterns match a node that reads a constant, and that of all."""
+    """Return the schemes whose patterns match a node that reads a constant matrix, and that of all."""
+    if not schemes.keys() - {"*"}:
+        return schemes
     names = {name for _, names in _iterate_readers(model) for name in names}
-    return {p: scheme for p, scheme in schemes.items() if p == "*" or any(fnmatchcase(name, p) for name in names)}
-
-
-def find_scheme(schemes: Schemes, node: ir.Node) -> Scheme | None:
-    """Return the scheme of the constants that a node reads, None if they stay as they are."""
-    return _match(schemes, _list_names(node))
+    return {p: scheme for p, scheme in schemes.items() if p == "*" or any(_matches(name, p) for name in names)}
 
 
 def _match(schemes: Schemes, names: list[str]) -> Scheme | None:
-    matches = (scheme for pattern, scheme in schemes.items() if any(fnmatchcase(name, pattern) for name in names))
+    matches = (scheme for pattern, scheme in schemes.items() if any(_matches(name, pattern) for name in names))
     return next(matches, None)
 
 
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
+
+
 def _iterate_readers(model: ir.Model) -> Iterator[tuple[ir.Node, list[str]]]:
-    """Yield the nodes that read constants, in bodies of control flow too, with the names of these."""
+    """Yield the nodes that read constant matrices, also in bodies of control flow, with the names of these."""
+    sources: dict[ir.Value, list[str]] = {}  # of constants that nodes compute
+    several: set[ir.Value] = set()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        names = _list_names(node)
+        inputs = [value for value in node.inputs if value is not None]
+        constants = [value for value in inputs if value in sources or _is_initializer(value)]
+        matrices = [value for value in constants if value.shape is None or len(value.shape) > 1]
+        names = [name for value in matrices for name in sources.get(value) or list_sources(value)]
+        has_body = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
+        if node.op_type == "Constant" or (inputs and len(constants) == len(inputs) and not has_body):
+            for output in node.outputs:
+                sources[output] = names or list_sources(output)
+                several |= {output} if is_made_of_several(output) or several & set(constants) else set()
         if names:
-            yield node, names
+            # A node that multiplies by the matrices of many replaces nodes of other matrices, too.
+            replaced = [] if several & set(constants) else [*list_replaced(node), *read_module_paths(node)]
+            yield node, [*names, node.name or node.outputs[0].name or "", *replaced]
 
 
-def _list_names(node: ir.Node) -> list[str]:
-    """Return the names by which patterns match the constants of a node, none if it reads none."""
-    constants = [name for value in node.inputs if value is not None and (name := _find_constant(value))]
-    if not constants:
-        return []
-    return [*constants, node.name or node.outputs[0].name or "", *read_module_paths(node)]
-
-
-def _find_constant(value: ir.Value) -> str | None:
-    """Return the name of the constant that a value is made of, None if it is not constant."""
-    node = value.producer()
-    while node is not None and node.op_type in _MOVES and node.inputs[0] is not None:
-        value = node.inputs[0]
-        node = value.producer()
-    is_constant = value.is_initializer() and not value.is_graph_input()
-    return value.name if is_constant or (node is not None and node.op_type == "Constant") else None
+def _is_initializer(value: ir.Value) -> bool:
+    return value.is_initializer() and not value.is_graph_input()

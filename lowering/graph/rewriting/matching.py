@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ...errors import ModelError
+from .sources import inherit_names
 
 Size = int | ir.SymbolicDim
 
@@ -245,9 +246,7 @@ class Rewrite:
 
     def replace(self, nodes: Collection[ir.Node], old: ir.Value, new: ir.Value) -> None:
         """Replace `old` by `new`, under its name, and remove matched nodes that nothing reads any more."""
-        names = ", ".join(node.name or node.outputs[0].name or "" for node in nodes)
-        for node in self.nodes:
-            node.metadata_props["fused_from"] = names
+        inherit_names(self.nodes, nodes)
         self.insert()
         new.shape = old.shape
         replace_value(old, new)
@@ -255,6 +254,7 @@ class Rewrite:
 
     def replace_anchor(self, outputs: Sequence[ir.Value]) -> None:
         """Replace the outputs of the anchor by these, under their names, and remove it."""
+        inherit_names(self.nodes, [self.anchor])
         self.insert()
         for old, new in zip(self.anchor.outputs, outputs):
             replace_value(old, new)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnx import version_converter
 
 from ..loading.legality import record_opset
+from ..loading.module_paths import MODULE_PATHS, read_module_paths
 from .sizes import InferSizesPass
 
 # Before 13, a Softmax flattens its axis and all following ones. The converter needs the rank to find the last axis.
@@ -53,6 +54,10 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
                 graph.inputs.remove(value)
             value.const_value = weights[value.name].const_value
             graph.register_initializer(value)
+        paths = {node.outputs[0].name: read_module_paths(node) for node in model.graph.all_nodes() if node.outputs}
+        for node in graph.all_nodes():  # the converter drops properties
+            if node.outputs and paths.get(node.outputs[0].name):
+                node.metadata_props[MODULE_PATHS] = repr(paths[node.outputs[0].name])
         record_opset(model)
         model.graph, model.ir_version = graph, converted.ir_version
         return ir.passes.PassResult(model, modified=True)

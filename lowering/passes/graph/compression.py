@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from ...choices import BITS, INT8_ROWS, Scheme
+from ...choices import BITS, INT8_ROWS, SCHEMES, Scheme
 from ...chunks import map_columns, measure_error
 from ...importing.quantized_matrix import INT4_BLOCK, QuantizedMatrix, quantize_matrix
 
@@ -21,14 +22,14 @@ def to_array(weight: np.ndarray | QuantizedMatrix) -> np.ndarray:
 class Preparation:
     """Prepares constant matrices for packing, by schemes and an accuracy level, and describes the costs."""
 
-    def __init__(self, accuracy_level: int | None) -> None:
+    def __init__(self, accuracy_level: int | None, schemes: Iterable[Scheme | None]) -> None:
         self.accuracy_level = accuracy_level
-        self._compressions: dict[Scheme, _Compression] = {}
+        self._compressions = {scheme: _Compression(scheme) for scheme in SCHEMES if scheme in set(schemes)}
 
     def prepare(self, matrix: np.ndarray | QuantizedMatrix, scheme: Scheme | None) -> np.ndarray | QuantizedMatrix:
         """Return a matrix [K, N] as it is packed: compressed if a scheme is set; floats if its blocks are short."""
         if isinstance(matrix, np.ndarray) and scheme is not None:
-            matrix = self._compressions.setdefault(scheme, _Compression(scheme)).compress(matrix)
+            matrix = self._compressions[scheme].compress(matrix)
         if isinstance(matrix, QuantizedMatrix) and self.accuracy_level is not None:
             matrix = replace(matrix, permits_int8_rows=self.accuracy_level == INT8_ROWS)
         has_short_blocks = isinstance(matrix, QuantizedMatrix) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK

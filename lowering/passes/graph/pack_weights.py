@@ -56,7 +56,7 @@ def pack_weights(state: CompileState) -> CompileState:
         layout = PanelLayout(read_cpu_features(target))
     else:
         layout = ColumnLayout(state.tensor_core_dtypes)
-    preparation = Preparation(state.options.accuracy_level)
+    preparation = Preparation(state.options.accuracy_level, state.schemes.values())
     packer = _WeightPacker(state, weights, layout, preparation)
     main = state.module["main"]
     body = packer.rewrite(main.body)
@@ -96,7 +96,7 @@ class _WeightPacker(PyExprMutator):
     ) -> None:
         super().__init__(state.module)
         self.mod, self.weights, self.layout, self.preparation = state.module, weights, layout, preparation
-        self.origins, self.schemes = state.origins, state.options.schemes
+        self.schemes = state.schemes
         self.scheme: Scheme | None = None  # of the binding that is visited
         self.error: ArtifactError | None = None  # which TVM makes a RuntimeError on its way to `rewrite`
         self.packed: dict[tuple[str, ...], _PackedWeight | None] = {}
@@ -117,8 +117,7 @@ class _WeightPacker(PyExprMutator):
             raise self.error from self.error.__cause__
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        nodes = self.origins.get(binding.var.name, ())
-        self.scheme = next((self.schemes.find(node) for node in nodes), self.schemes.default)
+        self.scheme = self.schemes.get(binding.var.name)
         super().visit_var_binding_(binding)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
