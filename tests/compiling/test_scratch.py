@@ -44,6 +44,17 @@ def test_arrays_are_in_files_of_the_folder_only(tmp_path: Path) -> None:
     assert not is_mapped(scratch.empty((_MEBIBYTE,), np.dtype(np.uint8)))
 
 
+def test_many_arrays_need_few_descriptors(tmp_path: Path) -> None:
+    """They do not overlap, and outlive the folder's use."""
+    before = len(os.listdir("/proc/self/fd"))
+    with scratch.use_folder(tmp_path):
+        arrays = [scratch.store(np.full(_MEBIBYTE + k, k, np.uint8)) for k in range(50)]
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert all(is_mapped(array) and (array == k).all() for k, array in enumerate(arrays))
+    del arrays
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_no_room_is_an_error_and_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
