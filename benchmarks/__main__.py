@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 _EXPORTS = "folder of the exported models, for 'models', 'published' and 'exporter'"
 
@@ -52,14 +53,7 @@ def main() -> None:
     cuda.add_argument("--with", nargs="*", default=[], dest="requested", help="peers that compile: flex, compiled")
     cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
     cuda.set_defaults(run=_cuda)
-    compiled = commands.add_parser(
-        "compile", help="CPU time and memory of compiling a decoder of a published width, such as `compile llama-8b`"
-    )
-    compiled.add_argument("decoder", nargs="+", help="llama-1b, llama-8b")
-    compiled.add_argument("--dtype", choices=("float32", "float16", "bfloat16", "int4"), default="float16")
-    compiled.add_argument("--folder", type=Path, help="where models and artifacts are for a while")
-    compiled.add_argument("--options", default="", help="options of `onnx-lowering compile`, such as '--weights int4'")
-    compiled.set_defaults(run=_compile)
+    _add_compile(commands)
     stores = commands.add_parser(
         "stores", help="the cost of pages, offsets and quantization when a CPU reads and writes them"
     )
@@ -72,6 +66,17 @@ def main() -> None:
     pages.set_defaults(run=_pages)
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+def _add_compile(commands: Any) -> None:
+    compiled = commands.add_parser(
+        "compile", help="CPU time and memory of compiling a decoder of a published width, such as `compile llama-8b`"
+    )
+    compiled.add_argument("decoder", nargs="+", choices=("llama-1b", "llama-8b"))
+    compiled.add_argument("--dtype", choices=("float32", "float16", "bfloat16", "int4"), default="float16")
+    compiled.add_argument("--folder", type=Path, help="where models and artifacts are for a while")
+    compiled.add_argument("--options", default="", help="options of `onnx-lowering compile`, such as '--weights int4'")
+    compiled.set_defaults(run=_compile)
 
 
 def _cpu(arguments: argparse.Namespace) -> None:

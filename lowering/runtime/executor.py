@@ -174,7 +174,6 @@ class ModelExecutor:
     ) -> dict[str, Any]:
         """Return the outputs by name, in the caller's arrays where there are any, and else in memory of their own."""
         outputs = {}
-        has_weight = self.weights.contains
         returned: set[int] = set()
         copies: list[tuple[Tensor, Tensor]] = []
         for index, port in enumerate(self.outputs):
@@ -199,7 +198,7 @@ class ModelExecutor:
                 continue
             if to_host and self.gpu is not None:
                 tensor = self.gpu.to_host(tensor)
-            elif address in memory or address in returned or has_weight(address) or is_shared(tensor):
+            elif address in memory or address in returned or self.weights.contains(address) or is_shared(tensor):
                 # Copy memory of an input that is also an output, of a weight, of another output, or of a constant of
                 # the code.
                 tensor = copy_tensor(tensor)

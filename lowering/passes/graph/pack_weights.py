@@ -98,7 +98,7 @@ class _WeightPacker(PyExprMutator):
         self.mod, self.weights, self.layout, self.preparation = state.module, weights, layout, preparation
         self.schemes = state.schemes
         self.scheme: Scheme | None = None  # of the binding that is visited
-        self.error: ArtifactError | None = None  # which TVM makes a RuntimeError on its way to `rewrite`
+        self.error: ArtifactError | None = None  # of a visitor
         self.packed: dict[tuple[str, ...], _PackedWeight | None] = {}
         self.int8_rows = 0
         self.constants = WeightTracer(weights, set(self.mod["main"].params), self.lookup_binding)
@@ -107,11 +107,11 @@ class _WeightPacker(PyExprMutator):
         """Return the body with packed weights.
 
         Raises:
-            ArtifactError: There is no room for them.
+            ArtifactError: The file system is full.
         """
         try:
             return self.visit_expr(body)
-        except Exception:
+        except RuntimeError:  # as which errors of a visitor return from TVM
             if self.error is None:
                 raise
             raise self.error from self.error.__cause__
