@@ -16,6 +16,7 @@ from .limits import Limits
 # such as exp counts as one operation and takes about twenty.
 _RATES = {
     ("matmul", "matmul"): 0.9,
+    ("matmul", "winograd"): 1.5,
     ("matmul", "prologue_matmul"): 0.9,
     ("matmul", "epilogue_matmul"): 0.9,
     ("matmul", "windows"): 0.4,

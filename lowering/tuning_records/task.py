@@ -37,7 +37,15 @@ _LOWERING_PREFIX = "lowering."
 _PRESERVED_ATTRIBUTES = ("tirx.noalias", "s_tir")
 
 # Rules whose functions no schedule of loops can match in speed.
-_RULES_WITHOUT_LOOPS = ("attention", "matmul", "prologue_matmul", "epilogue_matmul", "row_blocks", "cache_update")
+_RULES_WITHOUT_LOOPS = (
+    "attention",
+    "matmul",
+    "winograd",
+    "prologue_matmul",
+    "epilogue_matmul",
+    "row_blocks",
+    "cache_update",
+)
 
 Shapes: TypeAlias = Sequence[tuple[int, ...] | int]
 """Arguments: shapes of tensors, and integers."""

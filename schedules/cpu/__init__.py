@@ -16,6 +16,7 @@ from .matmul.matmul import accepts_siblings as accepts_siblings
 from .matmul.matmul import matmul
 from .matmul.panels import panel_width as panel_width
 from .matmul.row_blocks import row_blocks
+from .matmul.winograd import winograd
 from .primitives.vector import CpuFeatures as CpuFeatures
 from .primitives.vector import read_cpu_features as read_cpu_features
 from .unused_features import remove_unused_features as remove_unused_features
@@ -26,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     linear,
     recurrence,
     row_blocks,
+    winograd,
     matmul,
     elementwise,
     concat,

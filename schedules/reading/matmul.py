@@ -13,6 +13,7 @@ from lowering.tensorir.expressions import Expr, loads, substitute, uses
 from ..half_precision import HALF
 from .quantized_weights import WeightQuantization, read_quantization
 from .stages import Axis, Stage, has_same_axes
+from .winograd import TransformedWeights, read_transformed_weights
 
 MATMULS = "lowering.matmuls"
 """Attribute of a function whose float32 matmuls are computed in another precision: "tf32" or "3xtf32", if the target
@@ -33,7 +34,8 @@ class Matmul:
 
     A and B are loads at those axes; `rows` are the axes that B does not depend on, flattened to M rows. If B is
     quantized, `quantization` has its loads, and b loads the integers. If a table selects the matrix of B by which a row
-    is multiplied, `selector` loads it at that row, which is the only batch axis.
+    is multiplied, `selector` loads it at that row, which is the only batch axis. If B is computed from transformed
+    weights of a convolution, `transformed` has their load, and so has b.
     """
 
     stage: Stage
@@ -45,6 +47,7 @@ class Matmul:
     k: Axis
     quantization: WeightQuantization | None = None
     selector: ir.TensorLoad | None = None
+    transformed: TransformedWeights | None = None
 
     @property
     def acc(self) -> str:
@@ -87,12 +90,10 @@ def read_matmul(stage: Stage) -> Matmul | None:
     k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
     left, right = sorted((term.a, term.b), key=lambda operand: uses(operand, {j.var}))
     selector = _read_selector(right, outer)
-    quantization = read_quantization(right, j, k)
+    quantization, transformed = read_quantization(right, j, k), read_transformed_weights(right, j, k)
     acc = _find_acc_dtype(stage)
-    a, b = (
-        _read_operand(left, acc),
-        quantization.load if quantization is not None else _read_operand(right, acc, selector),
-    )
+    stored = quantization or transformed
+    a, b = _read_operand(left, acc), _read_operand(right, acc, selector) if stored is None else stored.load
     if a is None or b is None or (quantization is not None and acc != "float32"):
         return None
     if uses(a, {j.var}) or not all(uses(b, {axis.var}) for axis in (j, k)) or not uses(a, {k.var}):
@@ -103,7 +104,7 @@ def read_matmul(stage: Stage) -> Matmul | None:
         return None
     if selector is not None and (rows or len(batch) != 1):
         return None
-    return Matmul(stage, a, b, batch, rows, j, k, quantization, selector)
+    return Matmul(stage, a, b, batch, rows, j, k, quantization, selector, transformed)
 
 
 def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[MatmulGroup] | None:

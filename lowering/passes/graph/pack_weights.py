@@ -38,6 +38,7 @@ from .convolutions import (
 from .grouped_weights import GroupedCall, read_grouped_call
 from .panels import ElementReader, pack, pack_matrix, packed_matmul, read_group_element
 from .weight_layouts import ColumnLayout, PanelLayout
+from .winograd import is_transformed, read_transformed_element, transform_weights
 
 _LANE_STEPS: dict[int, tuple[str, ...]] = {1: (), 2: ("pairs",), QUAD: ("quads",)}
 """What the name of a weight states about rows that are stored together."""
@@ -184,12 +185,18 @@ class _WeightPacker(PyExprMutator):
         if convolution.groups > 1:
             return self.pack_grouped_convolution(call, convolution, steps, weights)
         matrix = weights.reshape(-1, weights.shape[-1])
+        width, compute = self.layout.choose_width(matrix.shape[1]), functools.partial(make_implicit_matmul, convolution)
+        if is_transformed(convolution, weights, list(shape.values)):
+            key = (*steps, "winograd")
+            if key not in self.packed:
+                u = {"packed": transform_weights(weights, width)}
+                self.packed[key] = self.make_weight(key, u, read_transformed_element)
+            return self.emit(key, "winograd_convolution", compute, x, shape)
         lanes = self.layout.choose_lanes(matrix, x_dtype)
         key = self.make_key((*steps, "patches"), None, lanes)
         if key not in self.packed:
-            width = self.layout.choose_width(matrix.shape[1])
             self.packed[key] = self.make_weight(key, *pack_matrix(matrix, width, lanes))
-        return self.emit(key, "packed_convolution", functools.partial(make_implicit_matmul, convolution), x, shape)
+        return self.emit(key, "packed_convolution", compute, x, shape)
 
     def pack_grouped_convolution(
         self, call: relax.Call, convolution: Convolution, steps: tuple[str, ...], weights: np.ndarray

@@ -89,7 +89,7 @@ def plan_stages(
 ) -> Plan | None:
     """Plan some of the function's stages; tensors that other stages write or read also count as parameters."""
     groups = read_groups(stages, parameters)
-    if not groups:
+    if not groups or any(matmul.transformed is not None for group in groups for matmul in group.matmuls):
         return None
     quantized = [matmul.quantization for group in groups for matmul in group.matmuls if matmul.quantization is not None]
     if not all(is_panel_width(c.nr, cpu.lanes("float32")) for c in quantized):

@@ -1,0 +1,256 @@
+"""3 x 3 convolutions by Winograd's algorithm F(2 x 2, 3 x 3) (schedules/reading/winograd.py), with their epilogue.
+
+    for each block of tiles and group of panels                      among threads
+        V[16, tiles, C] = B^T d B of the tiles' patches              scratch
+        for each panel of nr columns
+            for each of 16 points
+                for each mr tiles                                    the micro-kernel, as in blocked.py
+                    products[point, mr, nr] = V[point, mr, C] U[point, C, nr]
+            for each tile
+                2 x 2 outputs = A^T products A -> bias, activation, residual -> output
+
+Each of the 2 x 2 outputs depends on no input outside of its window: what patches read after the last row or column of
+the data is unused. Infinities in a window may become NaN, as B^T d B subtracts inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.expressions import Expr
+
+from ...reading.matmul import MatmulGroup, read_groups
+from ...reading.stages import Stage, read_stages
+from ...reading.values import flat_view
+from ...reading.winograd import PATCH, POINTS, TILE
+from ...tiles import Space
+from ...variant import Variant
+from ..elementwise.loops import LoopTiles, split_among_threads
+from ..primitives.vector import (
+    CpuFeatures,
+    Register,
+    allocate_workspace,
+    cover_row,
+    let,
+    load,
+    prefetch,
+    read_cpu_features,
+    splat,
+    store,
+)
+from .results import MatmulResults, Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinogradTiles(LoopTiles):
+    """Blocks of tiles of outputs."""
+
+    mr: int = 6
+    """Tiles of a micro-kernel."""
+    most: int = 48
+    """The maximum number of tiles of a block ..."""
+    cache: int = 1 << 19
+    """... whose patches take at most so many bytes of the second-level cache, unless fewer than mr do."""
+    many_tasks: int = 8
+    """Blocks that keep threads busy; of fewer, panels are divided, too."""
+
+    @classmethod
+    def space(cls, problem: MatmulGroup, cpu: CpuFeatures) -> Space:
+        return super().space(problem, cpu) | {
+            "mr": (4, 5, 6),
+            "most": (12, 24, 36, 48, 60, 72, 96, 120, 144),
+            "cache": tuple(1 << n for n in range(16, 22)),
+            "many_tasks": (1, 2, 4, 8, 16, 32),
+        }
+
+    def rules(self, problem: MatmulGroup, cpu: CpuFeatures) -> dict[str, bool]:
+        transformed = problem.matmuls[0].transformed
+        assert transformed is not None
+        vectors = transformed.nr // cpu.lanes("float32")
+        needed = self.mr * vectors + vectors + 1
+        return super().rules(problem, cpu) | {
+            "mr, most, cache and many_tasks must be positive": min(self.mr, self.most, self.cache, self.many_tasks) > 0,
+            f"{needed} registers are more than {cpu.registers}": needed <= cpu.registers,
+        }
+
+    def block(self, channels: int) -> int:
+        """Return the maximum number of tiles of a block, a multiple of mr."""
+        fitting = min(self.most, self.cache // (4 * POINTS * channels))
+        return max(fitting // self.mr, 1) * self.mr
+
+
+def winograd(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """Schedule a convolution by transformed weights and its element-wise stages; return None for anything else."""
+    stages = read_stages(func)
+    groups = read_groups(stages, set(func.params)) if stages else None
+    if not stages or not groups or len(groups) != 1 or len(groups[0].matmuls) != 1:
+        return None
+    (group,), (matmul,) = groups, groups[0].matmuls
+    weights = matmul.transformed
+    if weights is None or not weights.reads_patches(matmul.a, matmul.rows, matmul.k):
+        return None
+    cpu = read_cpu_features(target)
+    tiles = {"winograd": WinogradTiles.default(group, cpu)}
+    emit = lambda tiles: _emit(func, stages, group, cpu, tiles["winograd"])  # noqa: E731
+    return [Variant("winograd", group, cpu, tiles, emit)]
+
+
+def _emit(
+    func: tirx.PrimFunc, stages: list[Stage], group: MatmulGroup, cpu: CpuFeatures, tiles: WinogradTiles
+) -> tirx.PrimFunc:
+    with IRBuilder() as builder, T.prim_func():
+        _Kernel(func, MatmulResults(func, stages, group, cpu), tiles).emit()
+    return func.with_body(builder.get().body)
+
+
+def _transform_input(d: list[Expr]) -> list[Expr]:
+    """Return B^T d of four values."""
+    return [let(d[0] - d[2]), let(d[1] + d[2]), let(d[2] - d[1]), let(d[1] - d[3])]
+
+
+def _transform_output(products: list[Expr]) -> list[Expr]:
+    """Return A^T of four products."""
+    middle = let(products[1] + products[2]), let(products[1] - products[2])
+    return [let(products[0] + middle[0]), let(middle[1] - products[3])]
+
+
+def _transform_both(rows: list[list[Expr]], transform: Callable[[list[Expr]], list[Expr]]) -> list[list[Expr]]:
+    """Transform columns, then rows."""
+    columns = [transform([row[s] for row in rows]) for s in range(PATCH)]
+    return [transform([column[r] for column in columns]) for r in range(len(columns[0]))]
+
+
+class _Kernel:
+    """The kernel, emitted at the IRBuilder's insertion point."""
+
+    def __init__(self, func: tirx.PrimFunc, results: MatmulResults, tiles: WinogradTiles) -> None:
+        self.results, self.tiles = results, tiles
+        (matmul,) = results.group.matmuls
+        weights = matmul.transformed
+        assert weights is not None
+        self.axes, self.channels, self.nr, self.lanes = matmul.rows, weights.channels, weights.nr, results.lanes
+        self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        self.data, self.weights = self.memory[matmul.a.source], self.memory[weights.load.source]
+        _, self.data_rows, self.data_columns, _ = matmul.a.source.shape
+        self.prefetches = math.prod(map(int, weights.load.source.shape)) * 4 > tiles.cache
+        self.panels, self.block = int(weights.load.source.shape[0]), tiles.block(weights.channels)
+        # A point of C is its image, row and column, and not a row of the matmul.
+        results.point = {}
+        for axis in self.axes:
+            results.facts.bind(axis.var, 0, axis.extent)
+        results.facts.bind(results.c, 0, tirx.const(self.nr, "int64"))
+        results.facts.bind(results.panel, 0, tirx.const(self.panels, "int64"))
+
+    def emit(self) -> None:
+        tiles, mr = self.tiles, self.tiles.mr
+        images, rows, columns = (axis.extent for axis in self.axes)
+        self.tile_rows, self.tile_columns = (let((size + (TILE - 1)) // TILE) for size in (rows, columns))
+        self.count = let(images * self.tile_rows * self.tile_columns)
+        # Blocks are equal, of whole strips; tiles after the last one are copies of it.
+        needed = let((self.count + (self.block - 1)) // self.block)
+        blocks = let(tirx.max(needed, 1))
+        height = let((self.count + (blocks * mr - 1)) // (blocks * mr) * mr)
+        groups = let(tirx.min((blocks + (tiles.many_tasks - 1)) // blocks, self.panels))
+        panels = let((groups + (self.panels - 1)) // groups)
+
+        def task(index: Expr) -> None:
+            first, group = let(index // groups * height), let(index % groups)
+            self.scratch = allocate_workspace(
+                patches=(POINTS * self.block * self.channels, "float32"),
+                products=(POINTS * self.block * self.nr, "float32"),
+                outputs=(TILE * TILE * self.nr, "float32"),
+            )
+            with T.serial(height) as i:
+                self.transform_patch(i, let(tirx.min(first + i, self.count - 1)))
+            with T.serial(let(tirx.max(tirx.min(panels, self.panels - group * panels), 0))) as n:
+                self.multiply_panel(let(group * panels + n), first, height)
+
+        work = self.count * (POINTS * self.channels) * self.results.columns
+        split_among_threads(needed * groups, work, tiles.parallel_work, task)
+
+    def unravel_tile(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the image of a tile, and its first row and column."""
+        per_image = self.tile_rows * self.tile_columns
+        row, column = let(tile // self.tile_columns % self.tile_rows), let(tile % self.tile_columns)
+        return let(tile // per_image), let(row * TILE), let(column * TILE)
+
+    def transform_patch(self, i: Expr, tile: Expr) -> None:
+        """Store B^T d B of the patch of a tile, which is number i of its block."""
+        image, first_row, first_column = self.unravel_tile(tile)
+        rows = [let(image * self.data_rows + tirx.min(first_row + r, self.data_rows - 1)) for r in range(PATCH)]
+        columns = [let(tirx.min(first_column + s, self.data_columns - 1)) for s in range(PATCH)]
+        starts = [[let((row * self.data_columns + column) * self.channels) for column in columns] for row in rows]
+        width, vectors = cover_row(self.channels, self.lanes)
+        with T.serial(tirx.const(len(vectors), "int64")) as v:
+            channel = let(tirx.min(v * width, self.channels - width))
+            d = [[let(load(self.data, width, start + channel)) for start in row] for row in starts]
+            for r, row in enumerate(_transform_both(d, _transform_input)):
+                for s, value in enumerate(row):
+                    point = (PATCH * r + s) * self.block
+                    store(self.scratch["patches"], value, (point + i) * self.channels + channel)
+
+    def multiply_panel(self, panel: Expr, first: Expr, height: Expr) -> None:
+        """Compute the outputs of a panel's columns for `height` tiles from `first` on."""
+        size, strips = self.channels * self.nr, let(height // self.tiles.mr)
+        with T.serial(tirx.const(POINTS, "int64")) as point, T.serial(strips) as strip:
+            u = let((panel * POINTS + point) * size)
+            share = let(u + size + strip * size // strips), let(tirx.const(1 << 8, "int64") // strips)
+            self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), share)
+        results = self.results
+        values: Values = {results.panel: panel}
+        columns = let(tirx.min(results.columns - panel * self.nr, self.nr))
+        with T.serial(let(tirx.min(height, self.count - first))) as i:
+            self.transform_products(i)
+            image, first_row, first_column = self.unravel_tile(let(first + i))
+            with T.serial(tirx.const(TILE * TILE, "int64")) as n:
+                place = (image, let(first_row + n // TILE), let(first_column + n % TILE))
+                at = {**values, **{axis.var: index for axis, index in zip(self.axes, place)}}
+                exists = [index < axis.extent for axis, index in zip(self.axes[1:], place[1:])]
+                with T.If(tirx.all(*exists)), T.Then():
+                    accumulators = [(self.scratch["outputs"], let(n * self.nr))]
+                    column = results.panel * self.nr + results.c
+                    results.store(self.memory, at, accumulators, n, column, columns)
+
+    def emit_micro_kernel(self, u: Expr, row: Expr, next_share: tuple[Expr, Expr]) -> None:
+        """Store the products of mr tiles at a point, from that row of V on, with a panel's U from element u on.
+
+        It prefetches its share of the next point's U: its first element, and 256 times its size as a part of all.
+        """
+        vectors = range(0, self.nr, self.lanes)
+        zero = splat(tirx.const(0, "float32"), self.lanes, "float32")
+        accumulators = [[Register(zero) for _ in vectors] for _ in range(self.tiles.mr)]
+        starts = [let((row + i) * self.channels) for i in range(self.tiles.mr)]
+        first, part = next_share
+        with T.serial(tirx.const(self.channels, "int64")) as k:
+            if self.prefetches:
+                prefetch(self.weights, first + T.shift_right(k * self.nr * part, tirx.const(8, "int64")))
+            weights = [T.bind(load(self.weights, self.lanes, u + k * self.nr + v)) for v in vectors]
+            for start, of_tile in zip(starts, accumulators):
+                value = T.bind(splat(self.scratch["patches"][start + k], self.lanes, "float32"))
+                for accumulator, weight in zip(of_tile, weights):
+                    accumulator.value += value * weight
+        for i, of_tile in enumerate(accumulators):
+            for v, accumulator in zip(vectors, of_tile):
+                store(self.scratch["products"], accumulator.value, (row + i) * self.nr + v)
+
+    def transform_products(self, i: Expr) -> None:
+        """Store the 2 x 2 outputs, before the epilogue, of tile i of the block."""
+        with T.serial(tirx.const(self.nr // self.lanes, "int64")) as v:
+            column = let(v * self.lanes)
+            products = [
+                [
+                    let(load(self.scratch["products"], self.lanes, (point * self.block + i) * self.nr + column))
+                    for point in range(PATCH * r, PATCH * r + PATCH)
+                ]
+                for r in range(PATCH)
+            ]
+            for r, row in enumerate(_transform_both(products, _transform_output)):
+                for s, value in enumerate(row):
+                    store(self.scratch["outputs"], value, (TILE * r + s) * self.nr + column)
