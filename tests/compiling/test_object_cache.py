@@ -196,3 +196,13 @@ def test_show_and_clear(compiled: list[str], capsys: pytest.CaptureFixture[str])
     assert shown["kernels"]["count"] == len(set(compiled)) and shown["kernels"]["bytes"] > 1000
     assert main(["cache", "clear"]) == 0 and "removed" in capsys.readouterr().out
     assert object_cache.size() == (0, 0)
+
+
+def test_arguments_are_checked_once(tmp_path: Path) -> None:
+    """By the model, and not by every kernel again."""
+    compiled_model = lowering.compile(model())
+    compiled_model.save(tmp_path / "m")
+    assert b".ndim on argument #" not in (tmp_path / "m" / "model.so").read_bytes()
+    for wrong in (np.zeros((3, 23), "float32"), np.zeros(24, "float32"), np.zeros((3, 24), "int32")):
+        with pytest.raises(lowering.LoweringError):
+            compiled_model.run({"x": wrong})
