@@ -54,10 +54,11 @@ class WinogradTiles(LoopTiles):
 
     mr: int = 6
     """Tiles of a micro-kernel."""
-    most: int = 48
-    """The maximum number of tiles of a block ..."""
+    block: int = 48
+    """The maximum number of tiles of a block, a multiple of mr: about as many as a panel has columns, so that patches and
+    weights that exceed the second-level cache are read again equally often."""
     cache: int = 1 << 19
-    """... whose patches take at most so many bytes of the second-level cache, unless fewer than mr do."""
+    """Bytes from which on U is not in the second-level cache: a point's is prefetched while that before it is used."""
     many_tasks: int = 8
     """Blocks that keep threads busy; of fewer, panels are divided, too."""
 
@@ -65,8 +66,8 @@ class WinogradTiles(LoopTiles):
     def space(cls, problem: MatmulGroup, cpu: CpuFeatures) -> Space:
         return super().space(problem, cpu) | {
             "mr": (4, 5, 6),
-            "most": (12, 24, 36, 48, 60, 72, 96, 120, 144),
-            "cache": tuple(1 << n for n in range(16, 22)),
+            "block": (12, 24, 36, 48, 60, 72, 96, 120, 144),
+            "cache": tuple(1 << n for n in range(17, 24)),
             "many_tasks": (1, 2, 4, 8, 16, 32),
         }
 
@@ -76,14 +77,11 @@ class WinogradTiles(LoopTiles):
         vectors = transformed.nr // cpu.lanes("float32")
         needed = self.mr * vectors + vectors + 1
         return super().rules(problem, cpu) | {
-            "mr, most, cache and many_tasks must be positive": min(self.mr, self.most, self.cache, self.many_tasks) > 0,
+            "mr, cache and many_tasks must be positive": min(self.mr, self.cache, self.many_tasks) > 0,
+            f"block = {self.block} must be a positive multiple of mr = {self.mr}": self.block > 0 < self.mr
+            and self.block % self.mr == 0,
             f"{needed} registers are more than {cpu.registers}": needed <= cpu.registers,
         }
-
-    def block(self, channels: int) -> int:
-        """Return the maximum number of tiles of a block, a multiple of mr."""
-        fitting = min(self.most, self.cache // (4 * POINTS * channels))
-        return max(fitting // self.mr, 1) * self.mr
 
 
 def winograd(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -140,7 +138,7 @@ class _Kernel:
         self.data, self.weights = self.memory[matmul.a.source], self.memory[weights.load.source]
         _, self.data_rows, self.data_columns, _ = matmul.a.source.shape
         self.prefetches = math.prod(map(int, weights.load.source.shape)) * 4 > tiles.cache
-        self.panels, self.block = int(weights.load.source.shape[0]), tiles.block(weights.channels)
+        self.panels, self.block = int(weights.load.source.shape[0]), tiles.block
         # A point of C is its image, row and column, and not a row of the matmul.
         results.point = {}
         for axis in self.axes:
