@@ -24,6 +24,7 @@ def load_onnxruntime(
     except ImportError as error:
         raise InputError("toolchain.package_missing", describe_missing_package("onnxruntime")) from error
     options = ort.SessionOptions()
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # else its threads take the CPUs in our turns
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 4
     try:
         session = ort.InferenceSession(str(Path(model)), options, providers=["CPUExecutionProvider"])
