@@ -28,7 +28,7 @@ from .stages import Axis
 WINDOW = 3  # taps of a convolution along an axis
 TILE = 2  # outputs of a tile along an axis
 PATCH = TILE + WINDOW - 1  # inputs of a tile along an axis
-POINTS = PATCH * PATCH  # products of a tile, for each pair of channels
+POINTS = PATCH * PATCH  # multiplications of a tile, for each pair of channels
 
 
 def read_weight(load: Callable[..., Expr], channels: int, nr: int, k: Expr, j: Expr) -> Expr:
@@ -38,16 +38,16 @@ def read_weight(load: Callable[..., Expr], channels: int, nr: int, k: Expr, j: E
     """
     row, column, channel = k // (WINDOW * channels), k // channels % WINDOW, k % channels
 
-    one, two = tirx.const(1, "int64"), tirx.const(2, "int64")
+    inner = [tirx.const(n, "int64") for n in (1, 2)]
 
     def read_point(r: Expr, s: Expr) -> Expr:
         return load(j // nr, PATCH * r + s, channel, j % nr)
 
     def read_column(r: Expr) -> Expr:
-        middle = read_point(r, one) - read_point(r, two)
+        middle = read_point(r, inner[0]) - read_point(r, inner[1])
         return tirx.Select(column == 1, middle, read_point(r, column + column // 2))
 
-    return tirx.Select(row == 1, read_column(one) - read_column(two), read_column(row + row // 2))
+    return tirx.Select(row == 1, read_column(inner[0]) - read_column(inner[1]), read_column(row + row // 2))
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class _QueryTile(QueryRows):
             for k, x in enumerate(transpose(block(j, rows, inside))):
                 store(self.memory["M"], x, (j + k) * self.tiles.q + r)
 
-        with T.serial(tirx.ceildiv(keys, W)) as j_block, T.serial(row_blocks) as r_block:
+        with T.serial(row_blocks) as r_block, T.serial(tirx.ceildiv(keys, W)) as j_block:
             j, r = let(j_block * W), let(r_block * W)
             with T.If(j + W <= keys):
                 with T.Then():

@@ -5,9 +5,9 @@
         for each panel of nr columns
             for each of 16 points
                 for each mr tiles                                    the micro-kernel, as in blocked.py
-                    products[point, mr, nr] = V[point, mr, C] U[point, C, nr]
+                    matmuls[point, mr, nr] = V[point, mr, C] U[point, C, nr]
             for each tile
-                2 x 2 outputs = A^T products A -> bias, activation, residual -> output
+                2 x 2 outputs = A^T matmuls A -> bias, activation, residual -> output
 
 Each of the 2 x 2 outputs depends on no input outside of its window: what patches read after the last row or column of
 the data is unused. Infinities in a window may become NaN, as B^T d B subtracts inputs.
@@ -113,10 +113,9 @@ def _transform_input(d: list[Expr]) -> list[Expr]:
     return [let(d[0] - d[2]), let(d[1] + d[2]), let(d[2] - d[1]), let(d[1] - d[3])]
 
 
-def _transform_output(products: list[Expr]) -> list[Expr]:
-    """Return A^T of four products."""
-    middle = let(products[1] + products[2]), let(products[1] - products[2])
-    return [let(products[0] + middle[0]), let(middle[1] - products[3])]
+def _transform_output(m: list[Expr]) -> list[Expr]:
+    """Return A^T m of four values."""
+    return [let(m[0] + m[1] + m[2]), let(m[1] - m[2] - m[3])]
 
 
 def _transform_both(rows: list[list[Expr]], transform: Callable[[list[Expr]], list[Expr]]) -> list[list[Expr]]:
@@ -162,11 +161,11 @@ class _Kernel:
             first, group = let(index // groups * height), let(index % groups)
             self.scratch = allocate_workspace(
                 patches=(POINTS * self.block * self.channels, "float32"),
-                products=(POINTS * self.block * self.nr, "float32"),
+                matmuls=(POINTS * self.block * self.nr, "float32"),
                 outputs=(TILE * TILE * self.nr, "float32"),
             )
             with T.serial(height) as i:
-                self.transform_patch(i, let(tirx.min(first + i, self.count - 1)))
+                self.transform_input(i, let(tirx.min(first + i, self.count - 1)))
             with T.serial(let(tirx.max(tirx.min(panels, self.panels - group * panels), 0))) as n:
                 self.multiply_panel(let(group * panels + n), first, height)
 
@@ -179,7 +178,7 @@ class _Kernel:
         row, column = let(tile // self.tile_columns % self.tile_rows), let(tile % self.tile_columns)
         return let(tile // per_image), let(row * TILE), let(column * TILE)
 
-    def transform_patch(self, i: Expr, tile: Expr) -> None:
+    def transform_input(self, i: Expr, tile: Expr) -> None:
         """Store B^T d B of the patch of a tile, which is number i of its block."""
         image, first_row, first_column = self.unravel_tile(tile)
         rows = [let(image * self.data_rows + tirx.min(first_row + r, self.data_rows - 1)) for r in range(PATCH)]
@@ -201,23 +200,25 @@ class _Kernel:
             u = let((panel * POINTS + point) * size)
             share = let(u + size + strip * size // strips), let(tirx.const(1 << 8, "int64") // strips)
             self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), share)
-        results = self.results
-        values: Values = {results.panel: panel}
-        columns = let(tirx.min(results.columns - panel * self.nr, self.nr))
         with T.serial(let(tirx.min(height, self.count - first))) as i:
-            self.transform_products(i)
-            image, first_row, first_column = self.unravel_tile(let(first + i))
-            with T.serial(tirx.const(TILE * TILE, "int64")) as n:
-                place = (image, let(first_row + n // TILE), let(first_column + n % TILE))
-                at = {**values, **{axis.var: index for axis, index in zip(self.axes, place)}}
-                exists = [index < axis.extent for axis, index in zip(self.axes[1:], place[1:])]
-                with T.If(tirx.all(*exists)), T.Then():
-                    accumulators = [(self.scratch["outputs"], let(n * self.nr))]
-                    column = results.panel * self.nr + results.c
-                    results.store(self.memory, at, accumulators, n, column, columns)
+            self.transform_output(i)
+            self.store_tile(let(first + i), panel)
+
+    def store_tile(self, tile: Expr, panel: Expr) -> None:
+        """Apply the epilogue to those of a tile's 2 x 2 outputs that exist, and store a panel's columns of them."""
+        results, column = self.results, self.results.panel * self.nr + self.results.c
+        columns = let(tirx.min(results.columns - panel * self.nr, self.nr))
+        image, first_row, first_column = self.unravel_tile(tile)
+        with T.serial(tirx.const(TILE * TILE, "int64")) as n:
+            values = image, let(first_row + n // TILE), let(first_column + n % TILE)
+            exists = [index < axis.extent for axis, index in zip(self.axes[1:], values[1:])]
+            with T.If(tirx.all(*exists)), T.Then():
+                point: Values = {axis.var: index for axis, index in zip(self.axes, values)}
+                accumulators = [(self.scratch["outputs"], let(n * self.nr))]
+                results.store(self.memory, {**point, results.panel: panel}, accumulators, n, column, columns)
 
     def emit_micro_kernel(self, u: Expr, row: Expr, next_share: tuple[Expr, Expr]) -> None:
-        """Store the products of mr tiles at a point, from that row of V on, with a panel's U from element u on.
+        """Store the matmul of mr tiles at a point, from that row of V on, with a panel's U from element u on.
 
         It prefetches its share of the next point's U: its first element, and 256 times its size as a part of all.
         """
@@ -225,10 +226,10 @@ class _Kernel:
         zero = splat(tirx.const(0, "float32"), self.lanes, "float32")
         accumulators = [[Register(zero) for _ in vectors] for _ in range(self.tiles.mr)]
         starts = [let((row + i) * self.channels) for i in range(self.tiles.mr)]
-        first, part = next_share
+        ahead, share = next_share
         with T.serial(tirx.const(self.channels, "int64")) as k:
             if self.prefetches:
-                prefetch(self.weights, first + T.shift_right(k * self.nr * part, tirx.const(8, "int64")))
+                prefetch(self.weights, ahead + T.shift_right(k * self.nr * share, tirx.const(8, "int64")))
             weights = [T.bind(load(self.weights, self.lanes, u + k * self.nr + v)) for v in vectors]
             for start, of_tile in zip(starts, accumulators):
                 value = T.bind(splat(self.scratch["patches"][start + k], self.lanes, "float32"))
@@ -236,19 +237,19 @@ class _Kernel:
                     accumulator.value += value * weight
         for i, of_tile in enumerate(accumulators):
             for v, accumulator in zip(vectors, of_tile):
-                store(self.scratch["products"], accumulator.value, (row + i) * self.nr + v)
+                store(self.scratch["matmuls"], accumulator.value, (row + i) * self.nr + v)
 
-    def transform_products(self, i: Expr) -> None:
+    def transform_output(self, i: Expr) -> None:
         """Store the 2 x 2 outputs, before the epilogue, of tile i of the block."""
         with T.serial(tirx.const(self.nr // self.lanes, "int64")) as v:
             column = let(v * self.lanes)
-            products = [
+            m = [
                 [
-                    let(load(self.scratch["products"], self.lanes, (point * self.block + i) * self.nr + column))
+                    let(load(self.scratch["matmuls"], self.lanes, (point * self.block + i) * self.nr + column))
                     for point in range(PATCH * r, PATCH * r + PATCH)
                 ]
                 for r in range(PATCH)
             ]
-            for r, row in enumerate(_transform_both(products, _transform_output)):
+            for r, row in enumerate(_transform_both(m, _transform_output)):
                 for s, value in enumerate(row):
                     store(self.scratch["outputs"], value, (TILE * r + s) * self.nr + column)

@@ -63,9 +63,9 @@ def test_equals_the_reference(target: str, c: int, m: int) -> None:
         r = RNG.standard_normal((n, h - 2, w - 2, m)).astype("float32")
         expected = np.maximum(convolve(x, weights, 0) + r, 0)
         terms = convolve(np.abs(x), {name: np.abs(array) for name, array in weights.items()}, 0) + np.abs(r)
-        for place in (unaligned, lambda a: guarded(a, True), lambda a: guarded(a, False)):
+        for copy in (unaligned, lambda a: guarded(a, True), lambda a: guarded(a, False)):
             for threads in (1, 2):
-                y = model.run({"x": place(x), "r": place(r)}, threads=threads)["y"]
+                y = model.run({"x": copy(x), "r": copy(r)}, threads=threads)["y"]
                 assert (np.abs(y - expected) <= 5e-7 * terms).all(), (n, h, w, threads)
 
 
