@@ -55,7 +55,7 @@ class WinogradTiles(LoopTiles):
     mr: int = 6
     """Tiles of a micro-kernel."""
     block: int = 48
-    """The maximum number of tiles of a block, a multiple of mr: about as many as a panel has columns, so that patches and
+    """The maximum number of tiles of a block, a multiple of mr. With about as many as a panel has columns, patches and
     weights that exceed the second-level cache are read again equally often."""
     cache: int = 1 << 19
     """Bytes from which on U is not in the second-level cache: a point's is prefetched while that before it is used."""
