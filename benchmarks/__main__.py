@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `... compile|stores|pages`."""
+"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `... compile|shares|stores|pages`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ def main() -> None:
     cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
     cuda.set_defaults(run=_cuda)
     _add_compile(commands)
+    shares = commands.add_parser("shares", help="how a decoder's work is divided among 8 to 64 threads, computed")
+    shares.add_argument("--rows", type=int, nargs="+", default=[1, 512], help="new tokens; default: %(default)s")
+    shares.add_argument("--past", type=int, default=1024, help="tokens before them; default: %(default)s")
+    shares.add_argument("--threads", type=int, nargs="+", default=[8, 16, 32, 64], help="default: %(default)s")
+    shares.set_defaults(run=_shares)
     stores = commands.add_parser(
         "stores", help="the cost of pages, offsets and quantization when a CPU reads and writes them"
     )
@@ -129,6 +134,12 @@ def _compile(arguments: argparse.Namespace) -> None:
     from .large_decoders import run
 
     run(arguments.decoder, arguments.dtype, arguments.options.split(), arguments.folder)
+
+
+def _shares(arguments: argparse.Namespace) -> None:
+    from .thread_shares import run
+
+    run(arguments.rows, arguments.past, arguments.threads)
 
 
 def _stores(arguments: argparse.Namespace) -> None:

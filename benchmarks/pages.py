@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -82,8 +83,8 @@ _APART = "Contenders take turns, each in a process of its own\nthat stands still
 
 def section(folder: Path) -> str:
     """Return the text of every results file there, one thread first: cases with a bar, and a summary of all."""
-    sections = [_section(read(path), path) for path in sorted(folder.glob("*.json"))]
-    return "\n".join(sections)
+    machine = read(folder / _SHORT_FROM).machine
+    return "\n".join(_section(read(path), path, machine) for path in sorted(folder.glob("*.json")))
 
 
 def short(folder: Path) -> str:
@@ -99,11 +100,11 @@ def short(folder: Path) -> str:
     return markdown(headings, body)
 
 
-def _section(results: Results, path: Path) -> str:
+def _section(results: Results, path: Path, usual_machine: str) -> str:
     table_rows = rows(results)
     dates = sorted({row.record.date for row in table_rows})
     about = _ABOUT.format(
-        title=_title(results, table_rows),
+        title=_title(results, table_rows, usual_machine),
         threads=_threads(results),
         machine=results.machine,
         tuned=_TUNED if is_tuned(results) else "nothing tuned",
@@ -136,17 +137,23 @@ def _threads(results: Results) -> str:
     return "One thread" if results.threads == 1 else f"{results.threads} threads"
 
 
-def _title(results: Results, table_rows: list[Row]) -> str:
+def _title(results: Results, table_rows: list[Row], usual_machine: str) -> str:
     published = all(row.record.group == GROUP for row in table_rows)
-    return _threads(results) + ", models at published widths" * published + ", tuned" * is_tuned(results)
+    titles = [_threads(results), "models at published widths" * published, "tuned" * is_tuned(results)]
+    if results.machine != usual_machine:  # by its maker and family: Intel Xeon
+        titles.append(" ".join(re.sub(r"\(R\)|\(TM\)|\(.*", "", results.machine).split()[:2]))
+    return ", ".join(filter(None, titles))
 
 
 def _is_shown(row: Row, threads: int) -> bool:
-    """Select cases with a bar; of the many exported models those that are slower; published widths elsewhere."""
+    """Select cases with a bar or weights of few bits; of the many exported models those that are slower; published
+    widths elsewhere."""
     if row.record.group == GROUP:
         return False
     if row.record.group == "models":
         return row.ratio is not None and row.ratio < 1
+    if row.record.group == "low bits":
+        return True
     return all_cases()[row.record.case].bar.asks(threads)
 
 
