@@ -38,8 +38,8 @@ _ABOUT = """## {title}
 {tuned}. {turns}; medians in milliseconds where no unit is said. *Of the limit* is what we reach of the fastest
 float32 matmul of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; bfloat16, whose
 units are faster, goes beyond 1. *Ratio* is the best peer's time by ours, where both compute with weights of one type;
-with int8 and int4 weights peers have float32. A dash is a refusal, *wrong* an answer that
-differs from float64. Versions: {versions}.
+with int8 and int4 weights peers have float32, except where a case says *level 4*: theirs have as few bits. A dash is a
+refusal, *wrong* an answer that differs from float64. Versions: {versions}.
 """
 
 _SHAPES = """
@@ -122,7 +122,7 @@ def _section(results: Results, path: Path, usual_machine: str) -> str:
         for group, ratios in by_group(list(filter(_is_fair, table_rows))).items()
     ]
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
-    summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
+    summary = markdown(["all cases, by group", "with a peer", "slower", "geometric mean", "worst"], groups)
     if tuned:
         columns = ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"]
         summary += f"\n{markdown(columns, gains(table_rows))}"

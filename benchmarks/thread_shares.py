@@ -92,7 +92,7 @@ def _share(
 
 
 def count_tasks(function: tirx.PrimFunc, length: int) -> list[int]:
-    """Return the extents of the parallel loops of a function whose tensors of integers hold `length`.
+    """Return the extents of the parallel loops of a function, of whose tensors of integers every element is `length`.
 
     Sizes are constants; what is computed from them is followed through scalar buffers and variables.
     """

@@ -130,7 +130,10 @@ class KernelCompiler:
         run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
         with target, tvm.transform.PassContext(disabled_pass=list(list_unused_passes(self.target))):
             module = tirx.transform.BindTarget(target)(tvm.IRModule({str(func.attrs["global_symbol"]): func}))
-            lowered = {n: _skip_argument_checks(f) for n, f in run(module).functions_items()}
+            # A module of one function would have an entry function, and so would the next one.
+            lowered = {
+                n: _skip_argument_checks(f).without_attr("tirx.is_entry_func") for n, f in run(module).functions_items()
+            }
             code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(lowered)), target)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
@@ -165,10 +168,10 @@ def _remove_names(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _skip_argument_checks(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return a lowered kernel without TVM's checks of its arguments, which are a quarter of the time to compile it.
+    """Return a lowered kernel without TVM's checks of its arguments, which take a third of the time to compile it.
 
-    Only `main` calls it, which has checked the model's inputs, and allocates everything else by their sizes. A module
-    of one function would have an entry function, and so would the next one: that mark goes, too.
+    Only `main` calls it, with inputs that it has checked (passes/tvm_workarounds/name_shape_assertions.py),
+    and with tensors that it has allocated by their sizes. A check in a statement of another kind than these stays.
     """
 
     def skip(stmt: tirx.Stmt) -> tirx.Stmt:
@@ -182,7 +185,7 @@ def _skip_argument_checks(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, skip(stmt.body))
         return stmt
 
-    return func.with_body(skip(func.body)).without_attr("tirx.is_entry_func")
+    return func.with_body(skip(func.body))
 
 
 def _is_standalone(func: tvm.ir.BaseFunc) -> bool:

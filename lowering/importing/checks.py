@@ -19,6 +19,7 @@ TENSORRT_LLM = "lowering_check_tensorrt_llm"
 SERVED, SOURCES = "lowering_check_served", "lowering_check_sources"
 REQUESTS = (OPENPPL, TENSORRT_LLM, SERVED, SOURCES)
 MATCH_SHAPE = "lowering_match_shape"
+TENSOR = "lowering_check_tensor"
 
 
 def check_indices(

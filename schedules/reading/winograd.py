@@ -36,18 +36,19 @@ def read_weight(load: Callable[..., Expr], channels: int, nr: int, k: Expr, j: E
 
     Along an axis, the taps are U_0, U_1 - U_2 and U_3.
     """
+    middle_points = [tirx.const(n, "int64") for n in (1, 2)]
     row, column, channel = k // (WINDOW * channels), k // channels % WINDOW, k % channels
-
-    inner = [tirx.const(n, "int64") for n in (1, 2)]
 
     def read_point(r: Expr, s: Expr) -> Expr:
         return load(j // nr, PATCH * r + s, channel, j % nr)
 
     def read_column(r: Expr) -> Expr:
-        middle = read_point(r, inner[0]) - read_point(r, inner[1])
+        middle = read_point(r, middle_points[0]) - read_point(r, middle_points[1])
         return tirx.Select(column == 1, middle, read_point(r, column + column // 2))
 
-    return tirx.Select(row == 1, read_column(inner[0]) - read_column(inner[1]), read_column(row + row // 2))
+    return tirx.Select(
+        row == 1, read_column(middle_points[0]) - read_column(middle_points[1]), read_column(row + row // 2)
+    )
 
 
 @dataclass(frozen=True)

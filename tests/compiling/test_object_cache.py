@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx.parser
 import pytest
+import tvm
 from tvm import tirx
 
 import lowering
@@ -199,10 +200,27 @@ def test_show_and_clear(compiled: list[str], capsys: pytest.CaptureFixture[str])
 
 
 def test_arguments_are_checked_once(tmp_path: Path) -> None:
-    """By the model, and not by every kernel again."""
+    """By the model, and not by every kernel again: ranks, types, sizes and where elements are."""
     compiled_model = lowering.compile(model())
     compiled_model.save(tmp_path / "m")
     assert b".ndim on argument #" not in (tmp_path / "m" / "model.so").read_bytes()
     for wrong in (np.zeros((3, 23), "float32"), np.zeros(24, "float32"), np.zeros((3, 24), "int32")):
         with pytest.raises(lowering.LoweringError):
             compiled_model.run({"x": wrong})
+    rows = tvm.runtime.tensor(np.zeros((6, 24), np.float32))
+    with pytest.raises(lowering.InputError, match="byte offset"):
+        compiled_model.run({"x": rows._create_view((2, 24), "float32", relative_byte_offset=4 * 24)})
+
+
+def test_donated_memory_with_an_offset_is_untouched() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+        m (float[n, s, 4] p, float[n, t, 4] u, int64[n] w) => (float[n, s, 4] y) {
+          y = TensorScatter <axis = 1> (p, u, w)
+        }"""
+    cache = tvm.runtime.tensor(np.zeros((2, 3, 4), np.float32))
+    feeds = {"p": cache._create_view((1, 3, 4), "float32", relative_byte_offset=48), "w": np.array([1])}
+    with pytest.raises(lowering.InputError, match="byte offset"):
+        lowering.compile(onnx.parser.parse_model(text), donate=["p"]).run(
+            {**feeds, "u": np.ones((1, 1, 4), np.float32)}
+        )
+    assert not cache.numpy().any()

@@ -195,7 +195,7 @@ def test_appends_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 @pytest.mark.parametrize(("rows", "past", "splits"), ((1, 200, 1), (1, 2047, 8), (96, 1024, 0)))
 def test_the_work_of_a_decoder_is_divided_among_threads(rows: int, past: int, splits: int) -> None:
-    """Of a step and of a prompt: at most 2 % are serial, and eight threads have equal shares.
+    """At most 2 % of a step and of a prompt are serial, and eight threads have equal shares.
 
     A step's attention splits a cache by the lengths that a call is given: 256 keys each, for 8 heads.
     """

@@ -1,7 +1,8 @@
-"""Errors of shape assertions name the node.
+"""Checks of tensors and sizes by our functions, which take the same arguments as the builtins of the runtime.
 
-VMShapeLower makes every match_cast a call of a builtin of the runtime, whose error has the compiler's own names. Our
-function takes the same arguments and reports the importer's text.
+VMShapeLower makes every match_cast a call of a builtin, whose error has the compiler's own names. Our function reports
+the importer's text. It checks the type of parameters by another, and ours checks strides and byte offsets, too: kernels
+rely on it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import replace
 
 from tvm import ir, relax
 
-from ...importing.checks import MATCH_SHAPE
+from ...importing.checks import MATCH_SHAPE, TENSOR
 from ...importing.origins import iterate_bindings
 from ..compile_state import CompileState
 
-_BUILTIN = "vm.builtin.match_shape"
+_BUILTIN, _BUILTIN_OF_TYPES = "vm.builtin.match_shape", "vm.builtin.check_tensor_info"
 # The start of the builtin's last argument for assertions; those of parameters and results cannot fail.
 _ASSERTION = "ErrorContext(match_cast"
 _UNKNOWN = "sizes do not fit together inside it: a tensor is of another shape"
@@ -40,7 +41,10 @@ class _AssertionNamer(relax.PyExprMutator):
                 self.names.setdefault(binding.value, asserted[binding.var.name])
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        if not isinstance(call.op, relax.ExternFunc) or call.op.global_symbol != _BUILTIN:
+        symbol = call.op.global_symbol if isinstance(call.op, relax.ExternFunc) else ""
+        if symbol == _BUILTIN_OF_TYPES:
+            return relax.Call(relax.ExternFunc(TENSOR), call.args, call.attrs, call.ty_args)
+        if symbol != _BUILTIN:
             return super().visit_call_(call)
         context = str(call.args[-1].value)
         if not context.startswith(_ASSERTION):

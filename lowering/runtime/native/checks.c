@@ -129,6 +129,41 @@ CHECK(check_sizes) {
     return pass(&args[0], result);
 }
 
+/* -- tensors ------------------------------------------------------------------------------------------------------ */
+
+static int is_compact(const DLTensor* tensor) {
+    int64_t stride = 1, fits = 1;
+    for (int axis = tensor->ndim - 1; axis >= 0; --axis) {
+        if (tensor->shape[axis] == 0) return 1;
+        fits &= tensor->strides == NULL || tensor->shape[axis] == 1 || tensor->strides[axis] == stride;
+        stride *= tensor->shape[axis];
+    }
+    return (int)fits;
+}
+
+/* lowering_check_tensor(tensor, rank, [dtype,] context) -> tensor
+ * Replacement of TVM's vm.builtin.check_tensor_info that also checks what kernels rely on: elements follow one another,
+ * from the address of the data on. context ends with the name and type in the compiled code. */
+CHECK(check_tensor) {
+    (void)self;
+    const DLTensor* tensor = tensor_of(&args[0]);
+    Message message = {.length = 0};
+    const int64_t rank = args[1].v_int64;
+    if (rank >= 0 && tensor->ndim != rank) {
+        say(&message, "A tensor has %d dimensions, and not %" PRId64 ": ", tensor->ndim, rank);
+    } else if (count > 3 && memcmp(&tensor->dtype, &args[2].v_dtype, sizeof(DLDataType)) != 0) {
+        say(&message, "A tensor is of another type: ");
+    } else if (!is_compact(tensor)) {
+        say(&message, "A tensor has strides, and must be compact: ");
+    } else if (tensor->byte_offset != 0) {
+        say(&message, "A tensor has a byte offset of %" PRIu64 ", and must begin where its data does: ", tensor->byte_offset);
+    } else {
+        return pass(&args[0], result);
+    }
+    say_text(&message, text_of(&args[count - 1]));
+    return fail("run.tensor_unsuitable", &message);
+}
+
 /* lowering_check(value, numbers, code, text) -> value
  * Raise an error with the code and the text if numbers[0] is 0. Each {} in the text is replaced by one of the further
  * numbers. */

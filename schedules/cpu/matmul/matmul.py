@@ -53,6 +53,7 @@ from .int8_rows import quantize_rows
 from .operands import MatmulOperands
 from .panels import PanelTiles, is_panel_width
 from .results import MatmulResults, Values
+from .winograd import read_transformed_convolution
 
 Plan = list[list[BlockedMatmul]]
 """Kernels of the matmuls of each group."""
@@ -109,7 +110,10 @@ def plan_stages(
 
 
 def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
-    """Return whether matmuls by other stored matrices may join a function of `matmul`; None for other functions."""
+    """Return whether matmuls by other stored matrices may join a function; None for one without a kernel's matmul."""
+    stages = read_stages(func)
+    if stages and read_transformed_convolution(stages, set(func.params)) is not None:
+        return False
     kernels = plan_matmul(func, target)
     return None if kernels is None else all(b.is_b_in_place and not b.matmul.batch for b in _flatten_plan(kernels))
 

@@ -62,6 +62,12 @@ class MatmulResults:
         """Return the values of the batch axes for the matmul of this index in the batch."""
         return {axis.var: let(value) for axis, value in zip(self.batch_axes, unravel(index, self.batch_axes))}
 
+    def use_axes(self) -> None:
+        """Let a row of C be a point of the matmul's axes from now on, whose values a kernel gives, and not number m."""
+        self.point = {}
+        for axis in self.group.matmuls[0].rows:
+            self.facts.bind(axis.var, 0, axis.extent)
+
     def _indices(self, column: Expr) -> list[Expr]:
         """Return the indices in C of row m and this column."""
         where = {**self.point, self.j: column}

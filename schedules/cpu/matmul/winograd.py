@@ -47,6 +47,8 @@ from ..primitives.vector import (
 )
 from .results import MatmulResults, Values
 
+_UNIT = 1 << 8  # 1 as a fixed-point number
+
 
 @dataclass(frozen=True, kw_only=True)
 class WinogradTiles(LoopTiles):
@@ -87,17 +89,22 @@ class WinogradTiles(LoopTiles):
 def winograd(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Schedule a convolution by transformed weights and its element-wise stages; return None for anything else."""
     stages = read_stages(func)
-    groups = read_groups(stages, set(func.params)) if stages else None
-    if not stages or not groups or len(groups) != 1 or len(groups[0].matmuls) != 1:
-        return None
-    (group,), (matmul,) = groups, groups[0].matmuls
-    weights = matmul.transformed
-    if weights is None or not weights.reads_patches(matmul.a, matmul.rows, matmul.k):
+    group = read_transformed_convolution(stages, set(func.params)) if stages else None
+    if not stages or group is None:
         return None
     cpu = read_cpu_features(target)
     tiles = {"winograd": WinogradTiles.default(group, cpu)}
-    emit = lambda tiles: _emit(func, stages, group, cpu, tiles["winograd"])  # noqa: E731
-    return [Variant("winograd", group, cpu, tiles, emit)]
+    return [Variant("winograd", group, cpu, tiles, lambda tiles: _emit(func, stages, group, cpu, tiles["winograd"]))]
+
+
+def read_transformed_convolution(stages: list[Stage], parameters: set[tirx.Buffer]) -> MatmulGroup | None:
+    """Return the only matmul of the stages, with its epilogue, if it is a convolution by transformed weights."""
+    groups = read_groups(stages, parameters)
+    if not groups or len(groups) > 1 or len(groups[0].matmuls) > 1:
+        return None
+    matmul = groups[0].matmuls[0]
+    is_patch = matmul.transformed is not None and matmul.transformed.reads_patches(matmul.a, matmul.rows, matmul.k)
+    return groups[0] if is_patch else None
 
 
 def _emit(
@@ -138,10 +145,7 @@ class _Kernel:
         _, self.data_rows, self.data_columns, _ = matmul.a.source.shape
         self.prefetches = math.prod(map(int, weights.load.source.shape)) * 4 > tiles.cache
         self.panels, self.block = int(weights.load.source.shape[0]), tiles.block
-        # A point of C is its image, row and column, and not a row of the matmul.
-        results.point = {}
-        for axis in self.axes:
-            results.facts.bind(axis.var, 0, axis.extent)
+        results.use_axes()
         results.facts.bind(results.c, 0, tirx.const(self.nr, "int64"))
         results.facts.bind(results.panel, 0, tirx.const(self.panels, "int64"))
 
@@ -198,8 +202,8 @@ class _Kernel:
         size, strips = self.channels * self.nr, let(height // self.tiles.mr)
         with T.serial(tirx.const(POINTS, "int64")) as point, T.serial(strips) as strip:
             u = let((panel * POINTS + point) * size)
-            share = let(u + size + strip * size // strips), let(tirx.const(1 << 8, "int64") // strips)
-            self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), share)
+            ahead = let(u + size + strip * size // strips), let(tirx.const(_UNIT, "int64") // strips)
+            self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), ahead)
         with T.serial(let(tirx.min(height, self.count - first))) as i:
             self.transform_output(i)
             self.store_tile(let(first + i), panel)
@@ -217,19 +221,20 @@ class _Kernel:
                 accumulators = [(self.scratch["outputs"], let(n * self.nr))]
                 results.store(self.memory, {**point, results.panel: panel}, accumulators, n, column, columns)
 
-    def emit_micro_kernel(self, u: Expr, row: Expr, next_share: tuple[Expr, Expr]) -> None:
+    def emit_micro_kernel(self, u: Expr, row: Expr, ahead: tuple[Expr, Expr]) -> None:
         """Store the matmul of mr tiles at a point, from that row of V on, with a panel's U from element u on.
 
-        It prefetches its share of the next point's U: its first element, and 256 times its size as a part of all.
+        ahead is the element of the next point's U from which on it prefetches, and its share of all as a fixed-point
+        number (`_UNIT`). After the last point that is memory of others, which a prefetch may name.
         """
         vectors = range(0, self.nr, self.lanes)
         zero = splat(tirx.const(0, "float32"), self.lanes, "float32")
         accumulators = [[Register(zero) for _ in vectors] for _ in range(self.tiles.mr)]
         starts = [let((row + i) * self.channels) for i in range(self.tiles.mr)]
-        ahead, share = next_share
+        begin, share = ahead
         with T.serial(tirx.const(self.channels, "int64")) as k:
             if self.prefetches:
-                prefetch(self.weights, ahead + T.shift_right(k * self.nr * share, tirx.const(8, "int64")))
+                prefetch(self.weights, begin + k * self.nr * share // _UNIT)
             weights = [T.bind(load(self.weights, self.lanes, u + k * self.nr + v)) for v in vectors]
             for start, of_tile in zip(starts, accumulators):
                 value = T.bind(splat(self.scratch["patches"][start + k], self.lanes, "float32"))

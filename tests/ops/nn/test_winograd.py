@@ -95,6 +95,20 @@ def test_an_output_depends_on_its_window_alone(value: float) -> None:
                 )
 
 
+def test_an_epilogue_of_another_shape_is_apart() -> None:
+    """A sum that repeats the convolution for each image does not fit its kernel, which is still used."""
+    w = (RNG.standard_normal((32, 32, 3, 3)) / 17).astype("float32")
+    nodes = [helper.make_node("Conv", ["k", "w"], ["z"], pads=[1] * 4), helper.make_node("Add", ["z", "x"], ["y"])]
+    ports = [value_info("k", "float32", (1, 32, "h", "w")), value_info("x", "float32", ("n", 32, "h", "w"))]
+    proto = make_model(nodes, ports, [value_info("y", "float32", "abcd")], 20)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    model = lowering.compile(proto)
+    assert "winograd" in list_rules(model) and "reduction" not in list_rules(model)
+    k, x = (RNG.standard_normal((n, 32, 9, 8)).astype("float32") for n in (1, 3))
+    expected = run_reference("Conv", [k, w], pads=[1] * 4) + x
+    np.testing.assert_allclose(model.run({"k": k, "x": x})["y"], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "attributes", "dims"),
     (
@@ -105,6 +119,7 @@ def test_an_output_depends_on_its_window_alone(value: float) -> None:
         ((16, 16, 3, 2), {}, ("n", "h", "w")),
         ((32, 16, 3, 3), {"group": 2}, ("n", "h", "w")),
         ((64, 64, 3, 3), {"pads": [1] * 4}, ("n", 7, 7)),  # few tiles
+        ((64, 64, 3, 3), {"pads": [1] * 4}, ("n", "h", 1)),
     ),
 )
 def test_others_are_direct(shape: tuple[int, ...], attributes: dict[str, Any], dims: tuple[str | int, ...]) -> None:
