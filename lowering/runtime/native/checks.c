@@ -141,6 +141,16 @@ static int is_compact(const DLTensor* tensor) {
     return (int)fits;
 }
 
+/* An element type is text in an artifact from a file. */
+static int has_type(const DLTensor* tensor, const TVMFFIAny* type) {
+    DLDataType expected = type->v_dtype;
+    if (type->type_index != kTVMFFIDataType) {
+        const TVMFFIByteArray text = text_of(type);
+        if (TVMFFIDataTypeFromString(&text, &expected) != 0) return 0;
+    }
+    return memcmp(&tensor->dtype, &expected, sizeof(DLDataType)) == 0;
+}
+
 /* lowering_check_tensor(tensor, rank, [dtype,] context) -> tensor
  * Replacement of TVM's vm.builtin.check_tensor_info that also checks what kernels rely on: elements follow one another,
  * from the address of the data on. context ends with the name and type in the compiled code. */
@@ -151,7 +161,7 @@ CHECK(check_tensor) {
     const int64_t rank = args[1].v_int64;
     if (rank >= 0 && tensor->ndim != rank) {
         say(&message, "A tensor has %d dimensions, and not %" PRId64 ": ", tensor->ndim, rank);
-    } else if (count > 3 && memcmp(&tensor->dtype, &args[2].v_dtype, sizeof(DLDataType)) != 0) {
+    } else if (count > 3 && !has_type(tensor, &args[2])) {
         say(&message, "A tensor is of another type: ");
     } else if (!is_compact(tensor)) {
         say(&message, "A tensor has strides, and must be compact: ");
