@@ -202,8 +202,6 @@ _UNUSED_ON_CPUS = (
     "s_tir.CompactBufferAllocation",
     # Find nothing in kernels of rules: they write no condition that is invariant in the loop around it.
     "s_tir.HoistExpression", "s_tir.InsertHoistIfThenElse",
-    # LLVM removes what does nothing.
-    "tirx.RemoveNoOp",
     # Look for annotations of GPU schedules only.
     "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",
     "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",
