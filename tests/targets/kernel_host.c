@@ -9,7 +9,7 @@
 #include <tvm/ffi/c_api.h>
 
 void TVMFFIErrorSetRaisedFromCStr(const char* kind, const char* message) { fprintf(stderr, "%s: %s\n", kind, message); }
-int TVMFFIDataTypeFromString(const void* text, void* type) { (void)text, (void)type; return -1; } /* main is not called */
+int TVMFFIDataTypeFromString(const TVMFFIByteArray* text, DLDataType* type) { (void)text, (void)type; return -1; }
 void TVMFFIErrorSetRaisedFromCStrParts(const char* kind, const char** parts, int32_t n) {
     fprintf(stderr, "%s: ", kind);
     for (int32_t k = 0; k < n; ++k)
