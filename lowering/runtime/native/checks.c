@@ -131,17 +131,19 @@ CHECK(check_sizes) {
 
 /* -- tensors ------------------------------------------------------------------------------------------------------ */
 
+/* Return whether elements follow one another in memory, as those of an empty tensor do. */
 static int is_compact(const DLTensor* tensor) {
-    int64_t stride = 1, fits = 1;
+    int64_t stride = 1;
+    int fits = 1;
     for (int axis = tensor->ndim - 1; axis >= 0; --axis) {
         if (tensor->shape[axis] == 0) return 1;
         fits &= tensor->strides == NULL || tensor->shape[axis] == 1 || tensor->strides[axis] == stride;
         stride *= tensor->shape[axis];
     }
-    return (int)fits;
+    return fits;
 }
 
-/* An element type is text in an artifact from a file. */
+/* TVM stores element types as text in a file: those of a loaded artifact are read here. */
 static int has_type(const DLTensor* tensor, const TVMFFIAny* type) {
     DLDataType expected = type->v_dtype;
     if (type->type_index != kTVMFFIDataType) {

@@ -111,11 +111,11 @@ def plan_stages(
 
 def accepts_siblings(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     """Return whether matmuls by other stored matrices may join a function; None for one without a kernel's matmul."""
-    stages = read_stages(func)
-    if stages and read_transformed_convolution(stages, set(func.params)) is not None:
-        return False
-    kernels = plan_matmul(func, target)
-    return None if kernels is None else all(b.is_b_in_place and not b.matmul.batch for b in _flatten_plan(kernels))
+    stages, parameters = read_stages(func), set(func.params)
+    kernels = plan_stages(func, stages, parameters, read_cpu_features(target)) if stages else None
+    if kernels is not None:
+        return all(b.is_b_in_place and not b.matmul.batch for b in _flatten_plan(kernels))
+    return False if stages and read_transformed_convolution(stages, parameters) is not None else None
 
 
 def _emit(func: tirx.PrimFunc, kernels: Plan, gemv: GemvTiles) -> tirx.PrimFunc:
