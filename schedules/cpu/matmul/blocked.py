@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int
 
 from ...reading.values import load_widened
 from ..elementwise.loops import emit_vector_loop
-from ..primitives.vector import LINE, Register, convert, let, load, prefetch, splat, store, transpose
+from ..primitives.vector import Register, convert, let, load, splat, store, transpose
 from .int8_matmul import accumulate_int8
 from .int8_rows import Int8Rows
 from .panel_addressing import PanelAddressing
+from .prefetch_share import PrefetchShare
 from .quantized_matmul import accumulate_quantized, dequantize_panel
 from .results import Values
+from .strips import MicroKernel, RowBlock, Strips
 
 
 class BlockedMatmul(PanelAddressing):
@@ -53,35 +55,46 @@ class BlockedMatmul(PanelAddressing):
     def accumulate_panel(
         self,
         values: Values,
-        first: Expr,
-        rows: Expr,
+        block: RowBlock,
         columns: Expr,
         tile: tirx.Buffer,
         scratch: dict[str, tirx.Buffer],
         finish: Callable[[Expr, Expr], None] | None,
     ) -> None:
-        """Accumulate a panel's columns for `rows` rows from `first` on, each in its row of the tile.
+        """Accumulate a panel's columns for a block of rows, each in its row of the tile.
 
         finish(row, tile_row) receives a row as soon as it is accumulated, from row `tile_row` of the tile.
         """
         t, self.values = self.tiles, values
-        panel = None if self.is_b_in_place else scratch["panel"]
         strip = scratch["strip"] if self.copies_strips else None
-        accumulate = partial(self.accumulate_strips, first, rows, columns, tile, strip, finish)
+        accumulate = partial(self.accumulate_strips, block, columns, tile, strip, finish)
         if self.matmul.quantization is None:
-            accumulate(range(t.mr, 0, -1), panel, self.choose_k_block(rows))
+            panel = None if self.is_b_in_place else scratch["panel"]
+            accumulate(Strips(self.list_float_kernels(block), t.mr, panel, self.choose_k_block(block.count)))
             return
-        fused, fused_k_block = range(t.fused_mr, 0, -1), tirx.const(self.kc, "int64")
-        if not self.dequantizes_panels:
-            accumulate(fused, None, fused_k_block)
+        bound = t.fused_rows if self.dequantizes_panels else None
+        kernels = [MicroKernel(height) for height in block.list_heights(t.fused_mr, up_to=bound)]
+        fused = Strips(kernels, t.fused_mr, None, tirx.const(self.kc, "int64"))
+        if bound is None:
+            accumulate(fused)
             return
-        with T.If(rows <= t.fused_rows):
-            with T.Then():
-                accumulate(fused, None, fused_k_block)
-            with T.Else():
-                # So many rows have no low strips.
-                lowest = min(n // -(-n // t.mr) for n in range(t.fused_rows + 1, t.fused_rows + t.mr + 1))
-                accumulate(range(t.mr, lowest - 1, -1), scratch["panel"], tirx.const(self.dequantized_kc, "int64"))
+        kernels = [MicroKernel(height) for height in block.list_heights(t.mr, above=bound)]
+        dequantized = Strips(kernels, t.mr, scratch["panel"], tirx.const(self.dequantized_kc, "int64"))
+        block.branch(bound, lambda: accumulate(fused), lambda: accumulate(dequantized))
+
+    def list_float_kernels(self, block: RowBlock) -> list[MicroKernel]:
+        """Return the micro-kernels of a block: those for a few rows prefetch streams of B."""
+        mr, bound = self.tiles.mr, self.tiles.streamed_rows
+        if not self.has_prefetch:
+            return [MicroKernel(height) for height in block.list_heights(mr)]
+        if block.counts is None:  # strips of fewer rows are rare among many rows: streams serve these, too
+            few, many = block.list_heights(mr), [mr]
+        else:
+            few, many = block.list_heights(mr, up_to=bound), block.list_heights(mr, above=bound)
+        return [
+            *(MicroKernel(height, when=block.count > bound if height in few else None) for height in many),
+            *(MicroKernel(height, True, block.count <= bound if height in many else None) for height in few),
+        ]
 
     @property
     def dequantizes_panels(self) -> bool:
@@ -97,45 +110,34 @@ class BlockedMatmul(PanelAddressing):
 
     def accumulate_strips(
         self,
-        first: Expr,
-        rows: Expr,
+        block: RowBlock,
         columns: Expr,
         tile: tirx.Buffer,
         strip: tirx.Buffer | None,
         finish: Callable[[Expr, Expr], None] | None,
-        heights: range,
-        panel: tirx.Buffer | None,
-        length: Expr,
+        strips: Strips,
     ) -> None:
-        """Emit `accumulate_panel` in strips of these heights and blocks of `length` steps.
-
-        panel is scratch memory for packed columns of B, or None to read B in place.
-        """
-        mr, unit = heights[0], tirx.const(1, "int64")
+        """Emit `accumulate_panel` in these strips."""
+        rows, mr, length, unit = block.count, strips.mr, strips.length, tirx.const(1, "int64")
         blocks = let(tirx.max((self.k.extent + (length - 1)) // length, unit))
         with T.serial(blocks) as k_block:
             k0 = let(k_block * length)
             depth = let(tirx.min(length, self.k.extent - k0))
-            if panel is not None:
-                self.pack_panel(panel, k0, depth, columns)
-            # The heights of strips of rows differ by one at most: seven rows are four and three.
-            strips = let(tirx.max((rows + (mr - 1)) // mr, 1))
-            low, higher = let(rows // strips), let(rows % strips)
-            with T.serial(strips) as i:
+            if strips.panel is not None:
+                self.pack_panel(strips.panel, k0, depth, columns)
+            count = let(tirx.max((rows + (mr - 1)) // mr, 1))
+            low, higher = let(rows // count), let(rows % count)
+            with T.serial(count) as i:
                 height, row = let(low + tirx.Select(i < higher, unit, unit - 1)), let(i * low + tirx.min(i, higher))
-                tile_row = row
+                first, tile_row = let(block.first + row), row
                 if finish is not None:
                     # Rows that need only one block of k share the first rows of the tile, in the nearest cache.
                     tile_row = let(tirx.Select(blocks <= 1, unit - 1, row))
-                    self.results.prefetch_rows(
-                        self.operands.memory, self.values, let(first + row), height, self.column, self.nr
-                    )
-                prefetch_next = self.plan_prefetch(k0, depth, i, strips)
-                for h in heights:
-                    with T.If(height == h), T.Then():
-                        self.emit_micro_kernel(
-                            h, let(first + row), tile_row, k0, depth, tile, panel, strip, prefetch_next
-                        )
+                    self.results.prefetch_rows(self.operands.memory, self.values, first, height, self.column, self.nr)
+                share = self.share_prefetch(k0, depth, i, count)
+                for kernel in strips.kernels:
+                    with T.If(kernel.applies_to(height)), T.Then():
+                        self.emit_micro_kernel(kernel, first, tile_row, k0, depth, tile, strips.panel, strip, share)
                 if finish is not None:
                     with T.If(k_block == blocks - 1), T.Then(), T.serial(height) as r:
                         finish(row + r, tile_row + r)
@@ -156,27 +158,13 @@ class BlockedMatmul(PanelAddressing):
         """Whether strips prefetch the next block: not if panels are packed or quantized values are widened."""
         return self.is_b_in_place and self.matmul.quantization is None
 
-    def plan_prefetch(self, k0: Expr, depth: Expr, number: Expr, strips: Expr) -> Callable[[Expr], None] | None:
-        """Return a function that a strip calls at each step k to prefetch its share of the panel's next block.
-
-        Memory is thus read at all times, however few strips there are: eight rows take no longer than one. Blocks of a
-        panel are consecutive, and so are panels. Return None if there is nothing to prefetch.
-        """
+    def share_prefetch(self, k0: Expr, depth: Expr, strip: Expr, strips: Expr) -> PrefetchShare | None:
+        """Return what a strip prefetches, if anything. Blocks of a panel are consecutive, and so are panels."""
         if not self.has_prefetch:
             return None
         width = self.nr * self.k_per_lane
-        elements_of_line = LINE // DataType(self.matmul.b.ty).itemsize
-        size = let(depth * width)
-        start = let(
-            self.bind_offset(self.b_offsets[0], k=k0, c=tirx.const(0, "int64")) + size + number * size // strips
-        )
-        share, bits = let(tirx.const(1 << 8, "int64") // strips), tirx.const(8, "int64")  # a fixed-point number
-
-        def prefetch_share(k: Expr) -> None:
-            for element in range(0, width, elements_of_line):
-                prefetch(self.operands.b, start + T.shift_right((k * width + element) * share, bits), level=2)
-
-        return prefetch_share
+        following = let(self.bind_offset(self.b_offsets[0], k=k0 + depth, c=tirx.const(0, "int64")))
+        return PrefetchShare(self.operands.b, following, depth=depth, width=width, strip=strip, strips=strips)
 
     def pack_panel(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
         """Pack columns of B into panel[k, c]; columns after the last one hold unused values."""
@@ -218,7 +206,7 @@ class BlockedMatmul(PanelAddressing):
 
     def emit_micro_kernel(
         self,
-        height: int,
+        kernel: MicroKernel,
         row: Expr,
         tile_row: Expr,
         k0: Expr,
@@ -226,12 +214,13 @@ class BlockedMatmul(PanelAddressing):
         tile: tirx.Buffer,
         panel: tirx.Buffer | None,
         strip: tirx.Buffer | None,
-        prefetch_next: Callable[[Expr], None] | None,
+        share: PrefetchShare | None,
     ) -> None:
         """Emit tile[tile_row + i, c] += sum over k of A[row + i, k0 + k] B[k0 + k, c] for i < height, k < depth.
 
-        The tile starts from zeros if k0 is 0. prefetch_next(k) is called at each step.
+        The tile starts from zeros if k0 is 0.
         """
+        height, prefetch_step = kernel.height, None
         if self.has_int8_rows:
             self.clear_tile(height, tile_row, k0, tile)
             accumulate_int8(self, row, height, tile_row, k0, depth, tile)
@@ -254,9 +243,12 @@ class BlockedMatmul(PanelAddressing):
                 for v, accumulator in zip(vectors, c[i]):
                     accumulator.value = load(tile, self.lanes, (tile_row + i) * self.nr + v)
 
+        if share is not None:
+            prefetch_step = share.plan_streams() if kernel.has_streams else share.plan_sequence()
+
         def add(k: Expr, distance: Expr, complete: bool) -> None:
-            if prefetch_next is not None:
-                prefetch_next(k)
+            if prefetch_step is not None:
+                prefetch_step(k)
             b = [self.load_b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
                 a_ik = a[starts[i] + k] if strip is not None else self.load_a_step(starts[i] + distance, complete)

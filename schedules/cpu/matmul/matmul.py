@@ -53,6 +53,7 @@ from .int8_rows import quantize_rows
 from .operands import MatmulOperands
 from .panels import PanelTiles, is_panel_width
 from .results import MatmulResults, Values
+from .strips import RowBlock, list_block_sizes
 from .winograd import read_transformed_convolution
 
 Plan = list[list[BlockedMatmul]]
@@ -191,7 +192,8 @@ def _emit_blocked(kernels: Plan) -> None:
         max_rows = tirx.Select(is_single_block, tirx.max(rows, max_rows), max_rows)
     # Blocks have equal height, so that no thread gets all the short ones.
     row_blocks = let(tirx.max((rows + (max_rows - 1)) // max_rows, 1))
-    block_rows = T.bind((rows + (row_blocks * tiles.mr - 1)) // (row_blocks * tiles.mr) * tiles.mr)
+    block_rows = let((rows + (row_blocks * tiles.mr - 1)) // (row_blocks * tiles.mr) * tiles.mr)
+    sizes = list_block_sizes(rows, row_blocks, block_rows)
 
     emit_rows = _emit_panel_apart if results.selection is None else _emit_panel_by_runs
 
@@ -200,17 +202,18 @@ def _emit_blocked(kernels: Plan) -> None:
         panel = let(index % all_panels)
         values = results.bind_batch(index // (all_panels * row_blocks))
         first = let(index // all_panels % row_blocks * block_rows)
-        height = let(tirx.min(block_rows, rows - first))
+        height = tirx.const(sizes[0], "int64") if sizes and len(sizes) == 1 else let(tirx.min(block_rows, rows - first))
+        block = RowBlock(first, height, sizes)
 
         def emit_groups(number: int, start: Expr) -> None:
             """Emit the groups from this number on, whose panels begin at `start`."""
             if number + 1 == len(kernels):
-                emit_rows(kernels[number], values, panel - start, first, height, tiles.mc)
+                emit_rows(kernels[number], values, panel - start, block, tiles.mc)
                 return
             end = start + panels[number]
             with T.If(panel < end):
                 with T.Then():
-                    emit_rows(kernels[number], values, panel - start, first, height, tiles.mc)
+                    emit_rows(kernels[number], values, panel - start, block, tiles.mc)
                 with T.Else():
                     emit_groups(number + 1, end)
 
@@ -222,15 +225,13 @@ def _emit_blocked(kernels: Plan) -> None:
         split_among_threads(batch * row_blocks * all_panels, sum(work[1:], work[0]), tiles.parallel_work, task)
 
 
-def _emit_panel_apart(
-    group: list[BlockedMatmul], values: Values, panel: Expr, first: Expr, rows: Expr, max_rows: int
-) -> None:
+def _emit_panel_apart(group: list[BlockedMatmul], values: Values, panel: Expr, block: RowBlock, max_rows: int) -> None:
     """Emit `emit_panel` in a workspace of its own."""
-    emit_panel(group, values, panel, first, rows, allocate_workspace(**list_panel_scratch(group, max_rows)))
+    emit_panel(group, values, panel, block, allocate_workspace(**list_panel_scratch(group, max_rows)))
 
 
 def _emit_panel_by_runs(
-    group: list[BlockedMatmul], values: Values, panel: Expr, first: Expr, rows: Expr, max_rows: int
+    group: list[BlockedMatmul], values: Values, panel: Expr, block: RowBlock, max_rows: int
 ) -> None:
     """Emit a panel for each run of successive rows that select the same matrix."""
     results = group[0].results
@@ -239,14 +240,14 @@ def _emit_panel_by_runs(
     table = group[0].operands.memory[selection.table]
     scratch = allocate_workspace(**list_panel_scratch(group, max_rows))
     begin = T.alloc_buffer((1,), "int64")
-    T.buffer_store(begin, first, [0])
-    with T.serial(rows) as i:
-        row = let(first + i)
+    T.buffer_store(begin, block.first, [0])
+    with T.serial(block.count) as i:
+        row = let(block.first + i)
         following = let(tirx.min(row + 1, results.rows - 1))
-        with T.If(tirx.any(i == rows - 1, table[row] != table[following])), T.Then():
+        with T.If(tirx.any(i == block.count - 1, table[row] != table[following])), T.Then():
             start = let(begin[0])
             selected = {**values, selection.group: let(selection.clamp_group(table[row]))}
-            emit_panel(group, selected, panel, start, let(row + 1 - start), scratch)
+            emit_panel(group, selected, panel, RowBlock(start, let(row + 1 - start)), scratch)
             T.buffer_store(begin, row + 1, [0])
 
 
@@ -260,9 +261,9 @@ def list_panel_scratch(group: list[BlockedMatmul], max_rows: int) -> dict[str, t
 
 
 def emit_panel(
-    group: list[BlockedMatmul], values: Values, panel: Expr, first: Expr, rows: Expr, scratch: dict[str, tirx.Buffer]
+    group: list[BlockedMatmul], values: Values, panel: Expr, block: RowBlock, scratch: dict[str, tirx.Buffer]
 ) -> None:
-    """Emit one panel's columns of a group's matmuls for `rows` rows from `first` on."""
+    """Emit one panel's columns of a group's matmuls for a block of rows."""
     results, last = group[0].results, group[-1]
     values = {**values, results.panel: let(panel)}
     columns = last.count_columns(values)
@@ -271,7 +272,7 @@ def emit_panel(
     def finish(row: Expr, tile_row: Expr) -> None:
         """Store a row of the block, whose accumulators of the last matmul are in row `tile_row` of its tile."""
         accumulators = [(tile, let((tile_row if b is last else row) * b.nr)) for b, tile in zip(group, tiles)]
-        results.store(last.operands.memory, values, accumulators, let(first + row), last.column, columns)
+        results.store(last.operands.memory, values, accumulators, let(block.first + row), last.column, columns)
 
     for b, tile in zip(group, tiles):
-        b.accumulate_panel(values, first, rows, columns, tile, scratch, finish if b is last else None)
+        b.accumulate_panel(values, block, columns, tile, scratch, finish if b is last else None)

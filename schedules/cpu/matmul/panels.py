@@ -19,6 +19,9 @@ from ..elementwise.loops import LoopTiles
 from ..primitives.cycles import L1, L2, L2_LINE, TYPICAL, miss_ratio, register_tile_cycles
 from ..primitives.vector import CpuFeatures
 
+_STREAMED_BLOCK = 128 << 10
+"""Bytes of a block of a panel that a few rows read: eight streams of four pages each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PanelTiles(LoopTiles):
@@ -28,7 +31,7 @@ class PanelTiles(LoopTiles):
     of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache.
     """
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     vectors: int
     """nr / lanes of a panel that the kernel packs; panels packed ahead of time keep their own width."""
@@ -37,8 +40,8 @@ class PanelTiles(LoopTiles):
     """For quantized values in blocks: rounded down to whole blocks."""
     streamed_rows: int = 12
     """Up to this number of rows a matmul is bound by memory bandwidth. Its k blocks then have ..."""
-    streamed_kc: int = 128
-    """... this number of values (or pairs) of k, which also bounds the prefetch distance."""
+    streamed_kc: int = 256
+    """... this number of values (or pairs) of k. The next block is prefetched meanwhile, from several streams."""
     mc: int = 144
     """Multiple of mr."""
     fused_mr: int = 5
@@ -69,7 +72,10 @@ class PanelTiles(LoopTiles):
         elif forms and cpu.registers >= 32:  # bytes are converted as fast as they are loaded
             packed = any(form.nibbles for form in forms)
             fused = {"fused_mr": 5, "fused_rows": 24} if packed else {"fused_mr": 6, "fused_rows": cls.mc}
-        return PanelTiles(vectors=vectors, **fused)
+        streamed_kc = min(_STREAMED_BLOCK // (4 * vectors * cpu.lanes(acc)), cls.kc)
+        # Wide registers multiply more rows while a step of B is read.
+        streamed_rows = 24 if cpu.registers >= 32 else cls.streamed_rows
+        return PanelTiles(vectors=vectors, streamed_rows=streamed_rows, streamed_kc=streamed_kc, **fused)
 
     @classmethod
     def space(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> Space:

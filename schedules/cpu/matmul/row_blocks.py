@@ -34,6 +34,7 @@ from .blocked import BlockedMatmul
 from .matmul import emit_panel, list_panel_scratch, plan_stages
 from .panels import PanelTiles
 from .results import Memory
+from .strips import RowBlock
 
 _STRIP = PanelTiles.mr  # a block that is a multiple of it has strips of equal height
 
@@ -161,7 +162,7 @@ class _Blocks:
                 kernel[0].operands.bind_memory(memory)
                 values = kernel[0].results.bind_batch(number)
                 with T.serial(kernel[0].panels) as panel:
-                    emit_panel(kernel, values, panel, first, height, scratch)
+                    emit_panel(kernel, values, panel, RowBlock(first, height), scratch)
 
     def rows(
         self, kernel: RowKernel, number: Expr, first: Expr, height: Expr, scratch: dict[tirx.Buffer, tirx.Buffer]

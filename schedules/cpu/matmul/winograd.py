@@ -40,14 +40,12 @@ from ..primitives.vector import (
     cover_row,
     let,
     load,
-    prefetch,
     read_cpu_features,
     splat,
     store,
 )
+from .prefetch_share import PrefetchShare
 from .results import MatmulResults, Values
-
-_UNIT = 1 << 8  # 1 as a fixed-point number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +200,9 @@ class _Kernel:
         size, strips = self.channels * self.nr, let(height // self.tiles.mr)
         with T.serial(tirx.const(POINTS, "int64")) as point, T.serial(strips) as strip:
             u = let((panel * POINTS + point) * size)
-            ahead = let(u + size + strip * size // strips), let(tirx.const(_UNIT, "int64") // strips)
-            self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), ahead)
+            channels = tirx.const(self.channels, "int64")
+            share = PrefetchShare(self.weights, u + size, depth=channels, width=self.nr, strip=strip, strips=strips)
+            self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), share)
         with T.serial(let(tirx.min(height, self.count - first))) as i:
             self.transform_output(i)
             self.store_tile(let(first + i), panel)
@@ -221,20 +220,19 @@ class _Kernel:
                 accumulators = [(self.scratch["outputs"], let(n * self.nr))]
                 results.store(self.memory, {**point, results.panel: panel}, accumulators, n, column, columns)
 
-    def emit_micro_kernel(self, u: Expr, row: Expr, ahead: tuple[Expr, Expr]) -> None:
+    def emit_micro_kernel(self, u: Expr, row: Expr, share: PrefetchShare) -> None:
         """Store the matmul of mr tiles at a point, from that row of V on, with a panel's U from element u on.
 
-        ahead is the element of the next point's U from which on it prefetches, and its share of all as a fixed-point
-        number (`_UNIT`). After the last point that is memory of others, which a prefetch may name.
+        After the last point its share of what follows is memory of others, which a prefetch may name.
         """
         vectors = range(0, self.nr, self.lanes)
         zero = splat(tirx.const(0, "float32"), self.lanes, "float32")
         accumulators = [[Register(zero) for _ in vectors] for _ in range(self.tiles.mr)]
         starts = [let((row + i) * self.channels) for i in range(self.tiles.mr)]
-        begin, share = ahead
+        prefetch_step = share.plan_sequence()
         with T.serial(tirx.const(self.channels, "int64")) as k:
             if self.prefetches:
-                prefetch(self.weights, begin + k * self.nr * share // _UNIT)
+                prefetch_step(k)
             weights = [T.bind(load(self.weights, self.lanes, u + k * self.nr + v)) for v in vectors]
             for start, of_tile in zip(starts, accumulators):
                 value = T.bind(splat(self.scratch["patches"][start + k], self.lanes, "float32"))
