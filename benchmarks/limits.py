@@ -19,7 +19,7 @@ from .cases.case import Work
 from .peers import ONE_THREAD, Contender, Form
 
 _SIZE = 2048
-_STREAMS = (1, 2, 4)
+_STREAMS = (1, 2, 4, 8, 16)
 VECTOR = 64  # bytes
 
 

@@ -1,7 +1,7 @@
 /* Reads `count` vectors of 64 bytes as fast as one core can: what no kernel that reads them once can beat.
  *
- * How many streams the prefetchers like best differs between machines and sizes, hence the choice of 1, 2 or 4; one
- * stream is also asked for ahead of time. Two accumulators for each stream, at least eight in all, hide the additions.
+ * How many streams the prefetchers like best differs between machines and sizes, hence the choice of 1 to 16;
+ * one stream is also asked for ahead of time. At least eight accumulators hide the additions.
  */
 #include <stddef.h>
 
@@ -26,6 +26,8 @@ typedef float vector __attribute__((vector_size(64)));
 READ(1, 8, 1)
 READ(2, 4, 0)
 READ(4, 2, 0)
+READ(8, 1, 0)
+READ(16, 1, 0)
 
 /* The same of `count` blocks of so many vectors each, in this order; the next block is asked for ahead of time. */
 float read_blocks(const vector *data, const size_t *order, size_t count, size_t vectors) {

@@ -95,9 +95,19 @@ class WeightQuantization:
         return 32 // NIBBLES if self.form.nibbles else 8
 
     @property
+    def stored_steps(self) -> int:
+        """Values of k in a stored row of a panel."""
+        return NIBBLES if self.form.nibbles else QUAD if self.form.quads else 1
+
+    @property
+    def stored_width(self) -> int:
+        """Elements of a stored row of a panel."""
+        return self.form.nr * (QUAD if self.form.quads and not self.form.nibbles else 1)
+
+    @property
     def depth(self) -> int:
         """Quantized values of a column."""
-        return int(self.load.source.shape[1]) * (QUAD if self.form.quads and not self.form.nibbles else self.group)
+        return int(self.load.source.shape[1]) * self.stored_steps
 
     @property
     def nr(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -36,6 +37,8 @@ from ..primitives.vector import (
     splat_like,
     store,
 )
+
+_STREAMS = 4  # parts of the next tile that are prefetched at a time
 
 
 def load_query(
@@ -80,6 +83,7 @@ class KeyValueTile:
     def __init__(self, bound: BoundAttention, cpu: CpuFeatures, size: int, max_rows: int, b: Expr, hk: Expr) -> None:
         self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
         self.next: tuple[Expr, Expr, Expr] | None = None
+        self.max_rows, self.streams = max_rows, math.gcd(max_rows, _STREAMS)
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
         self.pairs = uses_bf16_pairs(p, cpu, in_place=size == 0)
@@ -273,10 +277,12 @@ class KeyValueTile:
         """Prefetch the line of element d (or packed lane of a key) of row j of k or v in the next tile, if it is set.
 
         One prefetch serves all the vectors in a line. The hardware prefetcher follows a stream within a page and loses
-        it where reading switches from K to V.
+        it where reading switches from K to V. Rows take turns among parts of the tile, since a core has more reads in
+        flight from several pages.
         """
         if self.next is None:
             return
+        j = let(j % self.streams * (self.max_rows // self.streams) + j // self.streams)
         self.prefetch_scale(name, j, d)
         b, hk, start = self.next
         is_packed = self.pairs and name == "k"
@@ -295,7 +301,7 @@ class KeyValueTile:
                 buffer, indices = self.bound.addressing.flat(name, position)
             else:
                 buffer, indices = self.bound.addressing.at(name, b, hk, start + j, d)
-            prefetch(buffer, *indices)
+            prefetch(buffer, *indices, level=1)
 
     def prefetch_scale(self, name: str, j: Expr, d: Expr | int) -> None:
         """Prefetch the line of the scale of such a value, once for all values whose scales are in it.

@@ -19,7 +19,7 @@ from .panel_addressing import PanelAddressing
 from .prefetch_share import PrefetchShare
 from .quantized_matmul import accumulate_quantized, dequantize_panel
 from .results import Values
-from .strips import MicroKernel, RowBlock, Strips
+from .strips import MicroKernel, RowBlock, Strip, Strips
 
 
 class BlockedMatmul(PanelAddressing):
@@ -50,7 +50,7 @@ class BlockedMatmul(PanelAddressing):
         if self.dequantizes_panels:
             sizes = {"panel": self.dequantized_kc * self.nr}
         height = max(self.tiles.mr, self.tiles.fused_mr)
-        return {**sizes, "strip": height * self.kc} if self.copies_strips else sizes
+        return {**sizes, "strip": height * self.max_depth} if self.copies_strips else sizes
 
     def accumulate_panel(
         self,
@@ -66,15 +66,14 @@ class BlockedMatmul(PanelAddressing):
         finish(row, tile_row) receives a row as soon as it is accumulated, from row `tile_row` of the tile.
         """
         t, self.values = self.tiles, values
-        strip = scratch["strip"] if self.copies_strips else None
-        accumulate = partial(self.accumulate_strips, block, columns, tile, strip, finish)
+        copy = scratch["strip"] if self.copies_strips else None
+        accumulate = partial(self.accumulate_strips, block, columns, tile, copy, finish)
+        kernels, length = self.list_kernels(block, t.mr), self.choose_k_block(block.count)
         if self.matmul.quantization is None:
-            panel = None if self.is_b_in_place else scratch["panel"]
-            accumulate(Strips(self.list_float_kernels(block), t.mr, panel, self.choose_k_block(block.count)))
+            accumulate(Strips(kernels, t.mr, None if self.is_b_in_place else scratch["panel"], length))
             return
         bound = t.fused_rows if self.dequantizes_panels else None
-        kernels = [MicroKernel(height) for height in block.list_heights(t.fused_mr, up_to=bound)]
-        fused = Strips(kernels, t.fused_mr, None, tirx.const(self.kc, "int64"))
+        fused = Strips(self.list_kernels(block, t.fused_mr, up_to=bound), t.fused_mr, None, length)
         if bound is None:
             accumulate(fused)
             return
@@ -82,15 +81,16 @@ class BlockedMatmul(PanelAddressing):
         dequantized = Strips(kernels, t.mr, scratch["panel"], tirx.const(self.dequantized_kc, "int64"))
         block.branch(bound, lambda: accumulate(fused), lambda: accumulate(dequantized))
 
-    def list_float_kernels(self, block: RowBlock) -> list[MicroKernel]:
-        """Return the micro-kernels of a block: those for a few rows prefetch streams of B."""
-        mr, bound = self.tiles.mr, self.tiles.streamed_rows
-        if not self.has_prefetch:
-            return [MicroKernel(height) for height in block.list_heights(mr)]
-        if block.counts is None:  # strips of fewer rows are rare among many rows: streams serve these, too
-            few, many = block.list_heights(mr), [mr]
-        else:
-            few, many = block.list_heights(mr, up_to=bound), block.list_heights(mr, above=bound)
+    def list_kernels(self, block: RowBlock, mr: int, up_to: int | None = None) -> list[MicroKernel]:
+        """Return the micro-kernels of a block of up to so many rows: those for a few rows prefetch streams of B."""
+        bound, heights = self.tiles.streamed_rows, block.list_heights(mr, up_to=up_to)
+        if not self.is_b_in_place:
+            return [MicroKernel(height) for height in heights]
+        few, many = heights, [mr]  # strips of fewer rows are rare among many rows: streams serve these, too
+        if up_to is not None and up_to <= bound:
+            many = []
+        elif block.counts is not None:
+            few, many = block.list_heights(mr, up_to=bound), block.list_heights(mr, above=bound, up_to=up_to)
         return [
             *(MicroKernel(height, when=block.count > bound if height in few else None) for height in many),
             *(MicroKernel(height, True, block.count <= bound if height in many else None) for height in few),
@@ -113,7 +113,7 @@ class BlockedMatmul(PanelAddressing):
         block: RowBlock,
         columns: Expr,
         tile: tirx.Buffer,
-        strip: tirx.Buffer | None,
+        copy: tirx.Buffer | None,
         finish: Callable[[Expr, Expr], None] | None,
         strips: Strips,
     ) -> None:
@@ -134,10 +134,10 @@ class BlockedMatmul(PanelAddressing):
                     # Rows that need only one block of k share the first rows of the tile, in the nearest cache.
                     tile_row = let(tirx.Select(blocks <= 1, unit - 1, row))
                     self.results.prefetch_rows(self.operands.memory, self.values, first, height, self.column, self.nr)
-                share = self.share_prefetch(k0, depth, i, count)
+                strip = Strip(first, tile_row, k0, depth, i, count)
                 for kernel in strips.kernels:
                     with T.If(kernel.applies_to(height)), T.Then():
-                        self.emit_micro_kernel(kernel, first, tile_row, k0, depth, tile, strips.panel, strip, share)
+                        self.emit_micro_kernel(kernel, strip, tile, strips.panel, copy)
                 if finish is not None:
                     with T.If(k_block == blocks - 1), T.Then(), T.serial(height) as r:
                         finish(row + r, tile_row + r)
@@ -145,26 +145,29 @@ class BlockedMatmul(PanelAddressing):
     def choose_k_block(self, rows: Expr) -> Expr:
         """Return the number of steps of a block of k.
 
-        With a few rows a matmul is bound by memory bandwidth, and its strips prefetch the next block. The block should
-        be near, and the accumulators of few rows are cheap to store in between.
+        With a few rows a matmul is bound by memory bandwidth, and its strips prefetch the next block, from far enough
+        that it has several pages. The accumulators of few rows are cheap to store in between.
         """
-        long = tirx.const(self.kc, "int64")
-        if not self.has_prefetch or self.runs is not None or self.tiles.streamed_kc >= self.kc:
+        long, short = (tirx.const(kc, "int64") for kc in (self.kc, self.streamed_kc))
+        if not self.is_b_in_place or self.runs is not None or self.streamed_kc == self.kc:
             return long
-        return let(tirx.Select(rows <= self.tiles.streamed_rows, tirx.const(self.tiles.streamed_kc, "int64"), long))
+        return let(tirx.Select(rows <= self.tiles.streamed_rows, short, long))
 
     @property
-    def has_prefetch(self) -> bool:
-        """Whether strips prefetch the next block: not if panels are packed or quantized values are widened."""
-        return self.is_b_in_place and self.matmul.quantization is None
+    def max_depth(self) -> int:
+        """The maximum number of steps of a block of k."""
+        return max(self.kc, self.streamed_kc)
 
-    def share_prefetch(self, k0: Expr, depth: Expr, strip: Expr, strips: Expr) -> PrefetchShare | None:
-        """Return what a strip prefetches, if anything. Blocks of a panel are consecutive, and so are panels."""
-        if not self.has_prefetch:
+    def plan_prefetch(self, kernel: MicroKernel, strip: Strip) -> Callable[[Expr], None] | None:
+        """Return a function that prefetches at each step k if B is read in place. Panels are consecutive."""
+        if not self.is_b_in_place:
             return None
-        width = self.nr * self.k_per_lane
-        following = let(self.bind_offset(self.b_offsets[0], k=k0 + depth, c=tirx.const(0, "int64")))
-        return PrefetchShare(self.operands.b, following, depth=depth, width=width, strip=strip, strips=strips)
+        width, depth = self.nr * self.k_per_lane, strip.depth
+        following = let(self.bind_offset(self.b_offsets[0], k=strip.k0 + depth, c=tirx.const(0, "int64")))
+        share = PrefetchShare(
+            self.operands.b, following, depth=depth, width=width, number=strip.number, count=strip.count
+        )
+        return share.plan_streams() if kernel.has_streams else share.plan_sequence()
 
     def pack_panel(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
         """Pack columns of B into panel[k, c]; columns after the last one hold unused values."""
@@ -207,34 +210,30 @@ class BlockedMatmul(PanelAddressing):
     def emit_micro_kernel(
         self,
         kernel: MicroKernel,
-        row: Expr,
-        tile_row: Expr,
-        k0: Expr,
-        depth: Expr,
+        strip: Strip,
         tile: tirx.Buffer,
         panel: tirx.Buffer | None,
-        strip: tirx.Buffer | None,
-        share: PrefetchShare | None,
+        copy: tirx.Buffer | None,
     ) -> None:
         """Emit tile[tile_row + i, c] += sum over k of A[row + i, k0 + k] B[k0 + k, c] for i < height, k < depth.
 
-        The tile starts from zeros if k0 is 0.
+        The tile starts from zeros if k0 is 0. copy is scratch memory for rows of A, or None to read A in place.
         """
-        height, prefetch_step = kernel.height, None
+        height, row, tile_row, k0, depth = kernel.height, strip.row, strip.tile_row, strip.k0, strip.depth
         if self.has_int8_rows:
             self.clear_tile(height, tile_row, k0, tile)
-            accumulate_int8(self, row, height, tile_row, k0, depth, tile)
+            accumulate_int8(self, kernel, strip, tile)
             return
         vectors = range(0, self.nr, self.lanes)
         a = self.operands.a
-        if strip is None:
+        if copy is None:
             starts = [self.row_start(row + i, k0) for i in range(height)]
         else:
-            self.fill_strip(strip, height, row, k0, depth)
-            a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
+            self.fill_copy(copy, height, row, k0, depth)
+            a, starts = copy, [tirx.const(i * self.max_depth, "int64") for i in range(height)]
         if self.matmul.quantization is not None and panel is None:
             self.clear_tile(height, tile_row, k0, tile)
-            accumulate_quantized(self, a, starts, tile_row, k0, depth, tile)
+            accumulate_quantized(self, kernel, strip, a, starts, tile)
             return
         zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
         c = [[Register(zero) for _ in vectors] for _ in range(height)]
@@ -243,15 +242,14 @@ class BlockedMatmul(PanelAddressing):
                 for v, accumulator in zip(vectors, c[i]):
                     accumulator.value = load(tile, self.lanes, (tile_row + i) * self.nr + v)
 
-        if share is not None:
-            prefetch_step = share.plan_streams() if kernel.has_streams else share.plan_sequence()
+        prefetch_step = self.plan_prefetch(kernel, strip) if panel is None else None
 
         def add(k: Expr, distance: Expr, complete: bool) -> None:
             if prefetch_step is not None:
                 prefetch_step(k)
             b = [self.load_b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
-                a_ik = a[starts[i] + k] if strip is not None else self.load_a_step(starts[i] + distance, complete)
+                a_ik = a[starts[i] + k] if copy is not None else self.load_a_step(starts[i] + distance, complete)
                 a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
@@ -289,8 +287,8 @@ class BlockedMatmul(PanelAddressing):
             return self.packing.pack_vector(load(self.operands.b, n * self.lanes, start + n * v))
         return convert(load(self.operands.b, self.lanes, start + v), self.acc, self.cpu)
 
-    def fill_strip(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
-        """Emit strip[i, k] = step k0 + k of row first + i of A."""
+    def fill_copy(self, copy: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
+        """Emit copy[i, k] = step k0 + k of row first + i of A."""
         whole = depth if self.is_whole else let(tirx.min(depth, self.whole - k0))
 
         def fill_runs(i: int, length: int) -> None:
@@ -301,22 +299,22 @@ class BlockedMatmul(PanelAddressing):
                     self.lanes,
                     lambda width: (
                         lambda n, lane: store(
-                            strip,
+                            copy,
                             load_widened(self.operands.a, start + distance + n * self.a_step),
-                            i * self.kc + k + n,
+                            i * self.max_depth + k + n,
                         )
                     ),
                 )
 
         def fill_row(i: int) -> None:
-            def copy(k: Expr, complete: bool) -> None:
+            def copy_step(k: Expr, complete: bool) -> None:
                 offsets = [self.bind_offset(position, m=first + i, k=k0 + k) for position in self.a_offsets]
-                store(strip, self.load_step(self.operands.a, offsets, complete), i * self.kc + k)
+                store(copy, self.load_step(self.operands.a, offsets, complete), i * self.max_depth + k)
 
-            emit_vector_loop(whole, self.lanes, lambda width: lambda k, lane: copy(k, True))
+            emit_vector_loop(whole, self.lanes, lambda width: lambda k, lane: copy_step(k, True))
             if not self.is_whole:
                 with T.If(whole < depth), T.Then():
-                    copy(whole, False)
+                    copy_step(whole, False)
 
         for i in range(height):
             fill_row(i) if self.runs is None else fill_runs(i, self.runs.length)

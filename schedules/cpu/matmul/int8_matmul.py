@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tvm import tirx
@@ -12,7 +13,8 @@ from lowering.tensorir.expressions import Expr
 from ...reading.quantized_weights import NIBBLES, QUAD
 from ..primitives.vector import Register, cast, let, load, splat, splat_like, store
 from . import dot_int8
-from .quantized_matmul import QuantizedPanel, prefetch_row
+from .quantized_matmul import QuantizedPanel
+from .strips import MicroKernel, Strip
 
 if TYPE_CHECKING:
     from .blocked import BlockedMatmul
@@ -20,21 +22,22 @@ if TYPE_CHECKING:
 _SHORT_QUADS = 8  # that an int16 can accumulate: each adds two of at most 15 * 127, and 8 * 2 * 15 * 127 < 2^15
 
 
-def accumulate_int8(
-    b: BlockedMatmul, first: Expr, height: int, tile_row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
-) -> None:
-    """Emit tile[tile_row + i, c] += sum of A[first + i] times (value - zero) * scale, for the steps from k0 on."""
-    rows, source = b.int8_rows, QuantizedPanel(b, k0)
+def accumulate_int8(b: BlockedMatmul, kernel: MicroKernel, strip: Strip, tile: tirx.Buffer) -> None:
+    """Emit tile[tile_row + i, c] += sum of A[row + i] times (value - zero) * scale, for the strip's steps."""
+    rows, source, height, k0 = b.int8_rows, QuantizedPanel(b, strip.k0, strip.depth), kernel.height, strip.k0
     assert rows is not None
-    kernel = _QuadKernel(source, height)
+    prefetch_values, prefetch_scales = source.plan_streams(strip) if kernel.has_streams else (None, None)
+    quad_kernel = _QuadKernel(source, prefetch_values)
 
     def block(start: Expr, length: int) -> None:
         number = let((k0 + start) // rows.block)
-        at = [let((first + i) * rows.blocks + number) for i in range(height)]
-        starts = [let((first + i) * rows.quads + (k0 + start) // QUAD) for i in range(height)]
+        at = [let((strip.row + i) * rows.blocks + number) for i in range(height)]
+        starts = [let((strip.row + i) * rows.quads + (k0 + start) // QUAD) for i in range(height)]
         totals = [T.bind(rows.totals[i]) for i in at]
-        dots = kernel.emit(start, length, rows.values, starts, totals)
+        dots = quad_kernel.emit(start, length, rows.values, starts, totals)
         offset = source.scale_offset(start)
+        if prefetch_scales is not None:
+            prefetch_scales(let(start // source.quantized.block))
         zeros, scales = source.load_zeros(offset), source.load_scales(offset)
         for i, row_dots in enumerate(dots):
             row_scale = T.bind(splat(rows.scales[at[i]], b.lanes, "float32"))
@@ -42,10 +45,10 @@ def accumulate_int8(
                 value = cast(dot, "float32")
                 if zero is not None:
                     value = value - zero * splat(totals[i].astype("float32"), b.lanes, "float32")
-                position = (tile_row + i) * b.nr + n * b.lanes
+                position = (strip.tile_row + i) * b.nr + n * b.lanes
                 store(tile, load(tile, b.lanes, position) + value * (row_scale * scale), position)
 
-    source.emit_blocks(depth, rows.block, block)
+    source.emit_blocks(rows.block, block)
 
 
 class _QuadKernel:
@@ -54,8 +57,8 @@ class _QuadKernel:
     Unsigned weights are value + offset. Accumulators start from -offset * (sum of q), which cancels that.
     """
 
-    def __init__(self, source: QuantizedPanel, height: int) -> None:
-        self.source, self.b, self.height = source, source.b, height
+    def __init__(self, source: QuantizedPanel, prefetch_row: Callable[[Expr], None] | None) -> None:
+        self.source, self.b, self.prefetch_row = source, source.b, prefetch_row
         self.nibbles, cpu = source.quantized.form.nibbles, self.b.cpu
         self.is_signed = dot_int8.multiplies_signed(cpu, holds_lowest=False)
         self.is_short = self.nibbles and not cpu.int8_dot
@@ -69,31 +72,33 @@ class _QuadKernel:
 
         The rows' quads begin at `starts` of values, and `totals` are the sums of q.
         """
-        b, steps = self.b, self.quads * QUAD
-        count = -(-length // steps)
-        first = let((self.source.panel * self.source.stored + (self.source.k0 + start) // steps) * b.nr)
+        steps = self.quads * QUAD
+        count, first = -(-length // steps), let(start // steps)
         accumulators = [
-            [Register(splat(total * -self.offset if self.offset else 0, b.lanes, "int32")) for _ in self.source.vectors]
+            [
+                Register(splat(total * -self.offset if self.offset else 0, self.b.lanes, "int32"))
+                for _ in self.source.vectors
+            ]
             for total in totals
         ]
         limit = _SHORT_QUADS // self.quads if self.is_short else count
         for begin in range(0, count, limit):
-            part, at = min(limit, count - begin), first + begin * b.nr
-            self.emit_part(part, at, values, [start + begin * self.quads for start in starts], accumulators)
+            part, row = min(limit, count - begin), first + begin
+            self.emit_part(part, row, values, [start + begin * self.quads for start in starts], accumulators)
         return [[register.value for register in row] for row in accumulators]
 
     def emit_part(
         self, count: int, first: Expr, values: tirx.Buffer, starts: list[Expr], accumulators: list[list[Register]]
     ) -> None:
-        """Accumulate `count` stored elements of each column, which begin at `first`."""
-        b, lanes, registers = self.b, self.b.lanes, accumulators
+        """Accumulate `count` rows of stored elements from row `first` after step k0 on."""
+        source, lanes, registers = self.source, self.b.lanes, accumulators
+        before = source.panel * source.stored + source.k0 // (self.quads * QUAD)
         if self.is_short:
             registers = [[Register(splat(0, 2 * lanes, "int16")) for _ in row] for row in accumulators]
         with T.serial(tirx.const(count, "int64")) as n:
-            at = let(first + n * b.nr)
-            if self.height <= b.tiles.waiting_rows:
-                unit = 1 if self.nibbles else QUAD
-                prefetch_row(b.operands.b, at * unit, b.nr * unit, b.tiles.ahead)
+            at = let((before + first + n) * self.b.nr)
+            if self.prefetch_row is not None:
+                self.prefetch_row(let(first + n))
             weights = [self.load_quads(at + v) for v in self.source.vectors]
             for quad in range(self.quads):
                 for row, row_start in zip(registers, starts):

@@ -65,12 +65,13 @@ class PanelAddressing:
         """Set nr, kc, the packing, and the addressing of B: packed panels if B is stored so, or the matrix to pack
         from."""
         matmul, lanes = self.matmul, self.lanes
-        self.kc = self.tiles.kc
+        self.kc, self.streamed_kc = self.tiles.kc, self.tiles.streamed_kc
         if matmul.quantization is not None:
             self.nr, self.is_b_in_place, block = matmul.quantization.nr, True, matmul.quantization.block
             unit = block or (choose_row_block(block, self.cpu) if matmul.quantization.form.quads else 1)
-            self.kc = max(self.kc // unit, 1) * unit
-            self.dequantized_kc = max(self.tiles.dequantized_kc // unit, 1) * unit
+            self.kc, self.streamed_kc, self.dequantized_kc = (
+                max(kc // unit, 1) * unit for kc in (self.kc, self.streamed_kc, self.tiles.dequantized_kc)
+            )
             self.set_step(None)
             return
         packing = choose_packing(str(matmul.a.ty), str(matmul.b.ty), self.acc, self.cpu)

@@ -52,11 +52,6 @@ class PanelTiles(LoopTiles):
     """... for this number of values of k."""
     many_tasks: int = 16
     """Panels that keep threads busy: with that many, a packed panel serves all rows."""
-    waiting_rows: int = 2
-    """Up to this number of rows a quantized matmul finishes before the next elements of B arrive: they are prefetched
-    ..."""
-    ahead: int = 4096
-    """... this number of bytes ahead, and scales a quarter of that."""
 
     @classmethod
     def default(cls, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> PanelTiles:
@@ -75,6 +70,8 @@ class PanelTiles(LoopTiles):
         streamed_kc = min(_STREAMED_BLOCK // (4 * vectors * cpu.lanes(acc)), cls.kc)
         # Wide registers multiply more rows while a step of B is read.
         streamed_rows = 24 if cpu.registers >= 32 else cls.streamed_rows
+        for quantized in _list_quantizations(problem):
+            streamed_kc = _STREAMED_BLOCK * 8 // (quantized.bits * quantized.nr)
         return PanelTiles(vectors=vectors, streamed_rows=streamed_rows, streamed_kc=streamed_kc, **fused)
 
     @classmethod
@@ -84,15 +81,13 @@ class PanelTiles(LoopTiles):
             "vectors": tuple(range(1, _max_vectors(cpu) + 1)),
             "mr": (1, 2, 3, 4, 5, 6, 8, 12),
             "kc": (128, 256, 512, 1024, 2048),
-            "streamed_rows": (0, 6, 12, 24, 48),
-            "streamed_kc": (64, 128, 256, 512, 1024),
+            "streamed_rows": (0, 1, 2, 4, 6, 12, 24, 48),
+            "streamed_kc": (64, 128, 256, 512, 1024, 2048, 4096),
             "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
             "fused_mr": (2, 3, 4, 5, 6) if dequantizes else (cls.fused_mr,),
             "fused_rows": (4, 10, 24, 48, 144, 288) if dequantizes else (cls.fused_rows,),
             "dequantized_kc": (64, 128, 256, 512, 1024) if dequantizes else (cls.dequantized_kc,),
             "many_tasks": (4, 8, 16, 32),
-            "waiting_rows": (0, 1, 2, 4),
-            "ahead": (1024, 2048, 4096, 8192),
         }
 
     def rules(self, problem: Sequence[MatmulGroup], cpu: CpuFeatures) -> dict[str, bool]:

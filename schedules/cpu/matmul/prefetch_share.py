@@ -24,17 +24,17 @@ class PrefetchShare:
     """The share that a strip prefetches of the memory after its block.
 
     The block has `depth` steps of `width` elements, and the next one begins at element `following`. It is shared by
-    `strips` strips, of which this one is number `strip`.
+    `count` strips, of which this one has that number.
     """
 
     def __init__(
-        self, buffer: tirx.Buffer, following: Expr, *, depth: Expr, width: int, strip: Expr, strips: Expr
+        self, buffer: tirx.Buffer, following: Expr, *, depth: Expr, width: int, number: Expr, count: Expr
     ) -> None:
         self.buffer, self.width = buffer, width
         self.line = LINE // DataType(buffer.dtype).itemsize
         size = let(depth * width)
-        self.size, self.start = let(size // strips), let(following + strip * size // strips)
-        self.ratio = let(tirx.const(1 << _BITS, "int64") // strips)
+        self.size, self.start = let(size // count), let(following + number * size // count)
+        self.ratio = let(tirx.const(1 << _BITS, "int64") // count)
 
     def plan_sequence(self) -> Callable[[Expr], None]:
         """Return a function that prefetches the line of a step k, for many strips.

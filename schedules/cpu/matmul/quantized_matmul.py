@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, substitute
 
 from ...reading.quantized_weights import WeightQuantization
 from ..primitives.vector import (
-    LINE,
     CpuFeatures,
     Register,
     cast,
@@ -20,32 +19,51 @@ from ..primitives.vector import (
     element_type,
     let,
     load,
-    prefetch,
     splat,
     splat_like,
     store,
 )
+from .prefetch_share import PrefetchShare
 
 if TYPE_CHECKING:
     from .blocked import BlockedMatmul
+    from .strips import MicroKernel, Strip
 
 
 class QuantizedPanel:
-    """A panel of a quantized matrix from step k0 on: blocks of steps that share scales, and the values of a step."""
+    """A panel of a quantized matrix in `depth` steps from k0 on: blocks that share scales, and the values of a step."""
 
-    def __init__(self, b: BlockedMatmul, k0: Expr) -> None:
+    def __init__(self, b: BlockedMatmul, k0: Expr, depth: Expr) -> None:
         quantized = b.matmul.quantization
         assert quantized is not None
-        self.b, self.quantized, self.k0 = b, quantized, k0
+        self.b, self.quantized, self.k0, self.depth = b, quantized, k0, depth
         self.vectors = range(0, b.nr, b.lanes)
         self.panel = let(substitute(quantized.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
         self.stored, self.blocks = quantized.load.source.shape[1], quantized.scale.source.shape[1]
 
-    def emit_blocks(self, depth: Expr, length: int, emit_block: Callable[[Expr, int], None]) -> None:
-        """Emit emit_block(start, length) for `depth` steps in blocks of that length; they begin at k0 + start.
+    def plan_streams(self, strip: Strip) -> tuple[Callable[[Expr], None], Callable[[Expr], None] | None]:
+        """Return functions that prefetch a row of stored values, and of scales if blocks have their own.
+
+        Their argument is the number of the row after step k0. A strip prefetches its share of what follows the steps.
+        """
+        memory, scale, form = self.b.operands.memory, self.quantized.scale.source, self.quantized.form
+
+        def plan(buffer: tirx.Buffer, steps: int, rows: Expr, width: int) -> Callable[[Expr], None]:
+            """Return the function for a panel's rows of `width` elements, of so many steps each."""
+            depth = let((self.depth + (steps - 1)) // steps)
+            following = let((self.panel * rows + self.k0 // steps + depth) * width)
+            share = PrefetchShare(buffer, following, depth=depth, width=width, number=strip.number, count=strip.count)
+            return share.plan_streams()
+
+        values = plan(self.b.operands.b, self.quantized.stored_steps, self.stored, self.quantized.stored_width)
+        return values, plan(memory[scale], form.block, self.blocks, form.nr) if form.block else None
+
+    def emit_blocks(self, length: int, emit_block: Callable[[Expr, int], None]) -> None:
+        """Emit emit_block(start, length) for the steps in blocks of that length; they begin at k0 + start.
 
         The last block of k is shorter if the length does not divide k.
         """
+        depth = self.depth
         with T.serial(depth // length) as n:
             emit_block(n * length, length)
         rest = self.b.matmul.k.extent.value % length
@@ -75,18 +93,18 @@ class QuantizedPanel:
         start: Expr,
         length: int,
         zeros: list[Expr] | list[None],
-        ahead: int,
         emit: Callable[[Expr, int, Expr], None],
+        prefetch_row: Callable[[Expr], None] | None = None,
     ) -> None:
         """Emit emit(k, n, values minus zeros of vector n at step k0 + k) for the steps of a block.
 
-        Stored integers are prefetched `ahead` bytes early, if that is not 0.
+        prefetch_row is called at each row of stored values.
         """
         b, group = self.b, self.quantized.group
         with T.serial((length + group - 1) // group) as g:
             first = let((self.panel * self.stored + (self.k0 + start) // group + g) * b.nr)
-            if ahead:
-                prefetch_row(b.operands.b, first, b.nr, ahead)
+            if prefetch_row is not None:
+                prefetch_row(start // group + g)
             packed = [Register(load(b.operands.b, b.lanes, first + v)) for v in self.vectors]
             with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                 for n, zero in enumerate(zeros):
@@ -95,27 +113,20 @@ class QuantizedPanel:
 
 
 def accumulate_quantized(
-    b: BlockedMatmul,
-    a: tirx.Buffer,
-    starts: list[Expr],
-    row: Expr,
-    k0: Expr,
-    depth: Expr,
-    tile: tirx.Buffer,
+    b: BlockedMatmul, kernel: MicroKernel, strip: Strip, a: tirx.Buffer, starts: list[Expr], tile: tirx.Buffer
 ) -> None:
-    """Emit tile[row + i, c] += scale * (sum of A times (value - zero)) for each block of steps from k0 on.
+    """Emit tile[tile_row + i, c] += scale * (sum of A times (value - zero)) for each block of the strip's steps.
 
     It is the counterpart of `BlockedMatmul.emit_micro_kernel` for quantized values; row i of A begins at starts[i] of
     `a`.
     """
-    source = QuantizedPanel(b, k0)
-    is_memory_bound = len(starts) <= b.tiles.waiting_rows
-    ahead = b.tiles.ahead if is_memory_bound else 0
+    source = QuantizedPanel(b, strip.k0, strip.depth)
+    prefetch_values, prefetch_scales = source.plan_streams(strip) if kernel.has_streams else (None, None)
 
     def block(start: Expr, length: int) -> None:
         offset = source.scale_offset(start)
-        if source.quantized.block and is_memory_bound:
-            prefetch_row(b.operands.memory[source.quantized.scale.source], offset, b.nr, ahead // 4)
+        if prefetch_scales is not None:
+            prefetch_scales(let(start // source.quantized.block))
         zeros = source.load_zeros(offset)
         c = [[Register(splat(0.0, b.lanes, "float32")) for _ in source.vectors] for _ in starts]
 
@@ -123,18 +134,18 @@ def accumulate_quantized(
             for row_start, accumulators in zip(starts, c):
                 accumulators[n].value += splat(a[row_start + k], b.lanes, "float32") * b_v
 
-        source.emit_steps(start, length, zeros, ahead, add)
+        source.emit_steps(start, length, zeros, add, prefetch_values)
         for n, scale in enumerate(source.load_scales(offset)):
             for i, accumulators in enumerate(c):
-                at = (row + i) * b.nr + n * b.lanes
+                at = (strip.tile_row + i) * b.nr + n * b.lanes
                 store(tile, load(tile, b.lanes, at) + scale * accumulators[n].value, at)
 
-    source.emit_blocks(depth, source.quantized.block or b.kc, block)
+    source.emit_blocks(source.quantized.block or b.kc, block)
 
 
 def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer) -> None:
     """Emit panel[k, c] = (value - zero) * scale for the steps from k0 on."""
-    source = QuantizedPanel(b, k0)
+    source = QuantizedPanel(b, k0, depth)
 
     def block(start: Expr, length: int) -> None:
         offset = source.scale_offset(start)
@@ -143,16 +154,9 @@ def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer
         def write(k: Expr, n: int, b_v: Expr) -> None:
             store(panel, b_v * scales[n], k * b.nr + n * b.lanes)
 
-        source.emit_steps(start, length, zeros, b.tiles.ahead, write)
+        source.emit_steps(start, length, zeros, write)
 
-    source.emit_blocks(depth, source.quantized.block or b.dequantized_kc, block)
-
-
-def prefetch_row(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
-    """Prefetch a row of a panel `ahead` bytes early. Processors do so themselves, up to the end of a page."""
-    size = DataType(buffer.dtype).itemsize
-    for line in range(0, elements * size, LINE):
-        prefetch(buffer, start + (ahead + line) // size, level=1)
+    source.emit_blocks(source.quantized.block or b.dequantized_kc, block)
 
 
 def _pop_value(quantized: WeightQuantization, stored: Register, cpu: CpuFeatures) -> Expr:

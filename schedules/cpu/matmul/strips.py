@@ -49,6 +49,24 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
+class Strip:
+    """The rows of one call of the micro-kernel, in a block of k."""
+
+    row: Expr
+    """The first row of M, ..."""
+    tile_row: Expr
+    """... and its row in the tile of accumulators."""
+    k0: Expr
+    """The first step, ..."""
+    depth: Expr
+    """... and the number of steps."""
+    number: Expr
+    """The number of the strip in its block of rows, ..."""
+    count: Expr
+    """... which has so many."""
+
+
+@dataclass(frozen=True)
 class MicroKernel:
     """A micro-kernel for strips of this height, under a condition."""
 

@@ -201,7 +201,7 @@ class _Kernel:
         with T.serial(tirx.const(POINTS, "int64")) as point, T.serial(strips) as strip:
             u = let((panel * POINTS + point) * size)
             channels = tirx.const(self.channels, "int64")
-            share = PrefetchShare(self.weights, u + size, depth=channels, width=self.nr, strip=strip, strips=strips)
+            share = PrefetchShare(self.weights, u + size, depth=channels, width=self.nr, number=strip, count=strips)
             self.emit_micro_kernel(u, let(point * self.block + strip * self.tiles.mr), share)
         with T.serial(let(tirx.min(height, self.count - first))) as i:
             self.transform_output(i)
