@@ -57,8 +57,8 @@ class _QuadKernel:
     Unsigned weights are value + offset. Accumulators start from -offset * (sum of q), which cancels that.
     """
 
-    def __init__(self, source: QuantizedPanel, prefetch_row: Callable[[Expr], None] | None) -> None:
-        self.source, self.b, self.prefetch_row = source, source.b, prefetch_row
+    def __init__(self, source: QuantizedPanel, prefetch_rows: Callable[[Expr], None] | None) -> None:
+        self.source, self.b, self.prefetch_rows = source, source.b, prefetch_rows
         self.nibbles, cpu = source.quantized.form.nibbles, self.b.cpu
         self.is_signed = dot_int8.multiplies_signed(cpu, holds_lowest=False)
         self.is_short = self.nibbles and not cpu.int8_dot
@@ -95,10 +95,8 @@ class _QuadKernel:
         before = source.panel * source.stored + source.k0 // (self.quads * QUAD)
         if self.is_short:
             registers = [[Register(splat(0, 2 * lanes, "int16")) for _ in row] for row in accumulators]
-        with T.serial(tirx.const(count, "int64")) as n:
+        with source.iterate_rows(first, count, self.prefetch_rows) as n:
             at = let((before + first + n) * self.b.nr)
-            if self.prefetch_row is not None:
-                self.prefetch_row(let(first + n))
             weights = [self.load_quads(at + v) for v in self.source.vectors]
             for quad in range(self.quads):
                 for row, row_start in zip(registers, starts):

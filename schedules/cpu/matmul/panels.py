@@ -69,7 +69,7 @@ class PanelTiles(LoopTiles):
             fused = {"fused_mr": 5, "fused_rows": 24} if packed else {"fused_mr": 6, "fused_rows": cls.mc}
         streamed_kc = min(_STREAMED_BLOCK // (4 * vectors * cpu.lanes(acc)), cls.kc)
         # Wide registers multiply more rows while a step of B is read.
-        streamed_rows = 24 if cpu.registers >= 32 else cls.streamed_rows
+        streamed_rows = 24 if cpu.vector_bytes >= 64 else cls.streamed_rows
         for quantized in _list_quantizations(problem):
             streamed_kc = _STREAMED_BLOCK * 8 // (quantized.bits * quantized.nr)
         return PanelTiles(vectors=vectors, streamed_rows=streamed_rows, streamed_kc=streamed_kc, **fused)

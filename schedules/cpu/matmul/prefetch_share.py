@@ -50,7 +50,7 @@ class PrefetchShare:
         turns = max(_STREAMS // lines, 1)  # steps take turns among the streams
         length = let(self.size // (turns * lines))
         begins = [let(self.start + n * turns * length) for n in range(lines)]
-        advance = let(self.line * self.ratio)
+        advance = let(self.width // lines * self.ratio)
 
         def prefetch_step(k: Expr) -> None:
             round_number = T.shift_right(k, _constant(turns.bit_length() - 1))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, substitute
 
 from ...reading.quantized_weights import WeightQuantization
 from ..primitives.vector import (
+    LINE,
     CpuFeatures,
     Register,
     cast,
@@ -30,6 +33,12 @@ if TYPE_CHECKING:
     from .strips import MicroKernel, Strip
 
 
+_LINES = 4  # that a call prefetches
+
+_STREAMED_PANELS = 64 << 10
+"""Bytes of the panels that are prefetched together: eight streams of two pages each."""
+
+
 class QuantizedPanel:
     """A panel of a quantized matrix in `depth` steps from k0 on: blocks that share scales, and the values of a step."""
 
@@ -44,19 +53,51 @@ class QuantizedPanel:
     def plan_streams(self, strip: Strip) -> tuple[Callable[[Expr], None], Callable[[Expr], None] | None]:
         """Return functions that prefetch a row of stored values, and of scales if blocks have their own.
 
-        Their argument is the number of the row after step k0. A strip prefetches its share of what follows the steps.
+        Their argument is the number of the row after step k0. A call serves the rows that `iterate_rows` yields
+        together. A strip prefetches its share of what follows the steps.
         """
-        memory, scale, form = self.b.operands.memory, self.quantized.scale.source, self.quantized.form
+        quantized, buffer, form = self.quantized, self.b.operands.b, self.quantized.form
+        size = int(self.stored) * quantized.stored_width * DataType(buffer.dtype).itemsize
+        panels = max(_STREAMED_PANELS // size, 1)  # that are one block of rows
 
-        def plan(buffer: tirx.Buffer, steps: int, rows: Expr, width: int) -> Callable[[Expr], None]:
-            """Return the function for a panel's rows of `width` elements, of so many steps each."""
-            depth = let((self.depth + (steps - 1)) // steps)
-            following = let((self.panel * rows + self.k0 // steps + depth) * width)
-            share = PrefetchShare(buffer, following, depth=depth, width=width, number=strip.number, count=strip.count)
-            return share.plan_streams()
+        def plan(buffer: tirx.Buffer, steps: int, rows: int, width: int, together: int) -> Callable[[Expr], None]:
+            """Return the function for a panel's rows of `width` elements and so many steps."""
+            depth, before = let((self.depth + (steps - 1)) // steps), self.k0 // steps
+            following, skipped = self.panel * rows + before + depth, tirx.const(0, "int64")
+            if panels > 1:
+                depth, skipped = tirx.const(panels * rows, "int64"), let(self.panel % panels * rows + before)
+                following = (self.panel // panels + 1) * depth
+            share = PrefetchShare(
+                buffer,
+                let(following * width),
+                depth=let((depth + (together - 1)) // together),
+                width=width * together,
+                number=strip.number,
+                count=strip.count,
+            )
+            prefetch_lines = share.plan_streams()
+            return lambda row: prefetch_lines(let((skipped + row) // together))
 
-        values = plan(self.b.operands.b, self.quantized.stored_steps, self.stored, self.quantized.stored_width)
-        return values, plan(memory[scale], form.block, self.blocks, form.nr) if form.block else None
+        together = self.count_prefetched_rows()
+        values = plan(buffer, quantized.stored_steps, int(self.stored), quantized.stored_width, together)
+        if not form.block:
+            return values, None
+        return values, plan(self.b.operands.memory[quantized.scale.source], form.block, int(self.blocks), form.nr, 1)
+
+    def count_prefetched_rows(self) -> int:
+        """Return how many rows of stored values a call prefetches: four cache lines, which share the arithmetic."""
+        width, buffer = self.quantized.stored_width, self.b.operands.b
+        return max(_LINES * LINE // (width * DataType(buffer.dtype).itemsize), 1)
+
+    @contextmanager
+    def iterate_rows(self, first: Expr, count: int, prefetch_rows: Callable[[Expr], None] | None) -> Iterator[Expr]:
+        """Emit a loop over `count` rows from row `first` after step k0 on, with calls of prefetch_rows."""
+        together = 1 if prefetch_rows is None else math.gcd(count, self.count_prefetched_rows())
+        with T.serial(tirx.const(count // together, "int64")) as number:
+            if prefetch_rows is not None:
+                prefetch_rows(let(first + number * together))
+            with T.serial(tirx.const(together, "int64")) as row:
+                yield number * together + row
 
     def emit_blocks(self, length: int, emit_block: Callable[[Expr, int], None]) -> None:
         """Emit emit_block(start, length) for the steps in blocks of that length; they begin at k0 + start.
@@ -94,17 +135,12 @@ class QuantizedPanel:
         length: int,
         zeros: list[Expr] | list[None],
         emit: Callable[[Expr, int, Expr], None],
-        prefetch_row: Callable[[Expr], None] | None = None,
+        prefetch_rows: Callable[[Expr], None] | None = None,
     ) -> None:
-        """Emit emit(k, n, values minus zeros of vector n at step k0 + k) for the steps of a block.
-
-        prefetch_row is called at each row of stored values.
-        """
+        """Emit emit(k, n, values minus zeros of vector n at step k0 + k) for the steps of a block."""
         b, group = self.b, self.quantized.group
-        with T.serial((length + group - 1) // group) as g:
+        with self.iterate_rows(start // group, (length + group - 1) // group, prefetch_rows) as g:
             first = let((self.panel * self.stored + (self.k0 + start) // group + g) * b.nr)
-            if prefetch_row is not None:
-                prefetch_row(start // group + g)
             packed = [Register(load(b.operands.b, b.lanes, first + v)) for v in self.vectors]
             with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                 for n, zero in enumerate(zeros):
