@@ -46,7 +46,7 @@ class PrefetchShare:
 
     def plan_streams(self) -> Callable[[Expr], None]:
         """Return a function that prefetches the lines of a step k, for a few strips: each line from another stream."""
-        lines = max(self.width // self.line, 1)
+        lines = -(-self.width // self.line)
         turns = max(_STREAMS // lines, 1)  # steps take turns among the streams
         length = let(self.size // (turns * lines))
         begins = [let(self.start + n * turns * length) for n in range(lines)]

@@ -58,7 +58,7 @@ class QuantizedPanel:
         """
         quantized, buffer, form = self.quantized, self.b.operands.b, self.quantized.form
         size = int(self.stored) * quantized.stored_width * DataType(buffer.dtype).itemsize
-        panels = max(_STREAMED_PANELS // size, 1)  # that are one block of rows
+        panels = max(_STREAMED_PANELS // max(size, 1), 1)  # that are one block of rows
 
         def plan(buffer: tirx.Buffer, steps: int, rows: int, width: int, together: int) -> Callable[[Expr], None]:
             """Return the function for a panel's rows of `width` elements and so many steps."""
@@ -85,9 +85,13 @@ class QuantizedPanel:
         return values, plan(self.b.operands.memory[quantized.scale.source], form.block, int(self.blocks), form.nr, 1)
 
     def count_prefetched_rows(self) -> int:
-        """Return how many rows of stored values a call prefetches: four cache lines, which share the arithmetic."""
+        """Return how many rows of stored values a call prefetches: up to four cache lines, which share the arithmetic.
+
+        It is a power of two, as most blocks are.
+        """
         width, buffer = self.quantized.stored_width, self.b.operands.b
-        return max(_LINES * LINE // (width * DataType(buffer.dtype).itemsize), 1)
+        rows = max(_LINES * LINE // (width * DataType(buffer.dtype).itemsize), 1)
+        return 1 << (rows.bit_length() - 1)
 
     @contextmanager
     def iterate_rows(self, first: Expr, count: int, prefetch_rows: Callable[[Expr], None] | None) -> Iterator[Expr]:
