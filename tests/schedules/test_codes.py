@@ -35,6 +35,8 @@ def draw_quantized_matrix(
         ((77, 20), 4, (12, 1), "float32", "float16"),  # no whole integers in a block: stored in 8 bits
         ((77, 20), 4, (77, 20), "none", "float32"),  # one scale for all
         ((50, 33), 8, (50, 1), "int8", "float32"),  # a scale for each column
+        ((4100, 48), 8, (4100, 1), "none", "float32"),  # a scale for each column, deeper than any block of k
+        ((8200, 48), 4, (8200, 1), "none", "float32"),
         ((60, 18), 8, (20, 1), "none", "float16"),
         ((40, 30), 8, (1, 30), "int8", "float32"),  # a scale for each row: stored as floats
     ],

@@ -15,11 +15,13 @@ from lowering.attention.codegen.plain import build_plain_attention
 from lowering.attention.record.problem import AttentionProblem, Window
 from lowering.passes.tvm_workarounds.guard_divisions import guard_divisions
 from lowering.tensorir.scatter import CacheUpdate, make_copying_update
+from schedules.reading.quantized_weights import NIBBLES, PanelFormat, dequantize_element
 from schedules.reading.row_segments import SEGMENTS
 from schedules.tiles import Tiles
 from schedules.variant import Choice, Variant
 
 CPU = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
+WIDE = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})
 GPU = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 
 
@@ -66,6 +68,20 @@ def quantized_rows() -> tirx.PrimFunc:
     return te.create_prim_func([q, k, v, multiply(p, v)]).with_attr(SEGMENTS, [1, 2, 1])
 
 
+def quantized_matmul(rows: int, k: int, form: PanelFormat) -> tirx.PrimFunc:
+    """Return a matmul by a quantized matrix of two panels."""
+    a = placeholder("a", rows, k)
+    stored = (2, k // NIBBLES, form.nr) if form.nibbles else (2, k, form.nr)
+    values = placeholder("values", *stored, dtype="int32" if form.nibbles else "int8")
+    scales = placeholder("scales", 2, k // form.block if form.block else 1, form.nr)
+    d = te.reduce_axis((tirx.const(0, "int64"), tirx.const(k, "int64")), "d")
+    shape = [tirx.const(n, "int64") for n in (rows, 2 * form.nr)]
+    result = te.compute(
+        shape, lambda i, j: te.sum(a[i, d] * dequantize_element(form, values, scales, None, d, j), axis=d), "result"
+    )
+    return te.create_prim_func([a, values, scales, result])
+
+
 FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "attention": (lambda: build_plain_attention(attention()), CPU),
     "matmul": (lambda: matmul(37, 50, 70), CPU),
@@ -74,6 +90,10 @@ FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "element-wise": (sweep, CPU),
     "reduction": (total, CPU),
     "quantized rows": (quantized_rows, CPU),
+    "matmul by columns of 8 bits": (lambda: quantized_matmul(7, 704, PanelFormat(16, 0, False, False)), CPU),
+    "matmul by columns of 4 bits": (lambda: quantized_matmul(7, 704, PanelFormat(16, 0, True, False)), CPU),
+    "matmul by blocks of 4 bits": (lambda: quantized_matmul(37, 704, PanelFormat(16, 32, True, False)), CPU),
+    "matmul by wide columns of 4 bits": (lambda: quantized_matmul(7, 704, PanelFormat(48, 0, True, False)), WIDE),
     "attention on a GPU": (lambda: build_plain_attention(attention("float16")), GPU),
     "attention in float32 on a GPU": (lambda: build_plain_attention(attention()), GPU),
     "cache update on a GPU": (lambda: make_copying_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),

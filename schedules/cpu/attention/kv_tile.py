@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -83,7 +82,6 @@ class KeyValueTile:
     def __init__(self, bound: BoundAttention, cpu: CpuFeatures, size: int, max_rows: int, b: Expr, hk: Expr) -> None:
         self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
         self.next: tuple[Expr, Expr, Expr] | None = None
-        self.max_rows, self.streams = max_rows, math.gcd(max_rows, _STREAMS)
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
         self.pairs = uses_bf16_pairs(p, cpu, in_place=size == 0)
@@ -107,6 +105,8 @@ class KeyValueTile:
         next is (b, hk, start) of the following tile, whose rows `prefetch` fetches.
         """
         self.start, self.end, self.next = start, end, next
+        if next is not None:
+            self.part = let((end - start) // _STREAMS)
         self.K, self.V, self.memory = memory["K"], memory["V"], memory
         if self.by_offset:
             self.compute_offsets("rows", (self.b, self.hk, start))
@@ -282,7 +282,7 @@ class KeyValueTile:
         """
         if self.next is None:
             return
-        j = let(j % self.streams * (self.max_rows // self.streams) + j // self.streams)
+        j = let(tirx.Select(j < self.part * _STREAMS, j % _STREAMS * self.part + j // _STREAMS, T.int64(1) * j))
         self.prefetch_scale(name, j, d)
         b, hk, start = self.next
         is_packed = self.pairs and name == "k"

@@ -68,9 +68,10 @@ class BlockedMatmul(PanelAddressing):
         t, self.values = self.tiles, values
         copy = scratch["strip"] if self.copies_strips else None
         accumulate = partial(self.accumulate_strips, block, columns, tile, copy, finish)
-        kernels, length = self.list_kernels(block, t.mr), self.choose_k_block(block.count)
+        length = self.choose_k_block(block.count)
         if self.matmul.quantization is None:
-            accumulate(Strips(kernels, t.mr, None if self.is_b_in_place else scratch["panel"], length))
+            panel = None if self.is_b_in_place else scratch["panel"]
+            accumulate(Strips(self.list_kernels(block, t.mr), t.mr, panel, length))
             return
         bound = t.fused_rows if self.dequantizes_panels else None
         fused = Strips(self.list_kernels(block, t.fused_mr, up_to=bound), t.fused_mr, None, length)
@@ -86,8 +87,11 @@ class BlockedMatmul(PanelAddressing):
         bound, heights = self.tiles.streamed_rows, block.list_heights(mr, up_to=up_to)
         if not self.is_b_in_place:
             return [MicroKernel(height) for height in heights]
-        few, many = heights, [mr]  # strips of fewer rows are rare among many rows: streams serve these, too
-        if up_to is not None and up_to <= bound:
+        # Strips of fewer rows are rare among many rows: streams serve these, too.
+        few, many = heights, [height for height in heights if height == mr]
+        if not bound:
+            few, many = [], heights
+        elif up_to is not None and up_to <= bound:
             many = []
         elif block.counts is not None:
             few, many = block.list_heights(mr, up_to=bound), block.list_heights(mr, above=bound, up_to=up_to)
@@ -145,8 +149,8 @@ class BlockedMatmul(PanelAddressing):
     def choose_k_block(self, rows: Expr) -> Expr:
         """Return the number of steps of a block of k.
 
-        With a few rows a matmul is bound by memory bandwidth, and its strips prefetch the next block, from far enough
-        that it has several pages. The accumulators of few rows are cheap to store in between.
+        With a few rows a matmul is bound by memory bandwidth, and its strips prefetch the next block. The block is so
+        long that its streams are in different pages. The accumulators of few rows are cheap to store in between.
         """
         long, short = (tirx.const(kc, "int64") for kc in (self.kc, self.streamed_kc))
         if not self.is_b_in_place or self.runs is not None or self.streamed_kc == self.kc:
@@ -156,7 +160,8 @@ class BlockedMatmul(PanelAddressing):
     @property
     def max_depth(self) -> int:
         """The maximum number of steps of a block of k."""
-        return max(self.kc, self.streamed_kc)
+        depth = max(self.kc, self.streamed_kc, self.dequantized_kc if self.dequantizes_panels else 0)
+        return min(depth, self.k.extent.value) if isinstance(self.k.extent, tirx.IntImm) else depth
 
     def plan_prefetch(self, kernel: MicroKernel, strip: Strip) -> Callable[[Expr], None] | None:
         """Return a function that prefetches at each step k if B is read in place. Panels are consecutive."""

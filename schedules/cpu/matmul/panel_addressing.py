@@ -16,6 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, flatten_index, is_int, substitute, uses
 from lowering.tensorir.facts import Facts
 
+from ...reading.quantized_weights import NIBBLES
 from ...reading.stages import Axis
 from ...reading.values import load_widened
 from ..primitives.vector import let
@@ -68,10 +69,13 @@ class PanelAddressing:
         self.kc, self.streamed_kc = self.tiles.kc, self.tiles.streamed_kc
         if matmul.quantization is not None:
             self.nr, self.is_b_in_place, block = matmul.quantization.nr, True, matmul.quantization.block
-            unit = block or (choose_row_block(block, self.cpu) if matmul.quantization.form.quads else 1)
+            unit = block or (choose_row_block(block, self.cpu) if matmul.quantization.form.quads else NIBBLES)
             self.kc, self.streamed_kc, self.dequantized_kc = (
                 max(kc // unit, 1) * unit for kc in (self.kc, self.streamed_kc, self.tiles.dequantized_kc)
             )
+            if not block:  # a column's scale is applied after the shorter of both lengths, which must divide the other
+                shorter = min(self.kc, self.streamed_kc)
+                self.kc, self.streamed_kc = (kc // shorter * shorter for kc in (self.kc, self.streamed_kc))
             self.set_step(None)
             return
         packing = choose_packing(str(matmul.a.ty), str(matmul.b.ty), self.acc, self.cpu)

@@ -22,6 +22,8 @@ from ..primitives.vector import CpuFeatures
 _STREAMED_BLOCK = 128 << 10
 """Bytes of a block of a panel that a few rows read: eight streams of four pages each."""
 
+_LONGEST_STREAMED_KC = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class PanelTiles(LoopTiles):
@@ -37,11 +39,12 @@ class PanelTiles(LoopTiles):
     """nr / lanes of a panel that the kernel packs; panels packed ahead of time keep their own width."""
     mr: int = 6
     kc: int = 1024
-    """For quantized values in blocks: rounded down to whole blocks."""
+    """This and the other numbers of values of k are rounded down to whole blocks of quantized values."""
     streamed_rows: int = 12
     """Up to this number of rows a matmul is bound by memory bandwidth. Its k blocks then have ..."""
     streamed_kc: int = 256
-    """... this number of values (or pairs) of k. The next block is prefetched meanwhile, from several streams."""
+    """... this number of values (or pairs) of k, by default those of 128 KiB of a panel. The next block is prefetched
+    meanwhile, from several streams."""
     mc: int = 144
     """Multiple of mr."""
     fused_mr: int = 5
@@ -71,7 +74,8 @@ class PanelTiles(LoopTiles):
         # Wide registers multiply more rows while a step of B is read.
         streamed_rows = 24 if cpu.vector_bytes >= 64 else cls.streamed_rows
         for quantized in _list_quantizations(problem):
-            streamed_kc = _STREAMED_BLOCK * 8 // (quantized.bits * quantized.nr)
+            streamed_kc = min(_STREAMED_BLOCK * 8 // (quantized.bits * quantized.nr), _LONGEST_STREAMED_KC)
+        streamed_kc = 1 << (streamed_kc.bit_length() - 1)
         return PanelTiles(vectors=vectors, streamed_rows=streamed_rows, streamed_kc=streamed_kc, **fused)
 
     @classmethod
@@ -82,7 +86,7 @@ class PanelTiles(LoopTiles):
             "mr": (1, 2, 3, 4, 5, 6, 8, 12),
             "kc": (128, 256, 512, 1024, 2048),
             "streamed_rows": (0, 1, 2, 4, 6, 12, 24, 48),
-            "streamed_kc": (64, 128, 256, 512, 1024, 2048, 4096),
+            "streamed_kc": (64, 128, 256, 512, 1024, 2048, _LONGEST_STREAMED_KC),
             "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
             "fused_mr": (2, 3, 4, 5, 6) if dequantizes else (cls.fused_mr,),
             "fused_rows": (4, 10, 24, 48, 144, 288) if dequantizes else (cls.fused_rows,),

@@ -1,4 +1,4 @@
-"""Prefetching of a panel: each strip of a block of steps prefetches its share of the panel's next block.
+"""Prefetching of a panel: while strips of rows are multiplied by a block of it, each prefetches its share of the next.
 
 Memory is thus read at all times, however few strips there are: eight rows take no longer than one.
 """
@@ -39,7 +39,7 @@ class PrefetchShare:
     def plan_sequence(self) -> Callable[[Expr], None]:
         """Return a function that prefetches the line of a step k, for many strips.
 
-        It has few instructions, which would take slots from those that multiply.
+        It takes few instructions, because they compete with those that multiply.
         """
         advance = let(self.width * self.ratio)
         return lambda k: prefetch(self.buffer, self.start + T.shift_right(k * advance, _constant(_BITS)))

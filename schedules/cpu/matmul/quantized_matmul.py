@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from .strips import MicroKernel, Strip
 
 
-_LINES = 4  # that a call prefetches
+_LINES = 4
+"""Cache lines of stored values that a call prefetches."""
 
 _STREAMED_PANELS = 64 << 10
-"""Bytes of the panels that are prefetched together: eight streams of two pages each."""
+"""Bytes of the panels that are prefetched as one: eight streams of two pages each."""
 
 
 class QuantizedPanel:
@@ -53,14 +54,14 @@ class QuantizedPanel:
     def plan_streams(self, strip: Strip) -> tuple[Callable[[Expr], None], Callable[[Expr], None] | None]:
         """Return functions that prefetch a row of stored values, and of scales if blocks have their own.
 
-        Their argument is the number of the row after step k0. A call serves the rows that `iterate_rows` yields
-        together. A strip prefetches its share of what follows the steps.
+        Their argument is the number of the row after step k0. A call serves several rows of `iterate_rows`. A strip
+        prefetches its share of what follows the steps.
         """
         quantized, buffer, form = self.quantized, self.b.operands.b, self.quantized.form
         size = int(self.stored) * quantized.stored_width * DataType(buffer.dtype).itemsize
         panels = max(_STREAMED_PANELS // max(size, 1), 1)  # that are one block of rows
 
-        def plan(buffer: tirx.Buffer, steps: int, rows: int, width: int, together: int) -> Callable[[Expr], None]:
+        def plan(buffer: tirx.Buffer, steps: int, rows: int, width: int, rows_per_call: int) -> Callable[[Expr], None]:
             """Return the function for a panel's rows of `width` elements and so many steps."""
             depth, before = let((self.depth + (steps - 1)) // steps), self.k0 // steps
             following, skipped = self.panel * rows + before + depth, tirx.const(0, "int64")
@@ -70,16 +71,16 @@ class QuantizedPanel:
             share = PrefetchShare(
                 buffer,
                 let(following * width),
-                depth=let((depth + (together - 1)) // together),
-                width=width * together,
+                depth=let((depth + (rows_per_call - 1)) // rows_per_call),
+                width=width * rows_per_call,
                 number=strip.number,
                 count=strip.count,
             )
             prefetch_lines = share.plan_streams()
-            return lambda row: prefetch_lines(let((skipped + row) // together))
+            return lambda row: prefetch_lines(let((skipped + row) // rows_per_call))
 
-        together = self.count_prefetched_rows()
-        values = plan(buffer, quantized.stored_steps, int(self.stored), quantized.stored_width, together)
+        rows_per_call = self.count_prefetched_rows()
+        values = plan(buffer, quantized.stored_steps, int(self.stored), quantized.stored_width, rows_per_call)
         if not form.block:
             return values, None
         return values, plan(self.b.operands.memory[quantized.scale.source], form.block, int(self.blocks), form.nr, 1)
@@ -96,12 +97,12 @@ class QuantizedPanel:
     @contextmanager
     def iterate_rows(self, first: Expr, count: int, prefetch_rows: Callable[[Expr], None] | None) -> Iterator[Expr]:
         """Emit a loop over `count` rows from row `first` after step k0 on, with calls of prefetch_rows."""
-        together = 1 if prefetch_rows is None else math.gcd(count, self.count_prefetched_rows())
-        with T.serial(tirx.const(count // together, "int64")) as number:
+        rows_per_call = 1 if prefetch_rows is None else math.gcd(count, self.count_prefetched_rows())
+        with T.serial(tirx.const(count // rows_per_call, "int64")) as number:
             if prefetch_rows is not None:
-                prefetch_rows(let(first + number * together))
-            with T.serial(tirx.const(together, "int64")) as row:
-                yield number * together + row
+                prefetch_rows(let(first + number * rows_per_call))
+            with T.serial(tirx.const(rows_per_call, "int64")) as row:
+                yield number * rows_per_call + row
 
     def emit_blocks(self, length: int, emit_block: Callable[[Expr, int], None]) -> None:
         """Emit emit_block(start, length) for the steps in blocks of that length; they begin at k0 + start.
@@ -180,7 +181,7 @@ def accumulate_quantized(
                 at = (strip.tile_row + i) * b.nr + n * b.lanes
                 store(tile, load(tile, b.lanes, at) + scale * accumulators[n].value, at)
 
-    source.emit_blocks(source.quantized.block or b.kc, block)
+    source.emit_blocks(source.quantized.block or min(b.kc, b.streamed_kc), block)
 
 
 def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer) -> None:

@@ -17,7 +17,7 @@ from lowering.tensorir.expressions import Expr
 
 @dataclass(frozen=True)
 class RowBlock:
-    """`count` rows of M from `first` on. Where sizes are static, `counts` are the values of count."""
+    """`count` rows of M from `first` on. Where sizes are static, `counts` are the values that count can have."""
 
     first: Expr
     count: Expr
