@@ -85,11 +85,6 @@ class WeightQuantization:
     form: PanelFormat
 
     @property
-    def group(self) -> int:
-        """Values of k in one stored integer."""
-        return NIBBLES if self.form.nibbles else 1
-
-    @property
     def bits(self) -> int:
         """Bits of a quantized value."""
         return 32 // NIBBLES if self.form.nibbles else 8

@@ -37,7 +37,8 @@ from ..primitives.vector import (
     store,
 )
 
-_STREAMS = 4  # parts of the next tile that are prefetched at a time
+_STREAMS = 4
+"""Ranges of rows of the next tile that are prefetched in turns. Eight are slower: they are shorter than a page."""
 
 
 def load_query(
@@ -82,6 +83,7 @@ class KeyValueTile:
     def __init__(self, bound: BoundAttention, cpu: CpuFeatures, size: int, max_rows: int, b: Expr, hk: Expr) -> None:
         self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
         self.next: tuple[Expr, Expr, Expr] | None = None
+        self.rows_per_stream: Expr = T.int64(0)
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
         self.pairs = uses_bf16_pairs(p, cpu, in_place=size == 0)
@@ -106,7 +108,7 @@ class KeyValueTile:
         """
         self.start, self.end, self.next = start, end, next
         if next is not None:
-            self.part = let((end - start) // _STREAMS)
+            self.rows_per_stream = let((end - start) // _STREAMS)
         self.K, self.V, self.memory = memory["K"], memory["V"], memory
         if self.by_offset:
             self.compute_offsets("rows", (self.b, self.hk, start))
@@ -282,7 +284,8 @@ class KeyValueTile:
         """
         if self.next is None:
             return
-        j = let(tirx.Select(j < self.part * _STREAMS, j % _STREAMS * self.part + j // _STREAMS, T.int64(1) * j))
+        count = self.rows_per_stream
+        j = let(tirx.Select(j < count * _STREAMS, j % _STREAMS * count + j // _STREAMS, T.int64(1) * j))
         self.prefetch_scale(name, j, d)
         b, hk, start = self.next
         is_packed = self.pairs and name == "k"

@@ -97,7 +97,10 @@ class BlockedMatmul(PanelAddressing):
             few, many = block.list_heights(mr, up_to=bound), block.list_heights(mr, above=bound, up_to=up_to)
         return [
             *(MicroKernel(height, when=block.count > bound if height in few else None) for height in many),
-            *(MicroKernel(height, True, block.count <= bound if height in many else None) for height in few),
+            *(
+                MicroKernel(height, has_streams=True, when=block.count <= bound if height in many else None)
+                for height in few
+            ),
         ]
 
     @property

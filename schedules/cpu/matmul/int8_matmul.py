@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
-from ...reading.quantized_weights import NIBBLES, QUAD
+from ...reading.quantized_weights import QUAD
 from ..primitives.vector import Register, cast, let, load, splat, splat_like, store
 from . import dot_int8
 from .quantized_matmul import QuantizedPanel
@@ -63,7 +63,7 @@ class _QuadKernel:
         self.is_signed = dot_int8.multiplies_signed(cpu, holds_lowest=False)
         self.is_short = self.nibbles and not cpu.int8_dot
         self.offset = 8 if self.nibbles else 0 if self.is_signed else 128
-        self.quads = NIBBLES // QUAD if self.nibbles else 1  # of a column that are stored together
+        self.quads = source.quantized.stored_steps // QUAD  # of a column in a stored row
 
     def emit(
         self, start: Expr, length: int, values: tirx.Buffer, starts: list[Expr], totals: list[Expr]
@@ -72,7 +72,7 @@ class _QuadKernel:
 
         The rows' quads begin at `starts` of values, and `totals` are the sums of q.
         """
-        steps = self.quads * QUAD
+        steps = self.source.quantized.stored_steps
         count, first = -(-length // steps), let(start // steps)
         accumulators = [
             [
@@ -83,16 +83,16 @@ class _QuadKernel:
         ]
         limit = _SHORT_QUADS // self.quads if self.is_short else count
         for begin in range(0, count, limit):
-            part, row = min(limit, count - begin), first + begin
-            self.emit_part(part, row, values, [start + begin * self.quads for start in starts], accumulators)
+            row_starts = [start + begin * self.quads for start in starts]
+            self.emit_rows(min(limit, count - begin), first + begin, values, row_starts, accumulators)
         return [[register.value for register in row] for row in accumulators]
 
-    def emit_part(
+    def emit_rows(
         self, count: int, first: Expr, values: tirx.Buffer, starts: list[Expr], accumulators: list[list[Register]]
     ) -> None:
         """Accumulate `count` rows of stored elements from row `first` after step k0 on."""
         source, lanes, registers = self.source, self.b.lanes, accumulators
-        before = source.panel * source.stored + source.k0 // (self.quads * QUAD)
+        before = source.panel * source.stored + source.k0 // source.quantized.stored_steps
         if self.is_short:
             registers = [[Register(splat(0, 2 * lanes, "int16")) for _ in row] for row in accumulators]
         with source.iterate_rows(first, count, self.prefetch_rows) as n:

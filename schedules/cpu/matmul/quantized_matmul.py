@@ -143,7 +143,7 @@ class QuantizedPanel:
         prefetch_rows: Callable[[Expr], None] | None = None,
     ) -> None:
         """Emit emit(k, n, values minus zeros of vector n at step k0 + k) for the steps of a block."""
-        b, group = self.b, self.quantized.group
+        b, group = self.b, self.quantized.stored_steps
         with self.iterate_rows(start // group, (length + group - 1) // group, prefetch_rows) as g:
             first = let((self.panel * self.stored + (self.k0 + start) // group + g) * b.nr)
             packed = [Register(load(b.operands.b, b.lanes, first + v)) for v in self.vectors]
@@ -202,7 +202,7 @@ def dequantize_panel(b: BlockedMatmul, k0: Expr, depth: Expr, panel: tirx.Buffer
 
 def _pop_value(quantized: WeightQuantization, stored: Register, cpu: CpuFeatures) -> Expr:
     """Return the quantized value of the lowest k as float32, and shift the packed integers to the next k."""
-    if quantized.group == 1:
+    if not quantized.form.nibbles:
         return cast(stored.value, "float32")
     bits = let(stored.value)
     stored.value = T.shift_right(bits, splat_like(4, bits))

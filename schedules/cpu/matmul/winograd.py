@@ -229,9 +229,9 @@ class _Kernel:
         zero = splat(tirx.const(0, "float32"), self.lanes, "float32")
         accumulators = [[Register(zero) for _ in vectors] for _ in range(self.tiles.mr)]
         starts = [let((row + i) * self.channels) for i in range(self.tiles.mr)]
-        prefetch_step = share.plan_sequence()
+        prefetch_step = share.plan_sequence() if self.prefetches else None
         with T.serial(tirx.const(self.channels, "int64")) as k:
-            if self.prefetches:
+            if prefetch_step is not None:
                 prefetch_step(k)
             weights = [T.bind(load(self.weights, self.lanes, u + k * self.nr + v)) for v in vectors]
             for start, of_tile in zip(starts, accumulators):

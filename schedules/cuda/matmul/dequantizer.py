@@ -27,7 +27,7 @@ class Dequantizer:
     """Dequantization of a matrix. `memory` maps the function's tensors to flat views."""
 
     def __init__(self, quantized: WeightQuantization, dtype: str, memory: Mapping[tirx.Buffer, tirx.Buffer]) -> None:
-        self.dtype, self.group, self.bits = dtype, quantized.group, quantized.bits
+        self.dtype, self.group, self.bits = dtype, quantized.stored_steps, quantized.bits
         self.memory, self.scale = memory[quantized.load.source], memory[quantized.scale.source]
         self.zero = None if quantized.zero is None else memory[quantized.zero.source]
         self.block = quantized.block or quantized.depth
