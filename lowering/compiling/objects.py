@@ -200,6 +200,9 @@ def _is_standalone(func: tvm.ir.BaseFunc) -> bool:
 _UNUSED_ON_CPUS = (
     # Takes half the time of compiling an attention, and finds nothing: kernels of rules allocate what they need.
     "s_tir.CompactBufferAllocation",
+    # Makes each `let` of a kernel a view of a shared stack slot. LLVM gets an assumption for each view, and takes a
+    # third longer. It shares stack slots by itself, and kernels of rules allocate outside of serial loops.
+    "tirx.StorageRewrite",
     # Find nothing in kernels of rules: they write no condition that is invariant in the loop around it.
     "s_tir.HoistExpression", "s_tir.InsertHoistIfThenElse",
     # Look for annotations of GPU schedules only.

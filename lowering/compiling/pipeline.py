@@ -32,6 +32,7 @@ from ..passes.graph.fold_heads import fold_heads
 from ..passes.graph.fold_masks import fold_masks
 from ..passes.graph.fold_scores import fold_scores
 from ..passes.graph.fold_transposes import fold_transposes
+from ..passes.graph.lift_constants import lift_constants
 from ..passes.graph.mark_tf32_matmuls import mark_tf32_matmuls
 from ..passes.graph.pack_weights import pack_weights
 from ..passes.graph.prove_indices import prove_indices
@@ -131,6 +132,7 @@ PHASES: dict[str, tuple[Pass, ...]] = {
         Pass("fuse_tir", lift(_t.FuseTIR()), after=("hoist_shape_bindings",)),
         Pass("eliminate_dead_functions", lift(_t.DeadCodeElimination()), after=("fuse_tir",)),
         Pass("merge_equal_functions", lift(merge_equal_functions), after=("fuse_tir",)),
+        Pass("lift_constants", lift(lift_constants), after=("merge_equal_functions",)),
         Pass("mark_tf32_matmuls", mark_tf32_matmuls, after=("fuse_tir",)),
     ),
     "fusion": (  # Around matmuls, as the target has kernels for it
