@@ -130,3 +130,39 @@ def test_dynamic_quantization_compiles_one_layer() -> None:
     (actual,) = many.run({"x0": x}).values()
     (expected,) = onnx.reference.ReferenceEvaluator(layers(6)).run(None, {"x0": x})
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_loops_share_kernels_with_the_model() -> None:
+    """The body of a loop whose number of steps depends on data is a function of its own."""
+
+    def tensor(name: str, kind: int, *shape: int) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    body = helper.make_graph(
+        [
+            helper.make_node("Mul", ["v", "half"], ["m"]),
+            helper.make_node("MatMul", ["m", "w"], ["u"]),
+            helper.make_node("Identity", ["keep"], ["go"]),
+        ],
+        "body",
+        [tensor("step", TensorProto.INT64), tensor("keep", TensorProto.BOOL), tensor("v", TensorProto.FLOAT, 4, 24)],
+        [tensor("go", TensorProto.BOOL), tensor("u", TensorProto.FLOAT, 4, 24)],
+    )
+    nodes = [
+        helper.make_node("Mul", ["x", "third"], ["a"]),
+        helper.make_node("Loop", ["steps", "", "a"], ["b"], body=body),
+        helper.make_node("Mul", ["x", "half"], ["c"]),
+        helper.make_node("MatMul", ["c", "w"], ["y"]),
+    ]
+    weights = {"half": np.float32(0.5), "third": np.float32(1 / 3), "w": np.eye(24, dtype=np.float32)}
+    inputs = [tensor("x", TensorProto.FLOAT, 4, 24), tensor("steps", TensorProto.INT64)]
+    initializers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    outputs = [tensor(name, TensorProto.FLOAT, 4, 24) for name in ("b", "y")]
+    graph = helper.make_graph(nodes, "loop", inputs, outputs, initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    compiled = lowering.compile(model)
+    x = np.random.default_rng(5).standard_normal((4, 24)).astype(np.float32)
+    for steps in (0, 1, 3):
+        actual = compiled.run({"x": x, "steps": np.asarray(steps)})
+        np.testing.assert_allclose(actual["b"], x / 3 * 0.5**steps, rtol=1e-6)
+        np.testing.assert_allclose(actual["y"], x * 0.5, rtol=1e-6)

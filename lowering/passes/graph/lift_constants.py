@@ -23,7 +23,6 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from schedules.reading.stages import Stage, read_stages, write_stages
 
 from ...tensorir.expressions import Expr, children, rebuild, rewrite
-from ..main_function import rewrite_main
 
 _CALL = ir.Op.get("relax.call_tir")
 _LIFTED = (prim.Add, prim.Sub, prim.Mul, prim.Min, prim.Max, prim.Select, prim.LT, prim.LE, prim.GT, prim.GE)
@@ -53,17 +52,27 @@ class _Lifted:
 
 def lift_constants(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module with the constants that calls of equal functions differ in as arguments of these calls."""
+    functions = {v: f for v, f in mod.functions_items() if isinstance(f, relax.Function)}
     calls: dict[ir.GlobalVar, int] = {}
 
-    def count_arguments(call: relax.Call) -> None:
-        if call.op == _CALL:
-            calls[call.args[0]] = len(call.args[1].fields)
+    def count_arguments(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Call) and expr.op == _CALL:
+            calls[expr.args[0]] = len(expr.args[1].fields)
 
-    relax.analysis.post_order_visit(mod["main"], lambda e: count_arguments(e) if isinstance(e, relax.Call) else None)
+    for function in functions.values():
+        relax.analysis.post_order_visit(function.body, count_arguments)
     lifted: dict[ir.GlobalVar, _Lifted] = {}
     for kernels in _group_kernels(mod, calls):
         lifted |= _lift(kernels, calls[kernels[0].variable])
-    return rewrite_main(mod, _CallRewriter(mod, lifted)) if lifted else mod
+    if not lifted:
+        return mod
+    rewriter = _CallRewriter(mod, lifted)
+    bodies = {variable: rewriter.visit_expr(function.body) for variable, function in functions.items()}
+    mod = rewriter.builder_.get()
+    for variable, body in bodies.items():
+        old = functions[variable]
+        mod[variable] = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs)
+    return relax.transform.DeadCodeElimination()(mod)
 
 
 def _group_kernels(mod: tvm.IRModule, calls: Mapping[ir.GlobalVar, int]) -> list[list[_Kernel]]:
