@@ -1,4 +1,4 @@
-"""Base of passes that rewrite the body of `main`, and may add functions to the module."""
+"""Base of passes that rewrite the body of `main`, or of all Relax functions, and may add functions to the module."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def rewrite_main(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
     body = mutator.visit_expr(main.body)
     mod = mutator.builder_.get()
     mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+    return relax.transform.DeadCodeElimination()(mod)
+
+
+def rewrite_functions(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
+    """Return the module with the bodies of all Relax functions rewritten by a mutator, without dead code."""
+    functions = {variable: func for variable, func in mod.functions_items() if isinstance(func, relax.Function)}
+    bodies = {variable: mutator.visit_expr(func.body) for variable, func in functions.items()}
+    mod = mutator.builder_.get()
+    for variable, func in functions.items():
+        mod[variable] = relax.Function(func.params, bodies[variable], func.ret_ty, func.is_pure, func.attrs)
     return relax.transform.DeadCodeElimination()(mod)
 
 

@@ -18,6 +18,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.reading.stages import read_stages
 
+from ..main_function import rewrite_functions
+
 _CALLS = [ir.Op.get("relax.call_tir"), ir.Op.get("relax.call_tir_inplace")]
 _NUMBER = re.compile(r"(?<=[a-z])\d+$")
 _MEANINGFUL = re.compile(r"exp2|expm1|log2|log10|log1p|atan2|b?float(16|32|64)|u?int(4|8|16|32|64)")
@@ -26,17 +28,7 @@ _MEANINGFUL = re.compile(r"exp2|expm1|log2|log10|log1p|atan2|b?float(16|32|64)|u
 
 def merge_equal_functions(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module, written by FuseTIR, in which all calls of equal functions call one of them."""
-    merger = _FunctionMerger(mod)
-    bodies = {
-        variable: merger.visit_expr(function.body)
-        for variable, function in mod.functions_items()
-        if isinstance(function, relax.Function)
-    }
-    merged = merger.builder_.get()
-    for variable, body in bodies.items():
-        old = mod[variable]
-        merged[variable] = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs)
-    return relax.transform.DeadCodeElimination()(merged)
+    return rewrite_functions(mod, _FunctionMerger(mod))
 
 
 @mutator

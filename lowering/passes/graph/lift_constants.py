@@ -23,6 +23,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from schedules.reading.stages import Stage, read_stages, write_stages
 
 from ...tensorir.expressions import Expr, children, rebuild, rewrite
+from ..main_function import rewrite_functions
 
 _CALL = ir.Op.get("relax.call_tir")
 _LIFTED = (prim.Add, prim.Sub, prim.Mul, prim.Min, prim.Max, prim.Select, prim.LT, prim.LE, prim.GT, prim.GE)
@@ -52,27 +53,19 @@ class _Lifted:
 
 def lift_constants(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module with the constants that calls of equal functions differ in as arguments of these calls."""
-    functions = {v: f for v, f in mod.functions_items() if isinstance(f, relax.Function)}
     calls: dict[ir.GlobalVar, int] = {}
 
     def count_arguments(expr: relax.Expr) -> None:
         if isinstance(expr, relax.Call) and expr.op == _CALL:
             calls[expr.args[0]] = len(expr.args[1].fields)
 
-    for function in functions.values():
-        relax.analysis.post_order_visit(function.body, count_arguments)
+    for _, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func.body, count_arguments)
     lifted: dict[ir.GlobalVar, _Lifted] = {}
     for kernels in _group_kernels(mod, calls):
         lifted |= _lift(kernels, calls[kernels[0].variable])
-    if not lifted:
-        return mod
-    rewriter = _CallRewriter(mod, lifted)
-    bodies = {variable: rewriter.visit_expr(function.body) for variable, function in functions.items()}
-    mod = rewriter.builder_.get()
-    for variable, body in bodies.items():
-        old = functions[variable]
-        mod[variable] = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs)
-    return relax.transform.DeadCodeElimination()(mod)
+    return rewrite_functions(mod, _CallRewriter(mod, lifted)) if lifted else mod
 
 
 def _group_kernels(mod: tvm.IRModule, calls: Mapping[ir.GlobalVar, int]) -> list[list[_Kernel]]:
