@@ -56,9 +56,9 @@ def _find_record_errors(record: Any) -> Iterator[str]:
     if not isinstance(measured, list) or len(measured) != 4 or not isinstance(measured[0], list):
         yield "it has no trace, seconds, target and arguments"
         return
-    if _has_null([record[0], measured[0], *measured[2:]]):
+    trace, seconds, *rest = measured
+    if _has_null([trace, rest]) or (seconds is not None and _has_null(seconds)):
         yield "it has null in it"
-    trace = measured[0]
     if len(trace) != 2 or not all(isinstance(item, list) for item in trace):
         yield "its trace has no instructions and decisions"
         return

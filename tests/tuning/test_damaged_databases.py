@@ -77,6 +77,13 @@ def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None
             assert result == "refused" or value is not None or path == (1, 1), path
 
 
+def test_seconds_may_be_missing_but_not_null_in_a_list(tmp_path: Path) -> None:
+    record, workloads = json.loads(lines(RECORDS)[0]), lines(WORKLOADS)
+    for seconds, expected in ((None, "opened"), ([None], "refused"), ([1e-3, None], "refused"), ([1e-3], "opened")):
+        changed = replace_at(record, (1, 1), seconds)
+        assert outcome(tmp_path, [json.dumps(changed).encode()], workloads) == expected, seconds
+
+
 @pytest.mark.parametrize(
     "line", [b"null", b"[]", b"0", b"{}", b"[null, null]", b'["x"]', b"[" * 10_000, b"\xff", b"nul"]
 )
