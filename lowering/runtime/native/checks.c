@@ -7,36 +7,9 @@
 
 /* -- indices ------------------------------------------------------------------------------------------------------ */
 
-/* Return whether an element is less than `low` or greater than `last`: then one of the differences has its sign bit
- * set, and the loop needs no branch. Differences wrap around: if an element is so far outside that one difference does,
- * the other one has its sign bit set. */
-#define SCAN(type)                                                                                   \
-    static int outside_##type(const type* data, int64_t count, uint64_t low, uint64_t last) {         \
-        uint64_t signs = 0;                                                                            \
-        for (int64_t i = 0; i < count; ++i) {                                                          \
-            uint64_t value = (uint64_t)(int64_t)data[i];                                               \
-            signs |= (value - low) | (last - value);                                                   \
-        }                                                                                              \
-        return signs >> 63 != 0;                                                                       \
-    }
-SCAN(int8_t)
-SCAN(int16_t)
-SCAN(int32_t)
-SCAN(int64_t)
-SCAN(uint8_t)
-SCAN(uint16_t)
-SCAN(uint32_t)
-
-static int any_outside(const DLTensor* tensor, int64_t count, int64_t low, int64_t last) {
+static int has_outside(const DLTensor* tensor, int64_t count, int64_t low, int64_t last) {
     const void* data = (const char*)tensor->data + tensor->byte_offset;
-    int is_signed = tensor->dtype.code == kDLInt;
-    uint64_t from = (uint64_t)low, to = (uint64_t)last;
-    switch (tensor->dtype.bits) {
-        case 8: return is_signed ? outside_int8_t(data, count, from, to) : outside_uint8_t(data, count, from, to);
-        case 16: return is_signed ? outside_int16_t(data, count, from, to) : outside_uint16_t(data, count, from, to);
-        case 32: return is_signed ? outside_int32_t(data, count, from, to) : outside_uint32_t(data, count, from, to);
-        default: return outside_int64_t(data, count, from, to);
-    }
+    return any_outside(data, tensor->dtype.bits, tensor->dtype.code == kDLInt, count, low, last);
 }
 
 /* Return line k of a text. */
@@ -84,7 +57,7 @@ CHECK(check_indices) {
     for (int axis = 0; axis < tensor->ndim; ++axis) volume *= tensor->shape[axis];
     if (bounds->size == 1) {
         const int64_t last = bounds->data[0] - 1, low = from_the_back ? -bounds->data[0] : 0;
-        if (volume == 0 || !any_outside(tensor, volume, low, last)) return pass(&args[0], result);
+        if (volume == 0 || !has_outside(tensor, volume, low, last)) return pass(&args[0], result);
     }
     for (int64_t i = 0, k = 0; i < volume; ++i) {
         const int64_t index = element(tensor, i), last = bounds->data[k] - 1;

@@ -10,6 +10,8 @@
 #include <tvm/ffi/c_api.h>
 #include <unistd.h>
 
+#include "scan.h"
+
 #define CHECK(name)                                                                                      \
     __attribute__((visibility("default"))) int __tvm_ffi_lowering_##name(void* self, const TVMFFIAny* args, \
                                                                          int32_t count, TVMFFIAny* result)
@@ -71,14 +73,8 @@ static inline int fail(const char* code, const Message* text) {
 /* -- integers ----------------------------------------------------------------------------------------------------- */
 
 static inline int64_t element(const DLTensor* tensor, int64_t i) {
-    const char* data = (const char*)tensor->data + tensor->byte_offset;
-    int is_signed = tensor->dtype.code == kDLInt;
-    switch (tensor->dtype.bits) {
-        case 8: return is_signed ? ((const int8_t*)data)[i] : ((const uint8_t*)data)[i];
-        case 16: return is_signed ? ((const int16_t*)data)[i] : ((const uint16_t*)data)[i];
-        case 32: return is_signed ? (int64_t)((const int32_t*)data)[i] : (int64_t)((const uint32_t*)data)[i];
-        default: return ((const int64_t*)data)[i]; /* uint64 from 2^63 on comes out negative: it is refused as well */
-    }
+    const void* data = (const char*)tensor->data + tensor->byte_offset;
+    return integer_at(data, tensor->dtype.bits, tensor->dtype.code == kDLInt, i);
 }
 
 #endif
