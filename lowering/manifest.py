@@ -21,6 +21,7 @@ FORMAT = 11
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 MODEL, SETUP = "model", "setup"  # prefixes of an artifact's code files
 SIGNATURE = "manifest.sig"
+OBJECT, WEIGHTS_SOURCE = "model.o", "weights.S"  # of static objects
 SYMBOL = "__tvm_ffi_"  # prefix of function names in a library
 
 MAX_THREADS = 1024

@@ -62,7 +62,7 @@ def write_artifact(folder: Path, artifacts: Sequence[ArtifactPart], sign_key: Si
         hashes: dict[str, str] = {}
         manifests = [artifact.manifest for artifact in artifacts]
         if any(artifact.weights for artifact in artifacts):
-            weight_specs, blocks, hashes[WEIGHTS] = _write_weights(
+            weight_specs, blocks, hashes[WEIGHTS] = write_weights(
                 new / WEIGHTS, [artifact.weights for artifact in artifacts]
             )
             manifests = [dataclasses.replace(m, weights=specs) for m, specs in zip(manifests, weight_specs)]
@@ -87,7 +87,7 @@ def write_artifact(folder: Path, artifacts: Sequence[ArtifactPart], sign_key: Si
     return manifest
 
 
-def _write_weights(
+def write_weights(
     path: Path, weight_lists: Sequence[Mapping[str, np.ndarray]]
 ) -> tuple[list[tuple[WeightSpec, ...]], tuple[str, ...], str]:
     """Write weights.bin; return the specs of each artifact's weights, the digests of its blocks and of the file."""

@@ -40,7 +40,7 @@ from .code_failures import diagnose_code_failure
 from .interrupts import preserve_interrupts
 from .objects import KernelCompiler
 from .options import CompileOptions
-from .pipeline import PASSES, Dump, run_passes
+from .pipeline import NATIVE_PASSES, PASSES, Dump, run_passes
 from .prepare import prepare_model
 
 
@@ -57,6 +57,15 @@ class CompiledModel:
     unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
 
 
+@dataclass(frozen=True)
+class LoweredModel:
+    """A model, or its setup, before code generation: its state for each target, and the compiler of its kernels."""
+
+    manifest: Manifest
+    states: tuple[CompileState, ...]
+    kernels: tuple[KernelCompiler, ...]
+
+
 @preserve_interrupts()
 def compiled(
     model: ModelLike, options: CompileOptions, stand_in: Target | None = None, dump: Dump | None = None
@@ -66,6 +75,26 @@ def compiled(
     stand_in is a CPU that runs the functions of a GPU instead of it, with its own kernels. dump is as for `compile`.
     """
     targets = tuple(resolve(options.target, options.cc))
+    models = lower(model, options, targets, stand_in=stand_in, dump=dump)
+    return CompiledModel(
+        tuple(map(_build_artifact, models)), targets, tuple(dict(state.unscheduled) for state in models[0].states)
+    )
+
+
+def lower(
+    model: ModelLike,
+    options: CompileOptions,
+    targets: Sequence[Target],
+    *,
+    stand_in: Target | None = None,
+    dump: Dump | None = None,
+    native: bool = False,
+) -> tuple[LoweredModel, ...]:
+    """Run the pipeline on a model, and on its setup if it has one.
+
+    Parameters are as for `compiled`. native leaves out the passes for the virtual machine, and gives kernels C
+    signatures.
+    """
     for resolved in targets:
         check_linker(resolved)
     if options.precision in TF32 and not all(target.architecture for target in targets):
@@ -78,22 +107,22 @@ def compiled(
     caches = prepared.caches
     setup = prepared.setup
     legal, *setup_ranges = ranges(prepared.dims, prepared.model, None if setup is None else setup.model)
-    compiling = _ArtifactCompiler(options, targets, stand_in)
+    lowering = _Lowering(options, targets, stand_in, native)
     lengths = () if caches.slots is None else (PAST_LENGTH,)
-    artifact, unscheduled = compiling.compile(prepared.model, prepared.donated, lengths, prepared.notes, dump)
+    lowered = lowering.lower(prepared.model, prepared.donated, lengths, prepared.notes, dump)
     manifest = replace(
-        artifact.manifest,
+        lowered.manifest,
         ranges=legal,
         slots=caches.slots,
         decoder=caches.decoder,
         served=prepared.served,
         input_lists=prepared.lists,
     )
-    artifacts = [replace(artifact, manifest=manifest)]
+    models = [replace(lowered, manifest=manifest)]
     if setup is not None:
-        artifact, _ = compiling.compile(setup.model, setup.donated, (), (), None)
-        artifacts.append(replace(artifact, manifest=replace(artifact.manifest, ranges=setup_ranges[0], part=SETUP)))
-    return CompiledModel(tuple(artifacts), targets, unscheduled)
+        lowered = lowering.lower(setup.model, setup.donated, (), (), None)
+        models.append(replace(lowered, manifest=replace(lowered.manifest, ranges=setup_ranges[0], part=SETUP)))
+    return tuple(models)
 
 
 def load_compiled(model: ModelLike, options: CompileOptions) -> Model:
@@ -106,23 +135,21 @@ def load_compiled(model: ModelLike, options: CompileOptions) -> Model:
 
 
 @dataclass(frozen=True)
-class _ArtifactCompiler:
+class _Lowering:
     options: CompileOptions
-    targets: tuple[Target, ...]
+    targets: Sequence[Target]
     stand_in: Target | None
+    native: bool
 
-    def compile(
+    def lower(
         self,
         model: ir.Model,
         donated: Mapping[str, str],
         lengths: Sequence[str],
         notes: Sequence[str],
         dump: Dump | None,
-    ) -> tuple[ArtifactPart, tuple[dict[str, tirx.PrimFunc], ...]]:
-        """Return the code of a model, and for each target the functions before scheduling.
-
-        lengths are the inputs whose content is a symbol.
-        """
+    ) -> LoweredModel:
+        """Run the pipeline on a model. lengths are the inputs whose content is a symbol."""
         options, notes = self.options, list(notes)
         matmuls = options.precision if options.precision in TF32 else None
         # The host does not read data in GPU memory.
@@ -133,24 +160,24 @@ class _ArtifactCompiler:
         inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
         pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
         notes += imported.warnings
-        libraries, unscheduled = [], []
+        states, compilers = [], []
         for target in self.targets:
             choose = TunedRecords(None if options.database is None else Path(options.database), target).choose
             runs_on = self.stand_in or target
-            kernels = KernelCompiler(runs_on)
-            cached = kernels if dump is None else None  # a dump must show every scheduled kernel
+            kernels = KernelCompiler(runs_on, c_signatures=self.native)
+            # A dump must show every scheduled kernel, and C code reads what they allocate.
+            cached = kernels if dump is None and not self.native else None
             pass_options = PassOptions(runs_on, pairs, options.accuracy_level, matmuls, choose, cached)
             with progress.stage("lowering"):
-                lowered = run_passes(CompileState.from_imported(imported, target, pass_options), PASSES, dump)
+                state = CompileState.from_imported(imported, target, pass_options)
+                lowered = run_passes(state, NATIVE_PASSES if self.native else PASSES, dump)
             notes += lowered.notes
-            libraries.append(_build_library(lowered, runs_on, kernels))
-            unscheduled.append(dict(lowered.unscheduled))
             if not target.architecture:
                 notes += list_slow_kernels(lowered.kernels, lowered.calls)
+            states.append(lowered)
+            compilers.append(kernels)
         manifest = self._manifest(imported, lowered, notes)
-        return ArtifactPart(replace(manifest, donated=dict(donated)), tuple(libraries), lowered.packed_weights), tuple(
-            unscheduled
-        )
+        return LoweredModel(replace(manifest, donated=dict(donated)), tuple(states), tuple(compilers))
 
     def _manifest(self, imported: ImportedModel, lowered: CompileState, notes: Sequence[str]) -> Manifest:
         options, targets = self.options, self.targets
@@ -178,16 +205,21 @@ class _ArtifactCompiler:
         )
 
 
-def _build_library(lowered: CompileState, target: Target, kernels: KernelCompiler) -> bytes:
+def _build_artifact(lowered: LoweredModel) -> ArtifactPart:
+    libraries = tuple(map(_build_library, lowered.states, lowered.kernels))
+    return ArtifactPart(lowered.manifest, libraries, lowered.states[-1].packed_weights)
+
+
+def _build_library(lowered: CompileState, kernels: KernelCompiler) -> bytes:
     """Return the library; raise LoweringError, which names the nodes if code generation fails."""
     try:
-        return build(lowered.module, target, kernels)
+        return build(lowered.module, lowered.kernel_target, kernels)
     except LoweringError:
         raise
     except Exception as error:
         if type(error) is RuntimeError:  # an interrupt, which TVM turns into one (interrupts.py)
             raise
-        raise diagnose_code_failure(lowered.module, lowered.calls, target) from error
+        raise diagnose_code_failure(lowered.module, lowered.calls, lowered.kernel_target) from error
 
 
 def _make_tensor_spec(port: Port) -> TensorSpec:

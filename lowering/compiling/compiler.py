@@ -93,6 +93,38 @@ def compile_to(
     return _compile_into(Path(folder), model, options, dump, sign_key)
 
 
+def compile_static(
+    folder: str | Path,
+    model: ModelLike,
+    target: str = "cpu",
+    *,
+    name: str = "model",
+    seed: int | str = 0,
+    dump: Dump | None = None,
+    **arguments: Unpack[CompileArguments],
+) -> Manifest:
+    """Compile into a folder with a static object: C functions without a loader, a runtime or an operating system.
+
+    Parameters are as for `compile`. name is the prefix of its C names. With threads=1 the code needs no thread-local
+    memory, and all calls of the model are by one thread.
+
+    Returns:
+        The description of the model.
+
+    Raises:
+        InputError: The name is not a C identifier, or the target is a GPU.
+        ModelError: The model needs more than straight-line code.
+    """
+    check_replaceable(Path(os.path.realpath(folder)))
+    options = CompileOptions(target=target, seed=seed, **arguments)
+    if isinstance(model, (str, os.PathLike)):
+        check_model_file(Path(model))  # before slow imports
+    with _collect_garbage_rarely(), scratch.use_folder(Path(os.path.realpath(folder)).parent):
+        from .static_object import write_static_object
+
+        return write_static_object(Path(folder), model, options, name, dump)
+
+
 def _compile_into(
     folder: Path, model: ModelLike, options: CompileOptions, dump: Dump | None, sign_key: SigningKey | None = None
 ) -> Manifest:

@@ -13,11 +13,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 import tvm
 import tvm_ffi
@@ -26,11 +27,15 @@ from tvm.tirx import compilation_pipeline
 
 from schedules import CODE, CONSIDERED, remove_unused_features
 
+from ..emission import kernel_signature
+from ..emission.kernel_signature import PASSES_OF_PACKED_ARGUMENTS, unpack_arguments
 from ..manifest import SYMBOL
 from ..target import Target
 from . import progress
 from .cache import object_cache
 from .cache.fingerprints import sources
+
+Pass: TypeAlias = Callable[[tvm.IRModule], tvm.IRModule]
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,14 @@ class KernelObject:
 
 
 class KernelCompiler:
-    """The kernels of a module for a target: from the cache, or compiled and cached if use_cache is set."""
+    """The kernels of a module for a target: from the cache, or compiled and cached if use_cache is set.
 
-    def __init__(self, target: Target, use_cache: bool = True) -> None:
+    With c_signatures they take C arguments (emission/kernel_signature.py) instead of those of TVM's packed functions.
+    """
+
+    def __init__(self, target: Target, use_cache: bool = True, c_signatures: bool = False) -> None:
         self.target, self.made_for, self.use_cache = target, target.tvm.with_host(target.tvm), use_cache
+        self.c_signatures = c_signatures
         self.new: list[str] = []
         """Symbols that were not in the cache."""
         self._cached: dict[str, KernelObject] = {}
@@ -100,7 +109,8 @@ class KernelCompiler:
             return replace(self._cached[key], name=name)
         plain = remove_unused_features(func, self.made_for)
         fingerprint = (tvm_ffi.structural_hash(_remove_names(func)), str(plain), _versions())
-        symbol = "k" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:32]
+        kind = "c" if self.c_signatures else ""
+        symbol = f"k{kind}{hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:32]}"
         with self._guard:
             is_first = symbol not in self._pending
             code = self._pending.setdefault(symbol, Future())
@@ -128,17 +138,32 @@ class KernelCompiler:
 
     def compiled(self, func: tirx.PrimFunc, target: tvm.target.Target) -> bytes:
         run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
-        with target, tvm.transform.PassContext(disabled_pass=list(list_unused_passes(self.target))):
-            module = tirx.transform.BindTarget(target)(tvm.IRModule({str(func.attrs["global_symbol"]): func}))
+        unused = list_unused_passes(self.target)
+        module = tvm.IRModule({str(func.attrs["global_symbol"]): func})
+        with target, tvm.transform.PassContext(disabled_pass=list(unused)):
+            lower = _lower_to_c if self.c_signatures else _lower_to_packed
+            lowered = lower(tirx.transform.BindTarget(target)(module), run, unused)
             # A module of one function would have an entry function, and so would the next one.
-            lowered = {
-                n: _skip_argument_checks(f).without_attr("tirx.is_entry_func") for n, f in run(module).functions_items()
-            }
-            code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(lowered)), target)
+            functions = {n: f.without_attr("tirx.is_entry_func") for n, f in lowered.functions_items()}
+            code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(functions)), target)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
             code.write_to_file(str(path), "o")
             return path.read_bytes()
+
+
+def _lower_to_packed(module: tvm.IRModule, run: Pass, unused: Sequence[str]) -> tvm.IRModule:
+    """Return kernels after TVM's passes `run`, with the arguments of packed functions."""
+    return tvm.IRModule({name: _skip_argument_checks(func) for name, func in run(module).functions_items()})
+
+
+def _lower_to_c(module: tvm.IRModule, run: Pass, unused: Sequence[str]) -> tvm.IRModule:
+    """Return kernels after TVM's passes `run`, with C arguments. `unused` are the passes that are left out anyway."""
+    with tvm.transform.PassContext(disabled_pass=[*unused, *PASSES_OF_PACKED_ARGUMENTS]):
+        lowered = run(module)
+    unpacked = tvm.IRModule({name: unpack_arguments(func) for name, func in lowered.functions_items()})
+    legalize = [tirx.transform.FP8StorageLegalize(), tirx.transform.BF16StorageLegalize()]
+    return tvm.transform.Sequential(legalize)(unpacked)
 
 
 def link_objects(kernels: Sequence[KernelObject], folder: str | Path) -> list[str]:
@@ -153,14 +178,15 @@ def link_objects(kernels: Sequence[KernelObject], folder: str | Path) -> list[st
 
 
 def list_unused_passes(target: Target) -> tuple[str, ...]:
-    """Return TVM's passes that have no effect for the target."""
+    """Return TVM's passes without effect for the target."""
     return () if target.architecture else _UNUSED_ON_CPUS
 
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Return the versions of the code generator: of TVM and this file."""
-    return version("apache-tvm"), hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    """Return the versions of the code generator: of TVM, this file and the signatures."""
+    files = (Path(__file__), Path(kernel_signature.__file__))
+    return version("apache-tvm"), *(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
 
 
 def _remove_names(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -153,8 +153,7 @@ PHASES: dict[str, tuple[Pass, ...]] = {
         Pass("guard_divisions", lift(guard_divisions), after=("fuse_launches",)),
         Pass("guard_float_arithmetic", lift(guard_float_arithmetic), after=("fuse_launches",)),
     ),
-    "virtual machine": (
-        Pass("add_release", lift(add_release), after=("schedule",)),
+    "memory": (  # Relax whose bindings call kernels with planned memory
         Pass("add_replay", lift(add_replay), after=("fuse_launches",), target="gpu kernels"),
         Pass("bundle_weights", bundle_weights, after=("pack_weights", "schedule")),
         Pass("remove_purity_checking", lift(_t.RemovePurityChecking())),
@@ -162,20 +161,27 @@ PHASES: dict[str, tuple[Pass, ...]] = {
         Pass("split_tuple_results", lift(split_tuple_results), after=("lower_call_tir",), target="gpu kernels"),
         Pass("plan_memory", lift(plan_memory), after=("lower_call_tir", "split_tuple_results")),
         Pass("lower_allocations", lift(_t.LowerAllocTensor()), after=("plan_memory",)),
+    ),
+    "virtual machine": (  # Relax that TVM compiles to instructions
+        Pass("add_release", lift(add_release), after=("schedule",)),
         Pass("size_classes", lift(size_classes), after=("lower_allocations",)),
         Pass("free_after_last_use", lift(_t.KillAfterLastUse()), after=("size_classes",)),
         Pass("lower_builtins", lift(_t.LowerRuntimeBuiltin()), after=("free_after_last_use",)),
         Pass("compute_sizes", lift(_t.ComputePrimValue()), after=("lower_builtins",)),
         Pass("lower_shapes", lift(_t.VMShapeLower()), after=("compute_sizes",)),
+        Pass("shape_errors", name_shape_assertions, after=("lower_shapes",)),
+    ),
+    "code": (
         # Also for the functions created by the last passes, which compute sizes.
         Pass("assume_alignment", assume_alignment, after=("compute_sizes", "lower_shapes")),
-        Pass("shape_errors", name_shape_assertions, after=("lower_shapes",)),
         Pass("attach_symbols", lift(_t.AttachGlobalSymbol()), after=("compute_sizes", "lower_shapes")),
     ),
 }
 """The passes in order, by phase."""
 
 PASSES = tuple(entry for phase in PHASES.values() for entry in phase)
+NATIVE_PASSES = tuple(entry for phase, passes in PHASES.items() if phase != "virtual machine" for entry in passes)
+"""The passes for a native `main` (lowering/emission), which needs none of the virtual machine's."""
 
 
 def run_passes(state: CompileState, passes: Sequence[Pass], dump: Dump | None = None) -> CompileState:

@@ -64,6 +64,19 @@ RULES = {
         },
         True,
     ),
+    "lowering/emission": (
+        {
+            "lowering.emission",
+            "lowering.importing",
+            "lowering.passes",
+            "lowering.tensorir",
+            "lowering.arithmetic",
+            "lowering.errors",
+            "lowering.manifest",
+            "lowering.version",
+        },
+        True,
+    ),
     "lowering/tuning_records": (
         {
             "lowering.tuning_records",

@@ -32,8 +32,8 @@ _ALIGNMENT = 64
 _TYPICAL = 256
 
 # Functions of the runtime: a slice of a tensor's memory, and the same slice as a tensor without an offset.
-_VIEW = "runtime.TVMTensorCreateView"
-_FROM_ITS_OFFSET = "vm.builtin.ensure_zero_offset"
+VIEW = "runtime.TVMTensorCreateView"
+FROM_ITS_OFFSET = "vm.builtin.ensure_zero_offset"
 
 # Coefficients by monomial: the sorted indices of its factors.
 Polynomial = dict[tuple[int, ...], int]
@@ -309,12 +309,12 @@ class _MemoryPlan:
         views.append((shape, binding.var))
         offset = self._terms.to_expression(tensor.offset)
         kind = binding.var.ty
-        view = relax.Call(relax.ExternFunc(_VIEW), [block, shape, dtype, offset], ty_args=[kind])
+        view = relax.Call(relax.ExternFunc(VIEW), [block, shape, dtype, offset], ty_args=[kind])
         if is_int(offset, 0):
             return [relax.VarBinding(binding.var, view)]
         # Kernels take tensors without an offset.
         inside = relax.Var(f"{binding.var.name}_inside", kind)
-        moved = relax.Call(relax.ExternFunc(_FROM_ITS_OFFSET), [inside], ty_args=[kind])
+        moved = relax.Call(relax.ExternFunc(FROM_ITS_OFFSET), [inside], ty_args=[kind])
         return [relax.VarBinding(inside, view), relax.VarBinding(binding.var, moved)]
 
 

@@ -41,17 +41,17 @@ def _round_up(size: Expr) -> Expr:
     bits = 64 - tirx.clz(tirx.max(size, PAGE) - 1)
     rounded = tirx.shift_left(tirx.const(1, "int64"), bits)
     # Multiplied sizes may wrap and look small. In float64 they do not; no allocator has that much memory.
-    wraps = _to_float64(size) > tirx.const(float(MAX_TENSOR_BYTES), "float64")
+    wraps = to_float64(size) > tirx.const(float(MAX_TENSOR_BYTES), "float64")
     return prim.Select(wraps, tirx.const(MAX_TENSOR_BYTES, "int64"), rounded)
 
 
-def _to_float64(size: Expr) -> Expr:
+def to_float64(size: Expr) -> Expr:
     """Return the size computed in float64."""
     if isinstance(size, prim.Add | prim.Sub | prim.Mul):
-        a, b = _to_float64(size.a), _to_float64(size.b)
+        a, b = to_float64(size.a), to_float64(size.b)
         return a + b if isinstance(size, prim.Add) else a - b if isinstance(size, prim.Sub) else a * b
     if isinstance(size, prim.Min | prim.Max):
-        return (tirx.min if isinstance(size, prim.Min) else tirx.max)(_to_float64(size.a), _to_float64(size.b))
+        return (tirx.min if isinstance(size, prim.Min) else tirx.max)(to_float64(size.a), to_float64(size.b))
     if isinstance(size, prim.FloorDiv):  # without rounding: an upper bound
-        return _to_float64(size.a) / tirx.max(_to_float64(size.b), tirx.const(1.0, "float64"))
+        return to_float64(size.a) / tirx.max(to_float64(size.b), tirx.const(1.0, "float64"))
     return size.astype("float64")

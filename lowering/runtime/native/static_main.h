@@ -1,0 +1,287 @@
+/* Parts of a static object (emission/static_object.py): errors, checks of data, memory and tasks of kernels. The
+ * generated C code of a model includes this file, after its header. It needs no header of a C library, memcpy and memset
+ * of the functions in one, and no memory but the caller's. */
+#ifndef LOWERING_STATIC_MAIN_H
+#define LOWERING_STATIC_MAIN_H
+
+#include "scan.h"
+
+#define HIDDEN __attribute__((visibility("hidden")))
+
+/* With LOWERING_ONE_THREAD, all calls of the model are by one thread, and the code needs no thread-local memory. */
+#ifdef LOWERING_ONE_THREAD
+#define PER_THREAD
+#else
+#define PER_THREAD _Thread_local
+#endif
+
+void* memcpy(void* to, const void* from, size_t bytes);
+
+/* -- errors ------------------------------------------------------------------------------------------------------- */
+
+/* The end of an error's text, which is cut off where the record ends. */
+typedef struct {
+    lowering_error* error;
+    size_t length;
+} Message;
+
+static void say(Message* message, const char* text) {
+    if (message->error == NULL) return;
+    for (; *text != 0 && message->length + 1 < sizeof(message->error->text); ++text) {
+        message->error->text[message->length++] = *text;
+    }
+    message->error->text[message->length] = 0;
+}
+
+static void say_number(Message* message, int64_t number) {
+    char digits[24], *first = digits + sizeof(digits) - 1;
+    uint64_t rest = number < 0 ? 0 - (uint64_t)number : (uint64_t)number;
+    *first = 0;
+    do *--first = (char)('0' + rest % 10);
+    while (rest /= 10);
+    if (number < 0) *--first = '-';
+    say(message, first);
+}
+
+/* Begin an error. A caller that passes no record gets the status alone. */
+__attribute__((cold)) static Message begin_error(lowering_error* error, const char* code) {
+    Message message = {error, 0};
+    size_t k = 0;
+    if (error == NULL) return message;
+    for (; code[k] != 0 && k + 1 < sizeof(message.error->code); ++k) message.error->code[k] = code[k];
+    message.error->code[k] = 0;
+    message.error->text[0] = 0;
+    return message;
+}
+
+__attribute__((cold)) static int fail(lowering_error* error, const char* code, const char* text) {
+    Message message = begin_error(error, code);
+    say(&message, text);
+    return -1;
+}
+
+/* -- checks ------------------------------------------------------------------------------------------------------- */
+
+/* Check a symbolic size of the caller. */
+static int check_size(lowering_error* error, const char* name, int64_t size, int64_t least, int64_t most) {
+    if (size >= least && size <= most) return 0;
+    Message message = begin_error(error, "run.size_out_of_range");
+    say(&message, "The size '");
+    say(&message, name);
+    say(&message, "' is ");
+    say_number(&message, size);
+    say(&message, ", and must be ");
+    say_number(&message, least);
+    say(&message, " to ");
+    say_number(&message, most);
+    say(&message, ".");
+    return -1;
+}
+
+/* Check that memory is given for a tensor with elements, at a multiple of `alignment` bytes. */
+static int check_memory(lowering_error* error, const char* name, const void* data, int64_t bytes, uintptr_t alignment) {
+    if (data != NULL && (uintptr_t)data % alignment == 0) return 0;
+    if (bytes == 0) return 0;
+    Message message = begin_error(error, data == NULL ? "run.tensor_missing" : "run.tensor_unaligned");
+    say(&message, "'");
+    say(&message, name);
+    say(&message, data == NULL ? "' is NULL, and needs " : "' does not begin at a multiple of ");
+    say_number(&message, data == NULL ? bytes : (int64_t)alignment);
+    say(&message, " bytes.");
+    return -1;
+}
+
+/* Check dimension `axis` of a tensor inside the model, which `text` describes. */
+static int check_dim(lowering_error* error, const char* text, int axis, int64_t size, int64_t expected) {
+    if (size == expected) return 0;
+    Message message = begin_error(error, "run.size_mismatch");
+    say(&message, text);
+    say(&message, "; its size along axis ");
+    say_number(&message, axis);
+    say(&message, " is ");
+    say_number(&message, size);
+    say(&message, ", not ");
+    say_number(&message, expected);
+    say(&message, ".");
+    return -1;
+}
+
+/* Check that a size of the caller is the number in the data of an input. */
+__attribute__((unused)) static int check_value(lowering_error* error, const char* name, int64_t size, int64_t value) {
+    if (size == value) return 0;
+    Message message = begin_error(error, "run.size_mismatch");
+    say(&message, "The size '");
+    say(&message, name);
+    say(&message, "' is ");
+    say_number(&message, size);
+    say(&message, ", and the input that contains it says ");
+    say_number(&message, value);
+    say(&message, ".");
+    return -1;
+}
+
+/* Check a condition of the model on its sizes. Each {} in the text stands for the next of the numbers. */
+__attribute__((unused)) static int check_condition(lowering_error* error, int is_true, const char* code, const char* text,
+                                                   const int64_t* numbers, int count) {
+    if (is_true) return 0;
+    Message message = begin_error(error, code);
+    for (char letter[2] = {0, 0}; *text != 0; ++text) {
+        if (text[0] == '{' && text[1] == '}' && count > 0) {
+            say_number(&message, *numbers++);
+            --count, ++text;
+        } else {
+            letter[0] = *text;
+            say(&message, letter);
+        }
+    }
+    return -1;
+}
+
+/* The integers of a tensor, and the description of their bounds: element i must be less than bounds[i mod count], and
+ * at least 0 or, with from_the_back, at least minus that bound. */
+typedef struct {
+    const void* data;
+    int bits, is_signed, rank;
+    const int64_t* shape;
+    const int64_t* bounds;
+    int count, from_the_back;
+    const char* name;
+    const char* const* bounded; /* names of the dimensions of the bounds */
+} Indices;
+
+__attribute__((cold)) static int reject_index(lowering_error* error, const Indices* indices, int64_t at, int k,
+                                              int64_t low, int64_t last) {
+    Message message = begin_error(error, "run.index_out_of_range");
+    say(&message, indices->name);
+    say(&message, " contains ");
+    say_number(&message, integer_at(indices->data, indices->bits, indices->is_signed, at));
+    int64_t inner = 1;
+    for (int axis = 0; axis < indices->rank; ++axis) inner *= indices->shape[axis];
+    for (int axis = 0; axis < indices->rank; ++axis) {
+        inner /= indices->shape[axis];
+        say(&message, axis == 0 ? " at [" : ", ");
+        say_number(&message, at / inner % indices->shape[axis]);
+    }
+    say(&message, indices->rank > 0 ? "], and " : ", and ");
+    say(&message, indices->bounded[k]);
+    if (last < low) {
+        say(&message, " is empty: no index is legal.");
+        return -1;
+    }
+    say(&message, " allows ");
+    say_number(&message, low);
+    say(&message, " to ");
+    say_number(&message, last);
+    say(&message, ".");
+    return -1;
+}
+
+__attribute__((unused)) static int check_indices(lowering_error* error, const Indices* indices) {
+    int64_t volume = 1;
+    for (int axis = 0; axis < indices->rank; ++axis) volume *= indices->shape[axis];
+    if (indices->count == 1) {
+        const int64_t last = indices->bounds[0] - 1, low = indices->from_the_back ? -indices->bounds[0] : 0;
+        if (!any_outside(indices->data, indices->bits, indices->is_signed, volume, low, last)) return 0;
+    }
+    for (int64_t i = 0; i < volume; ++i) {
+        const int k = (int)(i % indices->count);
+        const int64_t index = integer_at(indices->data, indices->bits, indices->is_signed, i);
+        const int64_t last = indices->bounds[k] - 1, low = indices->from_the_back ? -indices->bounds[k] : 0;
+        if (index < low || index > last) return reject_index(error, indices, i, k, low, last);
+    }
+    return 0;
+}
+
+/* -- numbers ------------------------------------------------------------------------------------------------------ */
+
+__attribute__((unused)) static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+__attribute__((unused)) static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+__attribute__((unused)) static inline double double_min_of(double a, double b) { return a < b ? a : b; }
+__attribute__((unused)) static inline double double_max_of(double a, double b) { return a > b ? a : b; }
+
+__attribute__((unused)) static inline int64_t floor_div(int64_t a, int64_t b) {
+    const int64_t quotient = a / b;
+    return quotient - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+__attribute__((unused)) static inline int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
+
+/* -- memory and tasks of kernels ---------------------------------------------------------------------------------- */
+
+/* What a thread computes with: the scratch memory of its task, in which kernels allocate and free like on a stack. */
+typedef struct {
+    const lowering_threads* threads; /* NULL inside of a task, and for a caller without threads */
+    char* scratch;                   /* of task 0 */
+    int64_t bytes, used;             /* of each task */
+    int is_serial;                   /* the next loop is computed by the calling thread */
+} Context;
+
+static PER_THREAD Context context;
+
+static void* allocate(int type, int id, uint64_t bytes, int code, int bits) {
+    (void)type, (void)id, (void)code, (void)bits;
+    const int64_t rounded = (int64_t)((bytes + 63) & ~UINT64_C(63));
+    if (rounded < 0 || rounded > context.bytes - context.used) return NULL;
+    char* memory = context.scratch + context.used;
+    context.used += rounded;
+    return memory;
+}
+
+static int release(int type, int id, void* memory) {
+    (void)type, (void)id;
+    context.used = (char*)memory - context.scratch;
+    return 0;
+}
+
+/* TVMParallelGroupEnv and FTVMParallelLambda of tvm/runtime/c_backend_api.h. */
+typedef struct {
+    void* sync_handle;
+    int32_t num_task;
+} Group;
+typedef int (*Lambda)(int task, Group* group, void* data);
+
+static int launch_serial(Lambda lambda, void* data) {
+    Group group = {NULL, 1};
+    const lowering_threads* threads = context.threads;
+    context.threads = NULL, context.is_serial = 0;
+    const int status = lambda(0, &group, data);
+    context.threads = threads;
+    return status;
+}
+
+typedef struct {
+    Lambda lambda;
+    void* data;
+    Group group;
+    Context caller;
+    int failed;
+} Job;
+
+static void run_task(void* data, int number) {
+    Job* job = data;
+    const Context before = context;
+    context = (Context){NULL, job->caller.scratch + number * job->caller.bytes, job->caller.bytes, 0, 0};
+    if (number == 0) context.used = job->caller.used;
+    if (job->lambda(number, &job->group, job->data) != 0) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
+    context = before;
+}
+
+/* TVMBackendParallelLaunch. Any number of tasks computes the whole loop. */
+static int launch(Lambda lambda, void* data, int num_task) {
+    (void)num_task;
+    const lowering_threads* threads = context.threads;
+    if (threads == NULL || context.is_serial) return launch_serial(lambda, data);
+    Job job = {lambda, data, {NULL, threads->count}, context, 0};
+    threads->run(threads->pool, run_task, &job, threads->count);
+    return job.failed ? -1 : 0;
+}
+
+/* Kernels call these by weak variables, which TVM sets when it loads a library. */
+HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int) = allocate;
+HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = release;
+HIDDEN int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
+
+/* Set whether the next loop is computed serially (schedules/cpu/elementwise/loops.py). */
+HIDDEN int lowering_launch_alone(int serial) { return context.is_serial = serial; }
+
+#endif
