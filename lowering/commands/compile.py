@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choices import ACCURACY_LEVELS, PRECISIONS
+from ..errors import InputError
 from .json_output import add_json, print_json
 from .options import (
     ACCURACY_LEVEL,
@@ -40,7 +41,8 @@ def add_command(add_parser: Callable[..., Any]) -> None:
         "every size that the model leaves open, from Python or C++, and needs no compiler.",
         example="compile model.onnx -o out/\n"
         "compile model.onnx -o out/ --dim batch=1 --dim tokens=1..512 --target cpu:x86-64-v3\n"
-        "compile decoder.onnx -o out/ --static-cache 1024 --weights int4",
+        "compile decoder.onnx -o out/ --static-cache 1024 --weights int4\n"
+        "compile model.onnx -o out/ --emit static --name encoder",
     )
     c.add_argument("model", type=Path, help="the .onnx file")
     c.add_argument("-o", "--output", type=Path, required=True, help="the artifact folder to write")
@@ -62,6 +64,14 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     )
     c.add_argument("--seed", type=parse_seed, default=0, metavar="NUMBER|INPUT", help=SEED)
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
+    c.add_argument(
+        "--emit",
+        choices=("artifact", "static"),
+        default="artifact",
+        help="artifact: a folder that Python and C++ load; static: model.o and model.h, with C functions that need no "
+        "runtime",
+    )
+    c.add_argument("--name", help="the prefix of a static object's C names; default: model")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument(
         "--dump-dir",
@@ -74,31 +84,35 @@ def add_command(add_parser: Callable[..., Any]) -> None:
 
 def _compile(arguments: argparse.Namespace) -> int:
     from ..compiling import progress_bar
-    from ..compiling.compiler import compile_to
+    from ..compiling.compiler import compile_static, compile_to
     from ..compiling.dump_folder import DumpFolder
 
+    _check_emitted(arguments)
     dump = None if arguments.dump_dir is None else DumpFolder(arguments.dump_dir)
+    options: dict[str, Any] = {
+        "donate": arguments.donate,
+        "threads": arguments.threads,
+        "cc": arguments.cc,
+        "dims": parse_dims(arguments.dim),
+        "static_cache": arguments.static_cache,
+        "weights": parse_schemes(arguments.weights),
+        "accuracy_level": arguments.accuracy_level,
+        "database": arguments.database,
+        "serve": build_serve(arguments),
+        "dump": dump,
+        "checks": not arguments.no_checks,
+        "precision": arguments.precision,
+        "calls": [load_call(path) for path in arguments.calls],
+        "seed": arguments.seed,
+    }
     with progress_bar.show_progress_bar():
-        manifest = compile_to(
-            arguments.output,
-            arguments.model,
-            arguments.target,
-            donate=arguments.donate,
-            threads=arguments.threads,
-            cc=arguments.cc,
-            dims=parse_dims(arguments.dim),
-            static_cache=arguments.static_cache,
-            weights=parse_schemes(arguments.weights),
-            accuracy_level=arguments.accuracy_level,
-            database=arguments.database,
-            serve=build_serve(arguments),
-            dump=dump,
-            sign_key=arguments.sign,
-            checks=not arguments.no_checks,
-            precision=arguments.precision,
-            calls=[load_call(path) for path in arguments.calls],
-            seed=arguments.seed,
-        )
+        if arguments.emit == "static":
+            name = arguments.name or "model"
+            manifest = compile_static(arguments.output, arguments.model, arguments.target, name=name, **options)
+        else:
+            manifest = compile_to(
+                arguments.output, arguments.model, arguments.target, sign_key=arguments.sign, **options
+            )
     if dump is not None:
         dump.finish(manifest)
     if arguments.json:
@@ -143,3 +157,16 @@ def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "kernels": kernels,
         "notes": manifest.notes,
     }
+
+
+def _check_emitted(arguments: argparse.Namespace) -> None:
+    """Reject options that mean nothing for what is emitted."""
+    if arguments.emit == "static" and arguments.sign is not None:
+        raise InputError(
+            "static.sign_unsupported",
+            "--sign signs artifacts, not static objects. Sign the program that the object is linked into.",
+        )
+    if arguments.emit != "static" and arguments.name is not None:
+        raise InputError(
+            "argument.name_without_static", "--name names the C functions of a static object. Add --emit static."
+        )
