@@ -113,7 +113,7 @@ def compile_static(
 
     Raises:
         InputError: The name is not a C identifier, or the target is a GPU.
-        ModelError: The model needs more than straight-line code.
+        ModelError: It has loops, or memory whose size depends on data.
     """
     check_replaceable(Path(os.path.realpath(folder)))
     options = CompileOptions(target=target, seed=seed, **arguments)

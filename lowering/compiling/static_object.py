@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tvm import tirx
 
-from ..emission.main_code import CTensor, emit_main
+from ..emission.c_code import CTensor
+from ..emission.main_code import emit_main
 from ..emission.static_source import (
     StaticModel,
     name_fields,
@@ -58,7 +59,7 @@ def write_static_object(
 
     Raises:
         InputError: The name is not a C identifier, or the target is a GPU.
-        ModelError: The model needs more than straight-line code.
+        ModelError: It has loops, or memory whose size depends on data.
         TargetError: The C compiler or the linker is missing or fails.
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):

@@ -1,14 +1,13 @@
-"""Straight-line C code of `main`: checks, addresses and calls of kernels, in the order of the planned bindings.
+"""C code of `main`: checks, addresses and calls of kernels, in the order of the planned bindings.
 
 Every tensor is an address and a shape of expressions; memory is planned, so that no tensor needs a record at run time.
-Sizes are those of the inputs. Relax that needs more, such as branches and sizes that depend on data, is rejected.
+Sizes are those of the inputs. Relax that needs more, such as loops and memory whose size depends on data, is rejected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import tvm
@@ -17,75 +16,16 @@ from tvm import ir, relax, tirx
 from tvm.sym import Analyzer
 from tvm.tirx.buffer import is_buffer_var
 
-from ..errors import ModelError
 from ..importing.checks import CONDITION, INDICES
 from ..manifest import TensorSpec
 from ..passes.memory.plan_memory import FROM_ITS_OFFSET, VIEW
 from ..tensorir.expressions import Expr, substitute
-from .c_expressions import UnsupportedExpressionError, to_c
+from .c_code import CTensor, MainCode, Value, name_kernel, reject
+from .c_expressions import UnsupportedExpressionError
 from .c_names import quote
 from .kernel_signature import list_scratch_sizes, list_shape_symbols
 
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class CTensor:
-    """A tensor: C code of its address, its shape, its element type, and the block of the workspace that it is in."""
-
-    address: str
-    shape: tuple[Expr, ...]
-    dtype: str
-    memory: str = ""
-
-    def count_bytes(self) -> Expr:
-        return count_bytes(self.shape, self.dtype)
-
-
-Value: TypeAlias = CTensor | Expr | tuple["Value", ...]
-"""A tensor, a scalar, or a tuple."""
-
-
-@dataclass
-class MainCode:
-    """The C code of a main function.
-
-    Attributes:
-        symbols: C names of its symbolic sizes.
-        sizes: Names of the sizes that a caller gives, whose C names are `size0`, `size1`, ...
-        inputs: The inputs, whose addresses are `input0`, `input1`, ...
-        constants: Declarations of constant arrays.
-        workspace: The bytes of each block of memory, by the C name of its address.
-        scratch: Sums of bytes that a call of a kernel allocates.
-        statements: The code of the call.
-        outputs: The tensors that it returns.
-        kernels: The kernels that it calls, in order.
-    """
-
-    symbols: dict[tirx.Var, str] = field(default_factory=dict)
-    sizes: list[str] = field(default_factory=list)
-    inputs: list[CTensor] = field(default_factory=list)
-    constants: list[str] = field(default_factory=list)
-    workspace: dict[str, Expr] = field(default_factory=dict)
-    scratch: list[Expr] = field(default_factory=list)
-    statements: list[str] = field(default_factory=list)
-    outputs: tuple[CTensor, ...] = ()
-    kernels: list[str] = field(default_factory=list)
-
-    def add_size(self, name: str) -> str:
-        """Let the caller give a size, if not yet; return its C name."""
-        if name not in self.sizes:
-            self.sizes.append(name)
-        return f"size{self.sizes.index(name)}"
-
-    def to_c(self, expr: Expr) -> str:
-        """Return C code of an expression of sizes."""
-        return to_c(expr, self._name)
-
-    def _name(self, symbol: tirx.Var) -> str:
-        if symbol not in self.symbols:
-            raise UnsupportedExpressionError(f"'{symbol.name}', which no input's shape gives,")
-        return self.symbols[symbol]
 
 
 def emit_main(
@@ -103,7 +43,7 @@ def emit_main(
         assertions: Error texts of shape assertions, by the name of their variable.
 
     Raises:
-        ModelError: The function needs more than straight-line code.
+        ModelError: It has loops, or memory whose size depends on data.
     """
     main = module["main"]
     emitter = _Emitter(module, assertions)
@@ -112,37 +52,13 @@ def emit_main(
     for parameter in main.params[len(inputs) :]:
         emitter.values[parameter] = tuple(weights)
     try:
-        for block in main.body.blocks:
-            for binding in block.bindings:
-                emitter.emit_binding(binding)
-        outputs = emitter.read(main.body.body)
+        outputs = emitter.emit(main.body)
+        assert isinstance(outputs, tuple)
+        emitter.code.outputs = tuple(output for output in outputs if isinstance(output, CTensor))
+        emitter.check_sizes([output.count_bytes() for output in emitter.code.outputs])
     except UnsupportedExpressionError as error:
         raise reject(f"{error} in a size") from error
-    assert isinstance(outputs, tuple)
-    emitter.code.outputs = tuple(output for output in outputs if isinstance(output, CTensor))
     return emitter.code
-
-
-def count_bytes(shape: Sequence[Expr], dtype: str) -> Expr:
-    """Return the bytes of a compact tensor."""
-    count: Expr = tirx.const(tvm.DataType(dtype).itemsize, "int64")
-    for size in shape:
-        count = count * size
-    return count
-
-
-def name_kernel(name: str) -> str:
-    """Return the C name of a kernel's function."""
-    return f"kernel_{name}"
-
-
-def reject(what: str) -> ModelError:
-    """Return the error of a model that cannot be a static object."""
-    return ModelError(
-        "static.unsupported",
-        f"a static object is straight-line code, and this model needs more: {what}. Compile it without --emit static, "
-        "or make sizes static with --dim where they decide it.",
-    )
 
 
 class _Emitter:
@@ -197,16 +113,51 @@ class _Emitter:
 
     # -- bindings -----------------------------------------------------------------------------------------------------
 
-    def emit_binding(self, binding: Any) -> None:
-        value = binding.value
+    def emit(self, body: relax.SeqExpr) -> Value:
+        """Emit the bindings of a body; return its value."""
+        for block in body.blocks:
+            for binding in block.bindings:
+                self.values[binding.var] = self._emit_binding(binding)
+        return self.read(body.body)
+
+    def _emit_binding(self, binding: Any) -> Value:
         if isinstance(binding, relax.MatchCast):
-            self.values[binding.var] = self._match(binding)
-        elif isinstance(value, relax.Call):
-            self.values[binding.var] = self._emit_call(value)
-        elif isinstance(value, relax.If):
-            raise reject("a branch (If)")
-        else:
-            self.values[binding.var] = self.read(value)
+            return self._match(binding)
+        if isinstance(binding.value, relax.Call):
+            return self._emit_call(binding.value)
+        if isinstance(binding.value, relax.If):
+            return self._emit_branches(binding.value)
+        return self.read(binding.value)
+
+    def _emit_branches(self, branches: relax.If) -> Value:
+        """Emit both branches, each of which sets the address of every result."""
+        statements = self.code.statements
+        condition = self._read_tensor(branches.cond).address
+        position = len(statements)
+        statements += ["", f"if (*(const uint8_t*){condition} != 0) {{"]
+        value = self.emit(branches.true_branch)
+        middle = len(statements)
+        statements += ["", "} else {"]
+        addresses: dict[str, tuple[str, str]] = {}
+        merged = self._merge(value, self.emit(branches.false_branch), f"branch{position}_", addresses)
+        statements += [*(f"{name} = {other};" for name, (_, other) in addresses.items()), "}"]
+        statements[middle] = " ".join(f"{name} = {address};" for name, (address, _) in addresses.items())
+        statements[position] = " ".join(f"void* {name};" for name in addresses)
+        return merged
+
+    def _merge(self, value: Value, other: Value, prefix: str, addresses: dict[str, tuple[str, str]]) -> Value:
+        """Return the value of branches with these values; add C names and both addresses of its tensors."""
+        if isinstance(value, tuple) and isinstance(other, tuple):
+            return tuple(self._merge(*pair, prefix, addresses) for pair in zip(value, other, strict=True))
+        if not isinstance(value, CTensor) or not isinstance(other, CTensor) or not self._have_same_shape(value, other):
+            raise reject("branches (If) whose results have different shapes")
+        name = f"{prefix}{len(addresses)}"
+        addresses[name] = value.address, other.address
+        return CTensor(name, value.shape, value.dtype)
+
+    def _have_same_shape(self, tensor: CTensor, other: CTensor) -> bool:
+        pairs = list(zip(tensor.shape, other.shape))
+        return len(tensor.shape) == len(other.shape) and all(self._analyzer.can_prove_equal(*pair) for pair in pairs)
 
     def _match(self, binding: Any) -> Value:
         """Check that a tensor has the shape of a match_cast, which may also name its sizes."""
@@ -222,12 +173,22 @@ class _Emitter:
         shape = []
         for axis, (size, expected_size) in enumerate(zip(source.shape, expected)):
             if isinstance(expected_size, ir.Var) and expected_size not in self.code.symbols:
-                raise reject("a size that is named inside it")
-            shape.append(expected_size)
+                self._name_size(expected_size, size)
+            shape.append(size)
             if not self._analyzer.can_prove_equal(size, expected_size):
                 arguments = f"{quote(text)}, {axis}, {self.code.to_c(size)}, {self.code.to_c(expected_size)}"
                 self._add_check(f"check_dim(error, {arguments})")
         return CTensor(source.address, tuple(shape), source.dtype, source.memory)
+
+    def _name_size(self, symbol: tirx.Var, size: Expr) -> None:
+        """Let a symbol stand for a size."""
+        self.code.symbols[symbol] = self.code.to_c(size)
+        if self._depends_on_data(size):
+            self._from_data.add(symbol)
+
+    def _depends_on_data(self, size: Expr) -> bool:
+        free = [] if isinstance(size, tirx.IntImm) else tirx.analysis.undefined_vars(size)
+        return any(symbol not in self.code.symbols or symbol in self._from_data for symbol in free)
 
     def _read_sizes(self, tensor: CTensor) -> Value:
         """Read sizes that are the elements of a tensor of int64, of one axis."""
@@ -285,16 +246,15 @@ class _Emitter:
         raise reject(f"the operation {name}")
 
     def _allocate(self, size: Expr) -> CTensor:
-        self._check_sizes([size])
+        self.check_sizes([size])
         address = f"block{len(self.code.workspace)}"
         self.code.workspace[address] = size
         return CTensor(address, (size,), "uint8", address)
 
-    def _check_sizes(self, sizes: Sequence[Expr]) -> None:
+    def check_sizes(self, sizes: Sequence[Expr]) -> None:
         """Reject sizes of memory that shapes of inputs do not determine."""
         for size in sizes:
-            free = [] if isinstance(size, tirx.IntImm) else tirx.analysis.undefined_vars(size)
-            if any(symbol not in self.code.symbols or symbol in self._from_data for symbol in free):
+            if self._depends_on_data(size):
                 raise reject("memory whose size depends on data")
             self.code.to_c(size)
 
@@ -372,6 +332,6 @@ class _Emitter:
                 size = size * substitute(extent.astype("int64"), sizes)
             total = total + tirx.floordiv(size + 2 * _ALIGNMENT - 1, _ALIGNMENT) * _ALIGNMENT
         total = self._analyzer.simplify(total)
-        self._check_sizes([total])
+        self.check_sizes([total])
         if not any(tvm_ffi.structural_equal(total, other) for other in self.code.scratch):
             self.code.scratch.append(total)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tvm import DataType, tirx
 from tvm.ir import prim
+from tvm.sym import Analyzer
 
 from ..arithmetic import LARGEST_SIZE
 from ..importing.values import MAX_TENSOR_BYTES
@@ -18,12 +19,11 @@ from ..manifest import Manifest, TensorSpec
 from ..passes.memory.size_classes import to_float64
 from ..tensorir.expressions import is_int
 from ..version import VERSION
+from .c_code import CTensor, MainCode, name_kernel
 from .c_names import choose_names, escape, quote
 from .kernel_signature import declare
-from .main_code import CTensor, MainCode, name_kernel
 
 _ALIGNMENT = 64
-_MAX_TASKS = 1024
 
 _C_TYPES = {
     "float32": "float", "float64": "double", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
@@ -175,17 +175,6 @@ def write_source(model: StaticModel, symbols: Mapping[str, str]) -> str:
         *declarations,
         "",
         *code.constants,
-        "static int fail_memory(lowering_error* error) {",
-        '    return fail(error, "run.out_of_memory", "The sizes need more memory than a machine has.");',
-        "}",
-        "",
-        "static int fail_kernel(lowering_error* error, const char* name) {",
-        '    Message message = begin_error(error, "run.kernel_failed");',
-        '    say(&message, "The kernel \'");',
-        "    say(&message, name);",
-        '    say(&message, "\' failed: it lacks scratch memory.");',
-        "    return -1;",
-        "}",
         "",
         *_write_layout(model),
         *_write_compute(model),
@@ -221,6 +210,7 @@ def _write_layout(model: StaticModel) -> Iterator[str]:
     yield "} Layout;"
     yield ""
     yield f"static int lay_out(const {model.name}_call* call, Layout* layout, lowering_error* error) {{"
+    yield '    if (call == NULL) return fail(error, "run.call_missing", "The record of the call is NULL.");'
     yield from _declare_sizes(model)
     for size, field in zip(model.code.sizes, model.fields.sizes):
         lower, upper = model.manifest.ranges.get(size, (0, LARGEST_SIZE))
@@ -228,11 +218,13 @@ def _write_layout(model: StaticModel) -> Iterator[str]:
         yield f"    if (check_size(error, {quote(size)}, call->{field}, {bounds}) != 0) return -1;"
     if not model.one_thread:
         yield "    const int64_t tasks = call->threads != NULL ? call->threads->count : 1;"
-        yield f'    if (check_size(error, "threads", tasks, 1, {_MAX_TASKS}) != 0) return -1;'
-    for total in (*code.workspace.values(), *code.scratch):
-        if not isinstance(total, prim.IntImm):  # sizes multiplied may wrap, and do not in double
-            bytes_ = code.to_c(to_float64(total))
-            yield f"    if (!({bytes_} <= {float(MAX_TENSOR_BYTES):.1f})) return fail_memory(error);"
+        yield "    if (check_threads(error, call->threads) != 0) return -1;"
+    tensors = (tensor.count_bytes() for tensor in (*code.inputs, *code.outputs))
+    totals = [
+        total for total in (*code.workspace.values(), *code.scratch, *tensors) if not isinstance(total, prim.IntImm)
+    ]
+    for total in dict.fromkeys(code.to_c(to_float64(total)) for total in totals):  # int64 may wrap
+        yield f"    if (!({total} <= {float(MAX_TENSOR_BYTES):.1f})) return fail_memory(error);"
     yield "    int64_t bytes = 0, scratch = 0;"
     for block in blocks:
         yield f"    layout->{block} = bytes;"
@@ -312,7 +304,8 @@ def _assign_outputs(model: StaticModel) -> dict[str, str]:
     """Return the names of outputs, by the block that is computed in their memory; other outputs are copied."""
     outputs: dict[str, str] = {}
     for spec, tensor in _pair_own_outputs(model):
-        if tensor.address == tensor.memory and tensor.memory in model.code.workspace:
+        size = model.code.workspace.get(tensor.memory)
+        if tensor.address == tensor.memory and Analyzer().can_prove_equal(size, tensor.count_bytes()):
             outputs.setdefault(tensor.memory, spec.name)
     return outputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,20 @@ m (float[n, 300] x) => (float[n, 500] y)
 {
   a = MatMul(x, w)
   y = Gelu(a)
+}"""
+BRANCHES = """
+m (bool c, bool d, float[n, 300] x) => (float[n, 500] y, float[n, 300] z, float[n, 300] again)
+{
+  y, z = If(c) <
+    then_branch = f () => (float[n, 500] a, float[n, 300] b) { a = MatMul(x, w) b = Neg(x) },
+    else_branch = g () => (float[n, 500] a2, float[n, 300] b2)
+    {
+      b2 = If(d) <then_branch = h () => (float[n, 300] e) { e = Identity(x) },
+                  else_branch = i () => (float[n, 300] e2) { e2 = Relu(x) }>
+      doubled = Add(x, x)
+      a2 = MatMul(doubled, w)
+    }>
+  again = Add(z, x)
 }"""
 CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], list[dict[str, int]]]] = {
     "embedding": (EMBEDDING, {"table": (10, 64), "w": (64, 96)}, [{"batch": 2, "n": 5}, {"batch": 1, "n": 33}]),
@@ -126,6 +141,20 @@ def test_equals_the_artifact(case: str, target: str, static_objects: Any) -> Non
             np.testing.assert_array_equal(
                 outputs[name].reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8), err_msg=name
             )
+
+
+def test_branches(tmp_path: Path) -> None:
+    model = make_model(BRANCHES, {"w": (300, 500)})
+    static = StaticObject(tmp_path / "out", compile_static(tmp_path / "out", model))
+    module = lowering.compile(model)
+    x = make_inputs(model, {"n": 7})["x"]
+    for c, d in itertools.product((False, True), repeat=2):
+        inputs = {"c": np.array(c), "d": np.array(d), "x": x}
+        expected = module.run(inputs)
+        outputs = make_outputs(expected)
+        static.run({"n": 7}, {**inputs, **outputs})
+        for name, array in expected.items():
+            np.testing.assert_array_equal(outputs[name], array, err_msg=f"{name} {c} {d}")
 
 
 def test_quantized_weights_and_half_precision(tmp_path: Path) -> None:
@@ -228,9 +257,23 @@ def test_errors(static_objects: Any) -> None:
         with pytest.raises(StaticError, match=f"'{field}' is NULL"):
             static.call("run", call)
         assert static.library.model_run(ctypes.byref(call), None) == -1  # no record for the error
+    assert static.library.model_run(None, None) == static.library.model_workspace_bytes(None, None) == -1
+    with pytest.raises(StaticError, match="threads of the call"):
+        static.run(sizes, arrays, Threads(None, 2, RUN()))
     for count in (0, -1, 1025):
         with pytest.raises(StaticError, match="threads"):
             static.run(sizes, arrays, Threads(None, count, RUN(lambda *_: None)))
+
+
+def test_inputs_larger_than_any_memory(tmp_path: Path) -> None:
+    """Bytes that wrap to 0 in 64 bits are not those of an empty tensor, which may be NULL."""
+    model = make_model("m (float[n, k] x) => (float[n] y) { y = ReduceSum<keepdims = 0>(x, axes) }", {})
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "axes"))
+    static = StaticObject(tmp_path / "out", compile_static(tmp_path / "out", model))
+    with pytest.raises(StaticError) as caught:
+        static.run({"n": 2**22, "k": 2**40}, {"y": np.zeros(2**22, "f")})
+    assert caught.value.code == "run.out_of_memory"
+    static.run({"n": 0, "k": 2**40}, {})
 
 
 def test_an_error_inside_leaves_no_state(static_objects: Any) -> None:
@@ -325,10 +368,19 @@ def test_names_of_models_are_data(tmp_path: Path) -> None:
         np.testing.assert_array_equal(y, -x)
 
 
-BRANCH = """
-m (bool c, float[n] x) => (float[n] y)
+LOOP = """
+m (int64 count, float[n] x) => (float[n] y)
 {
-  y = If(c) <then_branch = g () => (float[n] a) { a = Neg(x) }, else_branch = h () => (float[n] b) { b = Relu(x) }>
+  y = Loop(count, , x) <body = b (int64 i, bool go, float[n] v) => (bool next, float[n] w) {
+    next = Identity(go)
+    w = Neg(v)
+  }>
+}"""
+UNEQUAL = """
+m (bool c, float[n] x) => (float[k] y)
+{
+  y = If(c) <then_branch = g () => (float[k] a) { a = Concat<axis = 0>(x, x) },
+             else_branch = h () => (float[k] b) { b = Relu(x) }>
 }"""
 DYNAMIC = "m (float[n] x) => (int64[1, count] y) { y = NonZero(x) }"
 
@@ -339,7 +391,7 @@ def test_rejected_models(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     compile_static(folder, model)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for text in (BRANCH, DYNAMIC):
+    for text in (LOOP, UNEQUAL, DYNAMIC):
         with raises("static.unsupported", kind=ModelError):
             compile_static(folder, make_model(text, {}))
     for name in ("", "1st", "a-b", "a b"):

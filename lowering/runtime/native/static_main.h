@@ -17,6 +17,8 @@
 
 void* memcpy(void* to, const void* from, size_t bytes);
 
+enum { MAX_TASKS = 1024 }; /* of a loop */
+
 /* -- errors ------------------------------------------------------------------------------------------------------- */
 
 /* The end of an error's text, which is cut off where the record ends. */
@@ -60,6 +62,18 @@ __attribute__((cold)) static int fail(lowering_error* error, const char* code, c
     return -1;
 }
 
+__attribute__((cold, unused)) static int fail_memory(lowering_error* error) {
+    return fail(error, "run.out_of_memory", "The sizes need more memory than a machine has.");
+}
+
+__attribute__((cold, unused)) static int fail_kernel(lowering_error* error, const char* name) {
+    Message message = begin_error(error, "run.kernel_failed");
+    say(&message, "The kernel '");
+    say(&message, name);
+    say(&message, "' failed: it lacks scratch memory.");
+    return -1;
+}
+
 /* -- checks ------------------------------------------------------------------------------------------------------- */
 
 /* Check a symbolic size of the caller. */
@@ -76,6 +90,12 @@ static int check_size(lowering_error* error, const char* name, int64_t size, int
     say_number(&message, most);
     say(&message, ".");
     return -1;
+}
+
+__attribute__((unused)) static int check_threads(lowering_error* error, const lowering_threads* threads) {
+    if (threads == NULL) return 0;
+    if (threads->run == NULL) return fail(error, "run.threads_missing", "The threads of the call lack the function run.");
+    return check_size(error, "threads", threads->count, 1, MAX_TASKS);
 }
 
 /* Check that memory is given for a tensor with elements, at a multiple of `alignment` bytes. */
