@@ -38,6 +38,7 @@ from .options import CompileOptions
 from .pipeline import Dump
 
 _SOURCES = Path(__file__).parents[1] / "runtime" / "native"
+_TOOLS = ("objcopy", "nm")
 _FLAGS = (
     "-std=gnu11", "-O2", "-fPIC", "-ftls-model=initial-exec", "-ffreestanding", "-fno-stack-protector", "-fwrapv",
     "-fno-asynchronous-unwind-tables", "-Wno-unused-function",
@@ -84,10 +85,11 @@ def write_static_object(
         static = _emit(
             replace(lowered, manifest=replace(lowered.manifest, weights=specs[0])), name, options.threads == 1
         )
-        (new / HEADER).write_text(write_header(static), "ascii")
         source = write_source(static, {kernel.name: kernel.symbol for kernel in kernels})
         with progress.stage("linking"):
-            (new / OBJECT).write_bytes(_link(targets[0], static, source, kernels))
+            content, functions = _link(targets[0], static, source, kernels)
+        (new / OBJECT).write_bytes(content)
+        (new / HEADER).write_text(write_header(static, functions), "ascii")
         if specs[0]:
             (new / WEIGHTS_SOURCE).write_text(write_weights_source(name), "ascii")
         else:
@@ -117,8 +119,11 @@ def _to_sizes(dims: Sequence[int]) -> tuple[tirx.IntImm, ...]:
     return tuple(tirx.IntImm("int64", size) for size in dims)
 
 
-def _link(target: Target, static: StaticModel, source: str, kernels: Sequence[KernelObject]) -> bytes:
-    """Return the object of the C code and the kernels, whose only global names are those of the header."""
+def _link(target: Target, static: StaticModel, source: str, kernels: Sequence[KernelObject]) -> tuple[bytes, list[str]]:
+    """Return the object of the C code and the kernels, and the functions that it calls.
+
+    Its only global names are those of the header.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = {HEADER: write_header(static).encode(), "model.c": source.encode()}
         needed = {kernel.symbol: kernel.code for kernel in kernels if kernel.name in static.kernels}
@@ -126,12 +131,14 @@ def _link(target: Target, static: StaticModel, source: str, kernels: Sequence[Ke
         for file, content in files.items():
             (Path(folder) / file).write_bytes(content)
         names = [f"--keep-global-symbol={static.name}_{name}" for name in ("run", "workspace_bytes")]
-        objcopy = _run(target, folder, [target.linker, "-print-prog-name=objcopy"]).strip()
+        objcopy, nm = (_run(target, folder, [target.linker, f"-print-prog-name={tool}"]).strip() for tool in _TOOLS)
         _run(target, folder, [target.linker, *_FLAGS, "-I", str(_SOURCES), "-c", "model.c", "-o", "model_c.o"])
         objects = ["model_c.o", *(f"{symbol}.o" for symbol in needed)]
         _run(target, folder, [target.linker, "-r", "-nostdlib", *objects, "-o", OBJECT])
         _run(target, folder, [objcopy, *names, OBJECT])
-        return (Path(folder) / OBJECT).read_bytes()
+        undefined = _run(target, folder, [nm, "-u", OBJECT]).splitlines()
+        functions = {line.split()[-1] for line in undefined} - {"_GLOBAL_OFFSET_TABLE_"}
+        return (Path(folder) / OBJECT).read_bytes(), sorted(functions)
 
 
 def _run(target: Target, folder: str, command: Sequence[str]) -> str:
