@@ -30,7 +30,7 @@ int main(void) {
     for (int token = 1; token < VOCABULARY; ++token) best = last[token] > last[best] ? token : best;
     printf("%lld bytes of workspace, the next token is %d\n", (long long)bytes, best);
 
-    ids[3] = VOCABULARY; /* an error leaves the program as it was */
+    ids[3] = VOCABULARY; /* an error is a code and a text */
     if (model_run(&call, &error) == 0) return 1;
     printf("[%s] %s\n", error.code, error.text);
     free(call.workspace);

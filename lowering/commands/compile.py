@@ -107,7 +107,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     }
     with progress_bar.show_progress_bar():
         if arguments.emit == "static":
-            name = arguments.name or "model"
+            name = "model" if arguments.name is None else arguments.name
             manifest = compile_static(arguments.output, arguments.model, arguments.target, name=name, **options)
         else:
             manifest = compile_to(

@@ -106,7 +106,7 @@ def compile_static(
     """Compile into a folder with a static object: C functions without a loader, a runtime or an operating system.
 
     Parameters are as for `compile`. name is the prefix of its C names. With threads=1 the code needs no thread-local
-    memory, and all calls of the model are by one thread.
+    memory, and one call of the model runs at a time.
 
     Returns:
         The description of the model.

@@ -24,7 +24,7 @@ from ..emission.static_source import (
     write_source,
     write_weights_source,
 )
-from ..errors import InputError, TargetError
+from ..errors import InputError, ModelError, TargetError
 from ..graph.loading.model import ModelLike
 from ..manifest import HEADER, OBJECT, WEIGHTS, WEIGHTS_SOURCE, Manifest
 from ..runtime.artifact.folders import replace_folder
@@ -39,8 +39,10 @@ from .pipeline import Dump
 
 _SOURCES = Path(__file__).parents[1] / "runtime" / "native"
 _TOOLS = ("objcopy", "nm")
+_OF_LINKERS = {"_GLOBAL_OFFSET_TABLE_", "__tls_get_addr"}
+"""Names that linkers define or, in programs, remove."""
 _FLAGS = (
-    "-std=gnu11", "-O2", "-fPIC", "-ftls-model=initial-exec", "-ffreestanding", "-fno-stack-protector", "-fwrapv",
+    "-std=c11", "-O2", "-fPIC", "-ffreestanding", "-fno-stack-protector", "-fwrapv",
     "-fno-asynchronous-unwind-tables", "-Wno-unused-function",
 )  # fmt: skip
 
@@ -54,7 +56,7 @@ def write_static_object(
     Args:
         folder: The folder, which is replaced in one step if it exists.
         model: The model.
-        options: As for an artifact. One thread means that all calls of the model are by one thread.
+        options: As for an artifact. With one thread, one call of the model runs at a time.
         name: The prefix of its C names.
         dump: As for `compile`.
 
@@ -67,6 +69,10 @@ def write_static_object(
         raise InputError(
             "static.name_invalid", f"'{name}' cannot begin C names. Use letters, digits and _, a letter first."
         )
+    if options.serve is not None:
+        raise InputError(
+            "static.serve_unsupported", "serve makes a model for `Batcher`, which runs artifacts. Compile an artifact."
+        )
     targets = resolve(options.target, options.cc)
     if targets[0].architecture:
         raise InputError(
@@ -78,6 +84,11 @@ def write_static_object(
         raise InputError(
             "static.setup_unsupported",
             "the model has a setup, which a static object does not contain. Compile encoder and decoder as two models.",
+        )
+    if any(tensor.dtype == "string" for tensor in (*lowered.manifest.inputs, *lowered.manifest.outputs)):
+        raise ModelError(
+            "static.strings_unsupported",
+            "the model has inputs or outputs of strings, which a static object does not encode. Compile an artifact.",
         )
     kernels = _compile_kernels(lowered)
     with replace_folder(folder) as new:
@@ -137,7 +148,7 @@ def _link(target: Target, static: StaticModel, source: str, kernels: Sequence[Ke
         _run(target, folder, [target.linker, "-r", "-nostdlib", *objects, "-o", OBJECT])
         _run(target, folder, [objcopy, *names, OBJECT])
         undefined = _run(target, folder, [nm, "-u", OBJECT]).splitlines()
-        functions = {line.split()[-1] for line in undefined} - {"_GLOBAL_OFFSET_TABLE_"}
+        functions = {line.split()[-1] for line in undefined} - _OF_LINKERS
         return (Path(folder) / OBJECT).read_bytes(), sorted(functions)
 
 

@@ -42,6 +42,7 @@ class MainCode:
         constants: Declarations of constant arrays.
         workspace: The bytes of each block of memory, by the C name of its address.
         scratch: Sums of bytes that a call of a kernel allocates.
+        size_checks: Checks of sizes of the caller, which need no data.
         statements: The code of the call.
         outputs: The tensors that it returns.
         kernels: The kernels that it calls, in order.
@@ -53,6 +54,7 @@ class MainCode:
     constants: list[str] = field(default_factory=list)
     workspace: dict[str, Expr] = field(default_factory=dict)
     scratch: list[Expr] = field(default_factory=list)
+    size_checks: list[str] = field(default_factory=list)
     statements: list[str] = field(default_factory=list)
     outputs: tuple[CTensor, ...] = ()
     kernels: list[str] = field(default_factory=list)

@@ -8,14 +8,21 @@ from collections.abc import Iterable
 _KEYWORDS = frozenset(
     re.findall(
         r"\w+",
-        "alignas alignof auto bool break case char class const continue default delete do double else enum explicit "
-        "export extern false float for friend goto if inline int long mutable namespace new operator private "
-        "protected public register restrict return short signed sizeof static struct switch template this throw true "
-        "try typedef typename typeof union unsigned using virtual void volatile wchar_t while and or not xor int8_t "
-        "int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t NULL",
+        "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t "
+        "class co_await co_return co_yield compl concept const const_cast consteval constexpr constinit continue "
+        "decltype default delete do double dynamic_cast else enum explicit export extern false float for friend "
+        "goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private "
+        "protected public register reinterpret_cast requires restrict return short signed sizeof static "
+        "static_assert static_cast struct switch template this thread_local throw true try typedef typeid typename "
+        "typeof union unsigned using virtual void volatile wchar_t while xor xor_eq linux unix i386 errno NULL "
+        "offsetof",
     )
 )
-"""Reserved names of C and C++, and types that headers of static objects name."""
+"""Keywords of C and C++, and macros of common compilers and headers."""
+
+_OF_STDINT = re.compile(
+    r"u?int\w*_t|U?INT\w*|SIZE_MAX|size_t|ptrdiff_t|PTRDIFF_\w+|S?W?CHAR\w*|WINT_\w+|SIG_ATOMIC_\w+"
+)
 
 
 def choose_names(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
@@ -26,7 +33,7 @@ def choose_names(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
     used, chosen = {*_KEYWORDS, *taken}, []
     for name in names:
         base = re.sub(r"[^A-Za-z0-9_]", "_", name)
-        if not base or base[0].isdigit() or base.startswith("_"):
+        if not base or base[0].isdigit() or base.startswith("_") or _OF_STDINT.fullmatch(base):
             base = f"v{base}"
         identifier, number = base, 1
         while identifier in used:

@@ -16,16 +16,14 @@ from tvm import ir, relax, tirx
 from tvm.sym import Analyzer
 from tvm.tirx.buffer import is_buffer_var
 
-from ..importing.checks import CONDITION, INDICES
+from ..importing.checks import CONDITION, INDICES, SIZES
 from ..manifest import TensorSpec
-from ..passes.memory.plan_memory import FROM_ITS_OFFSET, VIEW
+from ..passes.memory.plan_memory import ALIGNMENT, FROM_ITS_OFFSET, VIEW
 from ..tensorir.expressions import Expr, substitute
 from .c_code import CTensor, MainCode, Value, name_kernel, reject
 from .c_expressions import UnsupportedExpressionError
 from .c_names import quote
 from .kernel_signature import list_scratch_sizes, list_shape_symbols
-
-_ALIGNMENT = 64
 
 
 def emit_main(
@@ -54,7 +52,7 @@ def emit_main(
     try:
         outputs = emitter.emit(main.body)
         assert isinstance(outputs, tuple)
-        emitter.code.outputs = tuple(output for output in outputs if isinstance(output, CTensor))
+        emitter.code.outputs = tuple(map(emitter.read_output, outputs))
         emitter.check_sizes([output.count_bytes() for output in emitter.code.outputs])
     except UnsupportedExpressionError as error:
         raise reject(f"{error} in a size") from error
@@ -67,6 +65,8 @@ class _Emitter:
         self.code = MainCode()
         self.values: dict[relax.Var, Value] = {}
         self._analyzer = Analyzer()
+        self._constants: dict[bytes, str] = {}
+        self._branches = 0  # that enclose what is emitted
         self._from_inputs: set[tirx.Var] = set()
         self._from_data: set[tirx.Var] = set()
 
@@ -103,13 +103,22 @@ class _Emitter:
             raise reject(f"a tensor that {type(expr).__name__} computes")
         return value
 
+    def read_output(self, value: Value) -> CTensor:
+        if not isinstance(value, CTensor):
+            raise reject("an output other than a tensor")
+        return value
+
     def _emit_constant(self, array: np.ndarray, dtype: str) -> CTensor:
-        name = f"constant{len(self.code.constants)}"
+        shape = tuple(tirx.const(size, "int64") for size in array.shape)
         content = np.ascontiguousarray(array).tobytes() or b"\0"
+        if content in self._constants:
+            return CTensor(self._constants[content], shape, dtype)
+        name = f"constant{len(self.code.constants)}"
         lines = [",".join(map(str, content[k : k + 32])) for k in range(0, len(content), 32)]
-        declaration = f"static const unsigned char {name}[] __attribute__((aligned({_ALIGNMENT}))) = {{\n"
+        declaration = f"static const unsigned char {name}[] __attribute__((aligned({ALIGNMENT}))) = {{\n"
         self.code.constants.append(declaration + ",\n".join(lines) + "};")
-        return CTensor(f"(void*){name}", tuple(tirx.const(size, "int64") for size in array.shape), dtype)
+        self._constants[content] = f"(void*){name}"
+        return CTensor(self._constants[content], shape, dtype)
 
     # -- bindings -----------------------------------------------------------------------------------------------------
 
@@ -135,12 +144,14 @@ class _Emitter:
         condition = self._read_tensor(branches.cond).address
         position = len(statements)
         statements += ["", f"if (*(const uint8_t*){condition} != 0) {{"]
+        self._branches += 1
         value = self.emit(branches.true_branch)
         middle = len(statements)
         statements += ["", "} else {"]
         addresses: dict[str, tuple[str, str]] = {}
         merged = self._merge(value, self.emit(branches.false_branch), f"branch{position}_", addresses)
         statements += [*(f"{name} = {other};" for name, (_, other) in addresses.items()), "}"]
+        self._branches -= 1
         statements[middle] = " ".join(f"{name} = {address};" for name, (address, _) in addresses.items())
         statements[position] = " ".join(f"void* {name};" for name in addresses)
         return merged
@@ -177,7 +188,7 @@ class _Emitter:
             shape.append(size)
             if not self._analyzer.can_prove_equal(size, expected_size):
                 arguments = f"{quote(text)}, {axis}, {self.code.to_c(size)}, {self.code.to_c(expected_size)}"
-                self._add_check(f"check_dim(error, {arguments})")
+                self._add_size_check(f"check_dim(error, {arguments})", (size, expected_size))
         return CTensor(source.address, tuple(shape), source.dtype, source.memory)
 
     def _name_size(self, symbol: tirx.Var, size: Expr) -> None:
@@ -274,10 +285,17 @@ class _Emitter:
             return self._check_indices(*args)
         if name == CONDITION:
             return self._check_condition(*args)
-        raise reject(f"the function {name}")
+        raise reject("sizes that operators compute" if name == SIZES else f"the function {name}")
 
     def _add_check(self, check: str) -> None:
         self.code.statements.append(f"if ({check} != 0) return -1;")
+
+    def _add_size_check(self, check: str, sizes: Sequence[Expr]) -> None:
+        """Add a check of sizes: before memory is laid out, unless it needs data or depends on a branch."""
+        if self._branches or any(map(self._depends_on_data, sizes)):
+            self._add_check(check)
+        else:
+            self.code.size_checks.append(f"if ({check} != 0) return -1;")
 
     def _check_indices(self, indices: Any, bounds: Any, from_the_back: Any, name: Any, bounded: Any) -> Value:
         tensor = self._read_tensor(indices)
@@ -296,7 +314,7 @@ class _Emitter:
         condition, *values = map(self.code.to_c, numbers.values)
         listed = f"(const int64_t[]){{{', '.join(values) or 0}}}, {len(values)}"
         literals = f"{quote(str(code.value))}, {quote(str(text.value))}"
-        self._add_check(f"check_condition(error, {condition} != 0, {literals}, {listed})")
+        self._add_size_check(f"check_condition(error, {condition} != 0, {literals}, {listed})", numbers.values)
         return self.read(tensor)
 
     # -- calls of kernels ---------------------------------------------------------------------------------------------
@@ -330,7 +348,7 @@ class _Emitter:
             size: Expr = tirx.const(itemsize, "int64")
             for extent in shape:
                 size = size * substitute(extent.astype("int64"), sizes)
-            total = total + tirx.floordiv(size + 2 * _ALIGNMENT - 1, _ALIGNMENT) * _ALIGNMENT
+            total = total + tirx.floordiv(size + 2 * ALIGNMENT - 1, ALIGNMENT) * ALIGNMENT
         total = self._analyzer.simplify(total)
         self.check_sizes([total])
         if not any(tvm_ffi.structural_equal(total, other) for other in self.code.scratch):

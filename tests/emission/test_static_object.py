@@ -25,6 +25,7 @@ from tests.support.error_codes import raises
 from tests.support.static_objects import RUN, StaticError, StaticObject, Threads
 
 SEED = 20261130
+LINKER = {"_GLOBAL_OFFSET_TABLE_", "__tls_get_addr"}
 HEAD = '<ir_version: 10, opset_import: ["" : 24]>\n'
 
 EMBEDDING = """
@@ -240,8 +241,8 @@ def test_errors(static_objects: Any) -> None:
         assert caught.value.code == code
         return caught.value.text
 
-    assert "'n' is -1, and must be 0 to" in fail("run.size_out_of_range", {"n": -1})
-    fail("run.size_out_of_range", {"batch": 2**63 - 1})
+    assert "'n' is -1, and must be 0 to" in fail("input.dimension_out_of_range", {"n": -1})
+    fail("input.dimension_out_of_range", {"batch": 2**63 - 1})
     fail("run.out_of_memory", {"batch": 2**40, "n": 2**40})
     arrays["ids"][1, 3] = 10
     assert "contains 10 at [1, 3], and dimension 0 of input 'table'" in fail("run.index_out_of_range")
@@ -277,6 +278,28 @@ def test_inputs_larger_than_any_memory(tmp_path: Path) -> None:
         static.run({"n": 2**22, "k": 2**40}, {"y": np.zeros(2**22, "f")})
     assert caught.value.code == "run.out_of_memory"
     static.run({"n": 0, "k": 2**40}, {})
+
+
+def test_sizes_below_those_of_the_model(tmp_path: Path) -> None:
+    """A window larger than its input makes sizes inside negative: no memory before the workspace is theirs."""
+    text = """
+m (float[n, 64] x, float[1, 8, n, 8] img) => (float[n, 512] y, float[1, 64, q, 8] z)
+{
+  y = MatMul(x, w)
+  b = Conv<dilations = [400, 1], strides = [2, 1]>(img, v)
+  z = Conv(b, u)
+}"""
+    model = make_model(text, {"w": (64, 512), "v": (256, 8, 3, 1), "u": (64, 256, 1, 1)})
+    static = StaticObject(tmp_path / "out", compile_static(tmp_path / "out", model))
+    small = {"x": np.zeros((5, 64), "f"), "img": np.zeros((1, 8, 5, 8), "f"), "y": np.zeros((5, 512), "f")}
+    with pytest.raises(StaticError) as caught:
+        static.run({"n": 5}, {**small, "z": np.zeros(8, "f")})
+    assert caught.value.code == "node.window_too_large"
+    inputs = make_inputs(model, {"n": 805})
+    expected = lowering.compile(model).run(inputs)
+    outputs = make_outputs(expected)
+    static.run({"n": 805}, {**inputs, **outputs})
+    np.testing.assert_array_equal(outputs["z"], expected["z"])
 
 
 def test_an_error_inside_leaves_no_state(static_objects: Any) -> None:
@@ -315,8 +338,8 @@ def test_names_of_the_object(static_objects: Any) -> None:
         names = {tuple(line.split()[-2:]) for line in text.stdout.splitlines()}
         assert {name for kind, name in names if kind != "U"} == {"model_run", "model_workspace_bytes"}
         needed = {name for kind, name in names if kind == "U"}
-        assert (sorted(needed - {"_GLOBAL_OFFSET_TABLE_"}) or ["none"]) == said.split(", ")
-        assert needed <= {"memcpy", "memset", "_GLOBAL_OFFSET_TABLE_", *(["acoshf"] if case == "acosh" else [])}
+        assert (sorted(needed - LINKER) or ["none"]) == said.split(", ")
+        assert needed <= {"memcpy", "memset", *LINKER, *(["acoshf"] if case == "acosh" else [])}
 
 
 TWO_MODELS = """
@@ -358,7 +381,20 @@ def test_two_models_in_one_program(compiler: str, tmp_path: Path) -> None:
 
 def test_names_of_models_are_data(tmp_path: Path) -> None:
     """Names become C names, and cannot end a comment or a literal."""
-    names = ["int", "a/b", "a.b", "weights", '*/ "\n#error', "große"]
+    names = [
+        "int",
+        "a/b",
+        "a.b",
+        "weights",
+        '*/ "\n#error',
+        "große",
+        "a/*b",
+        "asm",
+        "linux",
+        "INT64_MAX",
+        "concept",
+        "HIDDEN",
+    ]
     inputs = [onnx.helper.make_tensor_value_info(name, 1, ["size 1", name]) for name in names]
     outputs = [onnx.helper.make_tensor_value_info(f"{name}?", 1, ["size 1", name]) for name in names]
     nodes = [onnx.helper.make_node("Neg", [name], [f"{name}?"], name) for name in names]
@@ -403,6 +439,10 @@ def test_rejected_models(tmp_path: Path) -> None:
     for name in ("", "1st", "a-b", "a b"):
         with raises("static.name_invalid", kind=InputError):
             compile_static(folder, model, name=name)
+    with raises("static.strings_unsupported", kind=ModelError):
+        compile_static(folder, make_model("m (string[n] x) => (string[n] y) { y = Identity(x) }", {}))
+    with raises("static.serve_unsupported", kind=InputError):
+        compile_static(folder, model, serve=lowering.Serve(context=32))
     with raises("static.target_unsupported", kind=InputError):
         compile_static(folder, model, "cuda:sm_90a")
     with raises("toolchain.linker_missing", kind=TargetError):

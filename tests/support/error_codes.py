@@ -61,7 +61,7 @@ FORWARDING = frozenset(
 )
 """Files with a call that passes on the code of another error, or of a caller."""
 
-_NATIVE = re.compile(r"""\b(?:fail|reject)\(\s*([^;]*?);""", re.DOTALL)
+_NATIVE = re.compile(r"""\b(?:fail|reject|begin_error)\(\s*([^;]*?);""", re.DOTALL)
 _ASSERTION = re.compile(r"\[([a-z0-9_]+\.[a-z0-9_]+)\] ([^\"]*)")
 
 

@@ -27,7 +27,7 @@ from ...arithmetic import LARGEST_SIZE
 from ...tensorir.expressions import Expr, is_int
 
 # Blocks and tensors begin at multiples of this, a cache line.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 # The assumed value of a symbol where an order is required and none can be proved.
 _TYPICAL = 256
 
@@ -82,10 +82,10 @@ class SizePolynomials:
 
     def align_up(self, size: Polynomial) -> Polynomial | None:
         """Return the smallest multiple of the alignment that is at least `size`; None if it may be negative."""
-        if all(c % _ALIGNMENT == 0 for c in size.values()):
+        if all(c % ALIGNMENT == 0 for c in size.values()):
             return size
-        units = self.to_polynomial(tirx.floordiv(self.to_expression(size) + (_ALIGNMENT - 1), _ALIGNMENT))
-        return units and multiply_polynomials(units, {(): _ALIGNMENT})
+        units = self.to_polynomial(tirx.floordiv(self.to_expression(size) + (ALIGNMENT - 1), ALIGNMENT))
+        return units and multiply_polynomials(units, {(): ALIGNMENT})
 
     def to_expression(self, polynomial: Polynomial) -> Expr:
         total: Expr = tirx.const(0, "int64")

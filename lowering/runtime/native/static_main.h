@@ -1,4 +1,4 @@
-/* Parts of a static object (emission/static_object.py): errors, checks of data, memory and tasks of kernels. The
+/* Parts of a static object (emission/static_source.py): errors, checks of data, memory and tasks of kernels. The
  * generated C code of a model includes this file, after its header. It needs no header of a C library, memcpy and memset
  * of the functions in one, and no memory but the caller's. */
 #ifndef LOWERING_STATIC_MAIN_H
@@ -6,13 +6,13 @@
 
 #include "scan.h"
 
-#define HIDDEN __attribute__((visibility("hidden")))
+#define LOWERING_HIDDEN __attribute__((visibility("hidden")))
 
-/* With LOWERING_ONE_THREAD, all calls of the model are by one thread, and the code needs no thread-local memory. */
+/* With LOWERING_ONE_THREAD, one call of the model runs at a time, and the code needs no thread-local memory. */
 #ifdef LOWERING_ONE_THREAD
-#define PER_THREAD
+#define LOWERING_PER_THREAD
 #else
-#define PER_THREAD _Thread_local
+#define LOWERING_PER_THREAD _Thread_local
 #endif
 
 void* memcpy(void* to, const void* from, size_t bytes);
@@ -79,7 +79,7 @@ __attribute__((cold, unused)) static int fail_kernel(lowering_error* error, cons
 /* Check a symbolic size of the caller. */
 static int check_size(lowering_error* error, const char* name, int64_t size, int64_t least, int64_t most) {
     if (size >= least && size <= most) return 0;
-    Message message = begin_error(error, "run.size_out_of_range");
+    Message message = begin_error(error, "input.dimension_out_of_range");
     say(&message, "The size '");
     say(&message, name);
     say(&message, "' is ");
@@ -216,6 +216,9 @@ __attribute__((unused)) static int check_indices(lowering_error* error, const In
 
 __attribute__((unused)) static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 __attribute__((unused)) static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+/* The bytes of a block of memory, of which a size that is negative has none. */
+__attribute__((unused)) static inline int64_t round_up(int64_t bytes) { return (max_of(bytes, 0) + 63) / 64 * 64; }
+
 __attribute__((unused)) static inline double double_min_of(double a, double b) { return a < b ? a : b; }
 __attribute__((unused)) static inline double double_max_of(double a, double b) { return a > b ? a : b; }
 
@@ -236,7 +239,7 @@ typedef struct {
     int is_serial;                   /* the next loop is computed by the calling thread */
 } Context;
 
-static PER_THREAD Context context;
+static LOWERING_PER_THREAD Context context;
 
 static void* allocate(int type, int id, uint64_t bytes, int code, int bits) {
     (void)type, (void)id, (void)code, (void)bits;
@@ -297,11 +300,11 @@ static int launch(Lambda lambda, void* data, int num_task) {
 }
 
 /* Kernels call these by weak variables, which TVM sets when it loads a library. */
-HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int) = allocate;
-HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = release;
-HIDDEN int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
+LOWERING_HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int) = allocate;
+LOWERING_HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = release;
+LOWERING_HIDDEN int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
 
 /* Set whether the next loop is computed serially (schedules/cpu/elementwise/loops.py). */
-HIDDEN int lowering_launch_alone(int serial) { return context.is_serial = serial; }
+LOWERING_HIDDEN int lowering_launch_alone(int serial) { return context.is_serial = serial; }
 
 #endif
