@@ -222,7 +222,9 @@ __attribute__((unused)) static inline int64_t round_up(int64_t bytes) { return (
 __attribute__((unused)) static inline double double_min_of(double a, double b) { return a < b ? a : b; }
 __attribute__((unused)) static inline double double_max_of(double a, double b) { return a > b ? a : b; }
 
+/* 0 if b is: sizes of the caller may be, and their checks come later. */
 __attribute__((unused)) static inline int64_t floor_div(int64_t a, int64_t b) {
+    if (b == 0) return 0;
     const int64_t quotient = a / b;
     return quotient - (a % b != 0 && (a < 0) != (b < 0));
 }
