@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,7 +23,10 @@ class CTensor:
     memory: str = ""
 
     def count_bytes(self) -> Expr:
-        return count_bytes(self.shape, self.dtype)
+        count: Expr = tirx.const(tvm.DataType(self.dtype).itemsize, "int64")
+        for size in self.shape:
+            count = count * size
+        return count
 
 
 Value: TypeAlias = CTensor | Expr | tuple["Value", ...]
@@ -73,14 +75,6 @@ class MainCode:
         if symbol not in self.symbols:
             raise UnsupportedExpressionError(f"'{symbol.name}', which no input's shape gives,")
         return self.symbols[symbol]
-
-
-def count_bytes(shape: Sequence[Expr], dtype: str) -> Expr:
-    """Return the bytes of a compact tensor."""
-    count: Expr = tirx.const(tvm.DataType(dtype).itemsize, "int64")
-    for size in shape:
-        count = count * size
-    return count
 
 
 def name_kernel(name: str) -> str:

@@ -18,101 +18,11 @@ import onnx.parser
 import pytest
 
 import lowering
-from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_static
-from lowering.errors import InputError, ModelError, TargetError
-from tests.support.error_codes import raises
+from tests.emission.models import BRANCHES, CACHE, CASES, WIDE, make_inputs, make_model, make_outputs
 from tests.support.static_objects import RUN, StaticError, StaticObject, Threads
 
-SEED = 20261130
 LINKER = {"_GLOBAL_OFFSET_TABLE_", "__tls_get_addr"}
-HEAD = '<ir_version: 10, opset_import: ["" : 24]>\n'
-
-EMBEDDING = """
-m (int64[batch, n] ids, float[batch, n, 64] x) => (float[batch, n, 96] y, float[batch, n, 64] z)
-{
-  e = Gather<axis = 0>(table, ids)
-  z = Add(x, e)
-  a = MatMul(z, w)
-  y = Softmax<axis = -1>(a)
-}"""
-ATTENTION = """
-m (float[batch, 4, q, 32] query, float[batch, 2, k, 32] key, float[batch, 2, k, 32] value, bool[batch, 1, q, k] mask)
-  => (float[batch, 4, q, 32] y)
-{
-  y = Attention(query, key, value, mask)
-}"""
-CACHE = """
-m (float[b, 2, 24, 16] cache, float[b, 2, t, 16] fresh, int64[b] start) => (float[b, 2, 24, 16] present, float[] total)
-{
-  present = TensorScatter<axis = 2>(cache, fresh, start)
-  total = ReduceSum<keepdims = 0>(present)
-}"""
-ALIASES = """
-m (float[n, 8] x, int32[n] k)
-  => (float[n, 8] same, float[8, n] turned, float[n, 8] relu, float[n, 8] other, int32[n] same_k)
-{
-  same = Identity(x)
-  turned = Transpose(x)
-  relu = Relu(x)
-  other = Identity(relu)
-  same_k = Identity(k)
-}"""
-WIDE = """
-m (float[n, 300] x) => (float[n, 500] y)
-{
-  a = MatMul(x, w)
-  y = Gelu(a)
-}"""
-BRANCHES = """
-m (bool c, bool d, float[n, 300] x) => (float[n, 500] y, float[n, 300] z, float[n, 300] again)
-{
-  y, z = If(c) <
-    then_branch = f () => (float[n, 500] a, float[n, 300] b) { a = MatMul(x, w) b = Neg(x) },
-    else_branch = g () => (float[n, 500] a2, float[n, 300] b2)
-    {
-      b2 = If(d) <then_branch = h () => (float[n, 300] e) { e = Identity(x) },
-                  else_branch = i () => (float[n, 300] e2) { e2 = Relu(x) }>
-      doubled = Add(x, x)
-      a2 = MatMul(doubled, w)
-    }>
-  again = Add(z, x)
-}"""
-ACOSH = "m (float[n, 5] x) => (float[n, 5] y) { y = Acosh(x) }"
-CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], list[dict[str, int]]]] = {
-    "embedding": (EMBEDDING, {"table": (10, 64), "w": (64, 96)}, [{"batch": 2, "n": 5}, {"batch": 1, "n": 33}]),
-    "attention": (ATTENTION, {}, [{"batch": 2, "q": 7, "k": 19}, {"batch": 1, "q": 1, "k": 300}]),
-    "cache": (CACHE, {}, [{"b": 2, "t": 3}, {"b": 1, "t": 1}]),
-    "aliases": (ALIASES, {}, [{"n": 3}, {"n": 0}, {"n": 1}]),
-    "acosh": (ACOSH, {}, [{"n": 4}]),
-    "wide": (WIDE, {"w": (300, 500)}, [{"n": 1}, {"n": 100}, {"n": 0}]),
-}
-
-
-def make_model(text: str, weights: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    rng = np.random.default_rng(SEED)
-    model = onnx.parser.parse_model(HEAD + text)
-    for name, shape in weights.items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype("f"), name))
-    return model
-
-
-def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    rng, arrays = np.random.default_rng(SEED), {}
-    for value in model.graph.input:
-        kind = value.type.tensor_type
-        shape = [dim.dim_value if dim.HasField("dim_value") else sizes[dim.dim_param] for dim in kind.shape.dim]
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        if dtype.kind == "f":
-            arrays[value.name] = rng.standard_normal(shape).astype(dtype)
-        else:
-            arrays[value.name] = rng.integers(0, 2 if dtype.kind == "b" else 10, shape).astype(dtype)
-    return arrays
-
-
-def make_outputs(expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: np.frombuffer(bytearray(b"\xa5" * array.nbytes), array.dtype).reshape(array.shape)
-            for name, array in expected.items()}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +74,15 @@ def test_branches(tmp_path: Path) -> None:
 def test_quantized_weights_and_half_precision(tmp_path: Path) -> None:
     model = make_model(WIDE, {"w": (300, 500)})
     inputs = make_inputs(model, {"n": 9})
-    for options in ({"weights": "int4"}, {"weights": "int8", "accuracy_level": 4}, {"precision": "bfloat16"}):
+    choices: list[dict[str, Any]] = [
+        {"weights": "int4"},
+        {"weights": "int8", "accuracy_level": 4},
+        {"precision": "bfloat16"},
+    ]
+    for options in choices:
         folder = tmp_path / "-".join(map(str, options.values()))
-        static = StaticObject(folder, compile_static(folder, model, **options))  # type: ignore[arg-type]
-        expected = lowering.compile(model, **options).run(inputs)["y"]  # type: ignore[arg-type]
+        static = StaticObject(folder, compile_static(folder, model, **options))
+        expected = lowering.compile(model, **options).run(inputs)["y"]
         y = np.full((9, 500), np.nan, "f")
         static.run({"n": 9}, {**inputs, "y": y})
         np.testing.assert_array_equal(y, expected)
@@ -317,17 +232,6 @@ def test_an_error_inside_leaves_no_state(static_objects: Any) -> None:
     np.testing.assert_array_equal(outputs["y"], expected["y"])
 
 
-def test_builds_are_the_same_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(*CASES["embedding"][:2])
-    contents = []
-    for number in range(2):
-        monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / f"cache{number}"))
-        compile_static(tmp_path / f"out{number}", model)
-        contents.append({path.name: path.read_bytes() for path in (tmp_path / f"out{number}").iterdir()})
-    assert contents[0] == contents[1]
-    assert sorted(contents[0]) == ["model.h", "model.o", "weights.S", "weights.bin"]
-
-
 def test_names_of_the_object(static_objects: Any) -> None:
     """It defines its functions, and needs what the header says, which are functions of C's mathematics at most."""
     for case in CASES:
@@ -342,126 +246,19 @@ def test_names_of_the_object(static_objects: Any) -> None:
         assert needed <= {"memcpy", "memset", *LINKER, *(["acoshf"] if case == "acosh" else [])}
 
 
-TWO_MODELS = """
-#include "first/model.h"
-#include "second/model.h"
-#include <stdlib.h>
-static void* reserve(int64_t bytes) { return aligned_alloc(64, ((size_t)bytes + 64) / 64 * 64); }
-int main(void) {
-    lowering_error error;
-    float x[256] = {1}, y[256], z[256];
-    first_call first;
-    second_call second;
-    first.n = second.n = 2;
-    first.x = x, first.y = y, second.x = y, second.y = z;
-    first.weights = first_weights;
-    second.threads = NULL;
-    first.workspace = reserve(first_workspace_bytes(&first, &error));
-    second.workspace = reserve(second_workspace_bytes(&second, &error));
-    if (first_run(&first, &error) != 0 || second_run(&second, NULL) != 0) return 1;
-    return y[0] != 2 || y[1] != 0 || z[0] != 0 || z[255] != 0;
-}
-"""
-
-
-@pytest.mark.parametrize("compiler", ["gcc -std=c99 -Wpedantic", "g++ -std=c++20"])
-def test_two_models_in_one_program(compiler: str, tmp_path: Path) -> None:
-    text = "m (float[n, 128] x) => (float[n, 128] y) { y = %s }"
-    double = make_model(text % "MatMul(x, w)", {})
-    double.graph.initializer.append(onnx.numpy_helper.from_array(2 * np.eye(128, dtype="f"), "w"))
-    compile_static(tmp_path / "first", double, name="first", threads=1)
-    compile_static(tmp_path / "second", make_model(text % "Sub(x, x)", {}), name="second")
-    (tmp_path / "main.c").write_text(TWO_MODELS)
-    command = [*compiler.split(), "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "main.c", "-c", "-o", "main.o"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    objects = ["main.o", "first/model.o", "-Ifirst", "first/weights.S", "second/model.o"]
-    subprocess.run(["gcc", *objects, "-o", "main"], cwd=tmp_path, check=True)
-    assert subprocess.run([tmp_path / "main"]).returncode == 0
-
-
-def test_names_of_models_are_data(tmp_path: Path) -> None:
-    """Names become C names, and cannot end a comment or a literal."""
-    names = [
-        "int",
-        "a/b",
-        "a.b",
-        "weights",
-        '*/ "\n#error',
-        "große",
-        "a/*b",
-        "asm",
-        "linux",
-        "INT64_MAX",
-        "concept",
-        "HIDDEN",
-    ]
-    inputs = [onnx.helper.make_tensor_value_info(name, 1, ["size 1", name]) for name in names]
-    outputs = [onnx.helper.make_tensor_value_info(f"{name}?", 1, ["size 1", name]) for name in names]
-    nodes = [onnx.helper.make_node("Neg", [name], [f"{name}?"], name) for name in names]
-    graph = onnx.helper.make_graph(nodes, "m", inputs, outputs)
-    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 23)])
-    static = StaticObject(tmp_path / "out", compile_static(tmp_path / "out", model))
-    assert len(set(static.fields)) == len(static.fields) == 1 + 3 * len(names) + 2
-    count = len(names)
-    arrays = {field: np.full((2, 3), k, "f") for k, field in enumerate(static.fields[1 + count :][: 2 * count])}
-    static.run(dict.fromkeys(static.fields[: 1 + count], 3) | {"size_1": 2}, arrays)
-    values = list(arrays.values())
-    for x, y in zip(values[:count], values[count:]):
-        np.testing.assert_array_equal(y, -x)
-
-
-LOOP = """
-m (int64 count, float[n] x) => (float[n] y)
+def test_a_size_of_zero_divides(tmp_path: Path) -> None:
+    """Sizes that a caller gives may be 0, also where the model divides by them."""
+    text = """
+m (float[n, k] x, float[r, 2] z) => (float[r, c] y)
 {
-  y = Loop(count, , x) <body = b (int64 i, bool go, float[n] v) => (bool next, float[n] w) {
-    next = Identity(go)
-    w = Neg(v)
-  }>
+  rows = Shape<start = 0, end = 1>(z)
+  rest = Constant<value_ints = [-1]>()
+  shape = Concat<axis = 0>(rows, rest)
+  y = Reshape(x, shape)
 }"""
-UNEQUAL = """
-m (bool c, float[n] x) => (float[k] y)
-{
-  y = If(c) <then_branch = g () => (float[k] a) { a = Concat<axis = 0>(x, x) },
-             else_branch = h () => (float[k] b) { b = Relu(x) }>
-}"""
-DYNAMIC = "m (float[n] x) => (int64[1, count] y) { y = NonZero(x) }"
-
-
-def test_rejected_models(tmp_path: Path) -> None:
-    """A model that cannot be a static object is rejected before anything is written."""
-    model = make_model(ALIASES, {})
-    folder = tmp_path / "out"
-    compile_static(folder, model)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for text in (LOOP, UNEQUAL, DYNAMIC):
-        with raises("static.unsupported", kind=ModelError):
-            compile_static(folder, make_model(text, {}))
-    for name in ("", "1st", "a-b", "a b"):
-        with raises("static.name_invalid", kind=InputError):
-            compile_static(folder, model, name=name)
-    with raises("static.strings_unsupported", kind=ModelError):
-        compile_static(folder, make_model("m (string[n] x) => (string[n] y) { y = Identity(x) }", {}))
-    with raises("static.serve_unsupported", kind=InputError):
-        compile_static(folder, model, serve=lowering.Serve(context=32))
-    with raises("static.target_unsupported", kind=InputError):
-        compile_static(folder, model, "cuda:sm_90a")
-    with raises("toolchain.linker_missing", kind=TargetError):
-        compile_static(folder, model, cc="no-such-compiler")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    onnx.save(make_model(*CASES["embedding"][:2]), tmp_path / "model.onnx")
-    command = ["compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "out")]
-    assert main([*command, "--emit", "static", "--name", "encoder"]) == 0
-    assert "x: float32['batch', 'n', 64]" in capsys.readouterr().out
-    assert "int encoder_run(const encoder_call* call" in (tmp_path / "out" / "model.h").read_text()
-    for options, code in (
-        (["--emit", "static", "--sign", "key.pem"], "static.sign_unsupported"),
-        (["--name", "encoder"], "argument.name_without_static"),
-    ):
-        assert main([*command, *options]) == 1
-        assert f"error[{code}]" in capsys.readouterr().err
-    assert (tmp_path / "out" / "model.o").exists()
-    assert main(command) == 0  # replaced by an artifact
-    assert (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "model.o").exists()
+    static = StaticObject(tmp_path / "out", compile_static(tmp_path / "out", make_model(text, {})))
+    x, y = np.arange(24, dtype="f").reshape(4, 6), np.zeros((3, 8), "f")
+    static.run({"n": 4, "k": 6, "r": 3}, {"x": x, "z": np.zeros((3, 2), "f"), "y": y})
+    np.testing.assert_array_equal(y, x.reshape(3, 8))
+    with pytest.raises(StaticError):
+        static.run({"n": 4, "k": 6, "r": 0}, {"x": x, "y": y})
