@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_CODE = "int lowering_launch_alone(int yes) { return yes; }"  # TVM's thread pool serves these kernels, and is not told
+# TVM's thread pool serves these kernels, and is not told.
+_CODE = "int lowering_plan_launch(long long tasks) { return (int)tasks; }"
 
 
 @functools.cache

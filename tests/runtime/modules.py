@@ -207,8 +207,11 @@ def cache(folder: Path, **fields: object) -> Path:
     return build(folder, inputs, outputs, body, donated={"past": "present"}, **fields)
 
 
-def threads(folder: Path, **fields: object) -> Path:
-    """For x int32[n]: who[k], the id of the thread that computed element k, and where[k], its CPU."""
+def threads(folder: Path, planned: bool = False, **fields: object) -> Path:
+    """For x int32[n]: who[k], the id of the thread that computed element k in x[k] microseconds, and where[k], its CPU.
+
+    If the loop is planned, threads take over shares of others.
+    """
 
     @T.prim_func(s_tir=True)
     def observe(a: T.handle, b: T.handle, c: T.handle) -> None:
@@ -217,6 +220,7 @@ def threads(folder: Path, **fields: object) -> Path:
         x = T.match_buffer(a, (n,), "int32")
         who = T.match_buffer(b, (n,), "int32")
         where = T.match_buffer(c, (n,), "int32")
+        T.evaluate(T.call_extern("int32", "lowering_plan_launch", n * T.int64(planned)))
         for i in T.parallel(n):
             with T.sblock("observe"):
                 vi = T.axis.spatial(n, i)

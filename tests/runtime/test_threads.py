@@ -199,6 +199,30 @@ def test_errors_in_workers_are_raised(tmp_path: Path) -> None:
                 assert (module.run({"x": x}, threads=threads)["y"] == x).all()
 
 
+def test_threads_take_over_the_shares_of_slower_ones(tmp_path: Path) -> None:
+    """In planned loops only: others are too short for it."""
+    x = np.array([0] * 32 + [2000] * 32, "int32")
+    for planned in (False, True):
+        module = lowering.load(modules.threads(tmp_path / f"{planned}", planned))
+        for threads in (2, 3, 8):
+            who = module.run({"x": x}, threads=threads)["who"]
+            rest = who[-(-who.size // threads) :]
+            assert np.any(rest == who[0]) == planned, (planned, threads, who)
+
+
+def test_any_number_of_threads_computes_a_long_loop(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
+        m (float[M, 700] a, float[700, N] b) => (float[M, N] y) { y = MatMul (a, b) }""")
+    module = lowering.compile(model)
+    rng = np.random.default_rng(7)
+    for m, n in ((130, 130), (1, 20000), (333, 517), (20000, 3)):
+        arrays = {"a": rng.standard_normal((m, 700), "f"), "b": rng.standard_normal((700, n), "f")}
+        expected = module.run(arrays, threads=1)["y"]
+        np.testing.assert_allclose(expected, arrays["a"].astype(float) @ arrays["b"], rtol=1e-4, atol=1e-3)
+        for threads in (2, 3, 7, 40):
+            np.testing.assert_array_equal(module.run(arrays, threads=threads)["y"], expected)
+
+
 def test_the_most_threads_from_a_small_stack(artifact: Callable[..., Path]) -> None:
     """This is true next to other callers, and with fewer threads than the machine would make."""
     code = f"""

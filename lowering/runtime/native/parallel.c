@@ -6,6 +6,8 @@
  *   - Only workers are moved: each takes over the mask of the thread it works for, and no other mask is changed.
  *   - All calling threads of the library share the workers. A launch takes idle ones and never waits for busy ones, so
  *     that concurrent callers share the CPUs of a mask instead of oversubscribing them.
+ *   - A thread computes its own shares of a loop first, whose data may be in its caches or in memory near to it, and
+ *     then those that slower threads have not begun: other programs use their CPU, or it has a lower clock.
  *
  * Generated code reaches its launcher through the variable __TVMBackendParallelLaunch, a weak symbol that TVM sets by
  * name when it loads the library. The strong, hidden definition at the end of this file replaces it at link time, so
@@ -17,7 +19,6 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <tvm/ffi/c_api.h>
 #include <unistd.h>
@@ -30,11 +31,17 @@ typedef struct {
 } Group;
 typedef int (*Lambda)(int task, Group* group, void* data);
 
-/* TVMBackendParallelBarrier counts arrivals in sync_handle: task k in element k * BARRIER_STRIDE. */
-enum { BARRIER_STRIDE = 16 };
+/* STACK_WORKERS: launches of fewer workers need no heap memory. MAX_THREADS: the largest number of threads.
+ * SHARES_PER_THREAD: at least, of a planned loop. At most one part in UNFILLED of them is empty. */
+enum { STACK_WORKERS = 32, MAX_THREADS = 1024, SHARES_PER_THREAD = 4, UNFILLED = 64 };
 
-/* STACK_WORKERS: launches of fewer workers need no heap memory. MAX_THREADS: the largest number of threads. */
-enum { STACK_WORKERS = 32, MAX_THREADS = 1024 };
+/* The shares of a loop that a thread computes first, in a cache line of their own.
+ * TVMBackendParallelBarrier counts the arrivals of share k, of a loop with one for each thread, at int k * 16. */
+typedef struct {
+    _Alignas(64) atomic_int arrivals;
+    atomic_int next;
+    int end;
+} Shares;
 
 /* How often a waiting thread polls before it sleeps: about 20 microseconds on the CPU, then about 100 in which it
  * yields to other threads. Few pauses within a model are longer, and waking up takes as long. */
@@ -45,6 +52,9 @@ typedef struct {
     Lambda lambda;
     void* data;
     Group group;
+    Shares* shares; /* of each thread */
+    int threads;
+    int is_planned;                    /* threads take over shares */
     atomic_uint pending;               /* workers that have not finished, + SLEEPER while the launching thread sleeps */
     _Atomic(TVMFFIObjectHandle) error; /* the first error of a worker */
 } Job;
@@ -57,7 +67,7 @@ typedef struct Worker {
     cpu_set_t mask;
     int has_new_mask; /* the thread does not have the mask yet */
     Job* job;
-    int task;
+    int number; /* of the thread in the job */
     atomic_uint state;
 } Worker;
 enum { IDLE, ASLEEP, WORKING, LEAVING };
@@ -67,7 +77,7 @@ static Worker* idle;
 static Worker* all_workers;
 
 static _Thread_local int requested_threads; /* 0: as many as the mask has CPUs */
-static _Thread_local int is_serial;         /* the next launch gets no workers */
+static _Thread_local int64_t planned_tasks; /* of the following launch; 0: no plan, 1: it gets no workers */
 static _Thread_local int in_task;           /* a launch from inside a task gets no workers */
 
 static void futex_sleep(atomic_uint* word, unsigned value) {
@@ -107,6 +117,20 @@ static unsigned wait_for_work(Worker* self) {
     return state;
 }
 
+/* Compute the shares of a thread, and in planned loops what others have not begun of theirs. Return -1 at an error,
+ * which is raised. */
+static int compute_shares(Job* job, int thread) {
+    for (int k = 0; k < (job->is_planned ? job->threads : 1); ++k) {
+        Shares* shares = &job->shares[(thread + k) % job->threads];
+        while (atomic_load_explicit(&shares->next, memory_order_relaxed) < shares->end) {
+            const int number = atomic_fetch_add_explicit(&shares->next, 1, memory_order_relaxed);
+            if (number >= shares->end) break;
+            if (job->lambda(number, &job->group, job->data) != 0) return -1;
+        }
+    }
+    return 0;
+}
+
 static void* work(void* argument) {
     Worker* self = argument;
     in_task = 1;
@@ -116,7 +140,7 @@ static void* work(void* argument) {
             sched_setaffinity(0, sizeof(self->mask), &self->mask);
             self->has_new_mask = 0;
         }
-        if (job->lambda(self->task, &job->group, job->data) != 0) {
+        if (compute_shares(job, self->number) != 0) {
             TVMFFIObjectHandle error = NULL, none = NULL;
             TVMFFIErrorMoveFromRaised(&error); /* raised errors belong to a thread */
             if (!atomic_compare_exchange_strong(&job->error, &none, error)) TVMFFIObjectDecRef(error);
@@ -202,23 +226,50 @@ static void wait_for_workers(Job* job) {
     }
 }
 
-/* Set whether the next launch runs serially. Generated code calls it before a loop with too little work to be shared
- * (schedules/cpu/elementwise/loops.py), so that it needs only one version of the loop. */
-__attribute__((visibility("hidden"))) int lowering_launch_alone(int serial) { return is_serial = serial; }
+/* Set the number of tasks of the following loop, or 0. Generated code calls it (schedules/cpu/elementwise/loops.py)
+ * before a loop that is worth several shares per thread, and with 1 before one with too little work to be shared. */
+__attribute__((visibility("hidden"))) int lowering_plan_launch(int64_t tasks) {
+    planned_tasks = tasks;
+    return 0;
+}
 
 static int launch_serial(Lambda lambda, void* data) {
-    atomic_int arrivals = 0;
-    Group group = {&arrivals, 1};
+    Shares shares = {0};
+    Group group = {&shares, 1};
     int was_in_task = in_task;
-    is_serial = 0, in_task = 1;
+    in_task = 1;
     int result = lambda(0, &group, data);
     in_task = was_in_task;
     return result;
 }
 
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Return how many tasks a share has, of which a thread computes `tasks` in all. */
+static int64_t choose_share(int64_t tasks) {
+    for (int64_t count = tasks < SHARES_PER_THREAD ? tasks : SHARES_PER_THREAD;; ++count) {
+        const int64_t share = divide_up(tasks, count);
+        if (share * count - tasks <= tasks / UNFILLED) return share; /* true where count = tasks */
+    }
+}
+
+/* Divide a loop into shares of equal size, and return their number. The shares of a thread follow each other, and have
+ * nearly as many tasks as those of any other thread. */
+static int divide_loop(int64_t tasks, int threads, Shares* shares) {
+    const int64_t count = tasks < 1 ? threads : divide_up(tasks, choose_share(divide_up(tasks, threads)));
+    for (int k = 0; k < threads; ++k) {
+        atomic_init(&shares[k].arrivals, 0);
+        atomic_init(&shares[k].next, (int)(count * k / threads));
+        shares[k].end = (int)(count * (k + 1) / threads);
+    }
+    return (int)count;
+}
+
 /* TVMBackendParallelLaunch. num_task is 0, which means as many as are useful, in all code of TVM's LLVM back end. */
 static int launch(Lambda lambda, void* data, int num_task) {
-    if (is_serial || in_task || requested_threads == 1) return launch_serial(lambda, data);
+    const int64_t tasks = planned_tasks;
+    planned_tasks = 0;
+    if (tasks == 1 || in_task || requested_threads == 1) return launch_serial(lambda, data);
     Worker* taken = NULL;
     cpu_set_t mask;
     CPU_ZERO(&mask);
@@ -228,29 +279,33 @@ static int launch(Lambda lambda, void* data, int num_task) {
     if (num_task > 0) threads = num_task;
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     int workers = threads > 1 ? take_workers(threads - 1, &mask, &taken) : 0;
+    if (workers == 0) return launch_serial(lambda, data);
 
     /* Callers may have small stacks. */
-    atomic_int stack_arrivals[STACK_WORKERS * BARRIER_STRIDE], *arrivals = stack_arrivals, *heap_arrivals = NULL;
+    Shares stack_shares[STACK_WORKERS], *shares = stack_shares, *heap_shares = NULL;
     if (workers >= STACK_WORKERS) {
-        heap_arrivals = malloc((size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
-        if (heap_arrivals == NULL) give_back_workers(taken), taken = NULL, workers = 0;
-        else arrivals = heap_arrivals;
+        shares = heap_shares = aligned_alloc(_Alignof(Shares), (size_t)(workers + 1) * sizeof(Shares));
+        if (shares == NULL) {
+            give_back_workers(taken);
+            return launch_serial(lambda, data);
+        }
     }
-    memset(arrivals, 0, (size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
-    Job job = {.lambda = lambda, .data = data, .group = {arrivals, workers + 1}, .pending = (unsigned)workers};
-    int task = 1;
+    threads = workers + 1;
+    const int count = divide_loop(tasks, threads, shares);
+    Job job = {lambda, data, {shares, count}, shares, threads, tasks > 0, (unsigned)workers, NULL};
+    int number = 1;
     for (Worker *worker = taken, *next; worker != NULL; worker = next) {
         next = worker->next;
         worker->job = &job;
-        worker->task = task++;
+        worker->number = number++;
         set_state(worker, WORKING);
     }
     in_task = 1;
-    int result = lambda(0, &job.group, data);
+    int result = compute_shares(&job, 0);
     in_task = 0;
     wait_for_workers(&job);
     give_back_workers(taken);
-    free(heap_arrivals);
+    free(heap_shares);
 
     TVMFFIObjectHandle error = atomic_load(&job.error);
     if (error != NULL) {

@@ -238,7 +238,7 @@ typedef struct {
     const lowering_threads* threads; /* NULL inside of a task, and for a caller without threads */
     char* scratch;                   /* of task 0 */
     int64_t bytes, used;             /* of each task */
-    int is_serial;                   /* the next loop is computed by the calling thread */
+    int is_serial;                   /* the following loop is computed by the calling thread */
 } Context;
 
 static LOWERING_PER_THREAD Context context;
@@ -306,7 +306,7 @@ LOWERING_HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int
 LOWERING_HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = release;
 LOWERING_HIDDEN int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
 
-/* Set whether the next loop is computed serially (schedules/cpu/elementwise/loops.py). */
-LOWERING_HIDDEN int lowering_launch_alone(int serial) { return context.is_serial = serial; }
+/* The number of tasks of the following loop, or 0 (schedules/cpu/elementwise/loops.py): 1 is computed serially. */
+LOWERING_HIDDEN int lowering_plan_launch(int64_t tasks) { return context.is_serial = tasks == 1; }
 
 #endif

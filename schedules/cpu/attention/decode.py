@@ -68,13 +68,15 @@ def decode(bound: BoundAttention, tiles: DecodeTiles, cpu: CpuFeatures) -> None:
     heads = let(T.int64(1) * bound.B * p.kv_heads)
     splits = _number_of_splits(bound, tiles)
     partial = PartialResults(bound, tiles, cpu)
-    with (
-        import_dot(uses_bf16_pairs(p, cpu, in_place=True)),
-        T.parallel(splits * heads) as work,  # splits slowest: a thread gets the same splits of every head
-    ):
-        head, split = let(work % heads), let(work // heads)
+
+    def task(index: Expr) -> None:
+        head, split = let(index % heads), let(index // heads)  # a thread gets the same splits of every head
         with bound.guard_row_count(let(head // p.kv_heads), 1, tiles.q_len):
             _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
+
+    work = heads * rows * bound.T * (p.head_dim + p.v_head_dim)
+    with import_dot(uses_bf16_pairs(p, cpu, in_place=True)):
+        split_among_threads(splits * heads, work, tiles.parallel_work, task)
     work = heads * rows * splits * len(partial.v_starts)
     split_among_threads(heads * rows, work, tiles.parallel_work, lambda row: partial.merge(let(row), rows, splits))
 

@@ -29,6 +29,7 @@ from lowering.attention.codegen.key_tiles import KeyTiles
 from lowering.attention.codegen.scores import HIDDEN_BIAS
 from lowering.attention.expr.interval import Interval
 
+from ..elementwise.loops import split_among_threads
 from ..matmul.dot_bf16 import import_dot, pack_rounded
 from ..primitives.vector import (
     LOG2_E,
@@ -51,6 +52,8 @@ from .attention_tiles import PrefillTiles
 from .kv_tile import uses_bf16_pairs
 from .query_rows import QueryRows
 
+_PARALLEL_WORK = 1 << 16
+
 
 def prefill(bound: BoundAttention, tiles: PrefillTiles, cpu: CpuFeatures, more_than: int = 0) -> None:
     """Emit the kernel into the PrimFunc that `bound` has opened, for any problem without a qk output.
@@ -60,11 +63,9 @@ def prefill(bound: BoundAttention, tiles: PrefillTiles, cpu: CpuFeatures, more_t
     heads, group = bound.problem.kv_heads, bound.problem.group
     row_count = let(T.int64(1) * bound.S * group)
     count = let(tirx.max(tirx.ceildiv(row_count, tiles.q), T.int64(1)))
-    with (
-        import_dot(uses_bf16_pairs(bound.problem, cpu)),
-        T.parallel(T.int64(1) * bound.B * heads * count) as work,
-    ):
-        b, hk, position = let(work // (heads * count)), let(work // count % heads), let(work % count)
+
+    def task(index: Expr) -> None:
+        b, hk, position = let(index // (heads * count)), let(index // count % heads), let(index % count)
         # Order: first, last, second, last but one. Late rows cost more under a causal mask, and threads take neighbors.
         tile = T.bind(tirx.Select(position % 2 == 0, position // 2, count - 1 - position // 2))
         r0 = let(tile * tiles.q)
@@ -73,6 +74,11 @@ def prefill(bound: BoundAttention, tiles: PrefillTiles, cpu: CpuFeatures, more_t
             return
         with bound.guard_row_count(b, more_than + 1, None), bound.guard_row(b, let(r0 // group)):
             _QueryTile(bound, tiles, cpu, b, hk, r0, let(bound.rows(b) * group)).emit()
+
+    all_heads = T.int64(heads) * bound.B
+    work = all_heads * row_count * bound.T * (bound.problem.head_dim + bound.problem.v_head_dim)
+    with import_dot(uses_bf16_pairs(bound.problem, cpu)):
+        split_among_threads(all_heads * count, work, _PARALLEL_WORK, task)
 
 
 class _QueryTile(QueryRows):

@@ -16,8 +16,14 @@ from ...reading.stages import Axis, count_points, unravel
 from ...tiles import Space, Tiles
 from ..primitives.vector import CpuFeatures, let
 
-LAUNCH_ALONE = "lowering_launch_alone"
-"""From lowering/runtime/native/parallel.c: whether the following parallel loop runs on the calling thread only."""
+PLAN_LAUNCH = "lowering_plan_launch"
+"""From lowering/runtime/native/parallel.c: how threads share the following parallel loop, by its number of tasks."""
+
+_ALONE, _EQUAL_SHARES = tirx.const(1, "int64"), tirx.const(0, "int64")
+
+_LONG_WORK = 1 << 23
+"""Simple operations from which on threads take tasks one after the other, instead of a fixed share of them. They take
+a core 50 to 500 microseconds, in which other programs may use its CPU, or another core may be faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +50,22 @@ class LoopTiles(Tiles):
 def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Callable[[Expr], None]) -> None:
     """Emit body(task) for each task, in parallel if the work is at least `parallel_work`.
 
-    work is the number of simple operations of all tasks together. It is tested at run time if it is symbolic.
+    work is the number of simple operations of all tasks. It is tested at run time if it is symbolic.
     """
     work, tasks = Analyzer().simplify(work), Analyzer().simplify(tasks)
     if is_int(tasks, 1) or (isinstance(work, tirx.IntImm) and work.value < parallel_work):
         with T.serial(tasks) as task:
             body(task)
         return
-    is_static = isinstance(work, tirx.IntImm)
-    if not is_static:
-        T.evaluate(T.call_extern("int32", LAUNCH_ALONE, (work < parallel_work).astype("int32")))
+    plan = tirx.Select(work < _LONG_WORK, _EQUAL_SHARES, tasks.astype("int64"))
+    plan = Analyzer().simplify(tirx.Select(work < parallel_work, _ALONE, plan))
+    is_planned = not is_int(plan, 0)
+    if is_planned:
+        T.evaluate(T.call_extern("int32", PLAN_LAUNCH, plan))
     with T.parallel(tasks) as task:
         body(task)
-    if not is_static:  # a loop that TVM proves to have one task launches nothing
-        T.evaluate(T.call_extern("int32", LAUNCH_ALONE, tirx.const(0, "int32")))
+    if is_planned and not isinstance(tasks, tirx.IntImm):  # a loop that TVM proves to have one task launches nothing
+        T.evaluate(T.call_extern("int32", PLAN_LAUNCH, _EQUAL_SHARES))
 
 
 def split_rows(
