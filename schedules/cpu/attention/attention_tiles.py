@@ -16,6 +16,8 @@ from ..primitives.vector import CpuFeatures, cover_row
 _SOFTMAX = 20  # vector operations for a pair: exp, maximum, sum
 _STREAM = 4  # cycles for a vector from memory
 _TILE = 100  # cycles until a tile's loops run
+_STEP = 2  # cycles of a step of the matmuls' loops, apart from their FMAs
+_LONG = TYPICAL * 16  # the length assumed for a symbolic one
 
 
 @dataclass(frozen=True)
@@ -86,38 +88,39 @@ class PrefillTiles(QueryKeyTiles):
         """Estimate the log of the cycles of a pair of a query row and a key.
 
         It counts both matmuls in their register tiles, the softmax, and each row's share of the cost of a tile of keys.
-        It adds the wasted work of tiles at the edges and under a causal diagonal.
+        It adds the wasted work of register tiles at the edges and of tiles under a causal diagonal.
         """
         lanes = cpu.lanes(problem.acc_dtype)
+        rows, keys = (problem.q_len or _LONG) * problem.group, problem.kv_len or _LONG
         vectors = -(-problem.v_head_dim // lanes)
         width = min(self.pv_vectors, vectors)
-        scores = (
-            problem.head_dim * register_tile_cycles(self.qk_keys, self.qk_vectors) / (self.qk_keys * self.qk_vectors)
-        )
-        accumulation = vectors * lanes * register_tile_cycles(self.pv_rows, width) / (self.pv_rows * width)
+        scores = problem.head_dim * _cycles_of_fma(self.qk_keys, self.qk_vectors)
+        accumulation = vectors * lanes * _cycles_of_fma(self.pv_rows, width) * padding_ratio(rows, self.pv_rows)
         rescaled = 2 * vectors * lanes / self.kv
         softmax = _SOFTMAX * max(LATENCY / 2 / self.chains, 1.0)
         unpacked = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q
         tiles = 4 * (self.q * self.kv + self.kv * (problem.head_dim + problem.v_head_dim) + self.q * problem.v_head_dim)
         spilled = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q * lanes / 4 * miss_ratio(tiles, L2)
-        rows, keys = problem.q_len or TYPICAL * 8, problem.kv_len or TYPICAL * 8
-        edges = padding_ratio(rows * problem.group, self.q) * padding_ratio(keys, self.kv)
+        by_panels = (scores + softmax) * padding_ratio(rows, self.qk_vectors * lanes)
         diagonal = 1 + (self.q / problem.group + self.kv) / keys if problem.is_causal else 1.0
-        return math.log((scores + accumulation + rescaled + softmax + unpacked + spilled) * edges * diagonal)
+        cycles = by_panels + accumulation + rescaled + unpacked + spilled
+        return math.log(cycles * padding_ratio(keys, self.kv) * diagonal)
 
     @classmethod
     def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> PrefillTiles:
-        """Return the untuned default: register tiles that keep the FMA units busy, and tiles that share the caches.
+        """Return the untuned default: the best, by estimate, of register tiles that keep the FMA units busy.
 
-        Tiles of S, Q, K and V fit the caches. Times are flat around these: 32 to 96 query rows and 64 to 256 keys are
-        within 3 %. Fewer rows waste less under a causal mask, more rows unpack K and V less often.
+        Tiles of S, Q, K and V fit the caches. More rows unpack K and V less often.
         """
         vectors = len(cover_row(problem.v_head_dim, cpu.lanes(problem.acc_dtype))[1])
         if cpu.registers == 32:
-            pv_rows, pv_vectors = {1: (16, 1), 2: (8, 2), 3: (8, 3)}.get(vectors, (4, 4))
-            return PrefillTiles(64, 64, qk_keys=8, qk_vectors=2, pv_rows=pv_rows, pv_vectors=pv_vectors)
-        pv_rows, pv_vectors = {1: (12, 1)}.get(vectors, (6, 2))
-        return PrefillTiles(48, 64, qk_keys=4, qk_vectors=3, pv_rows=pv_rows, pv_vectors=pv_vectors)
+            tall = {1: (16, 1), 2: (12, 2)}.get(vectors, (8, 3) if vectors in (3, 5, 6) else (6, 4))
+            wide = {1: (16, 1), 2: (8, 2), 3: (8, 3)}.get(vectors, (4, 4))
+            candidates = [(96, 8, 3, *tall), (64, 4, 4, *wide), (64, 8, 2, *wide)]
+        else:
+            candidates = [(48, 4, 3, *{1: (12, 1)}.get(vectors, (6, 2)))]
+        tiles = [PrefillTiles(q, 64, qk_keys=n, qk_vectors=m, pv_rows=r, pv_vectors=v) for q, n, m, r, v in candidates]
+        return min(tiles, key=lambda choice: choice.estimate(problem, cpu))
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,11 @@ class DecodeTiles(Tiles):
 
 
 MAX_DECODE_ROWS = 16  # packed query rows up to which reading K and V takes longer than the arithmetic
+
+
+def _cycles_of_fma(rows: int, vectors: int) -> float:
+    """Return the cycles of a vector FMA of a register tile."""
+    return (register_tile_cycles(rows, vectors) + _STEP) / (rows * vectors)
 
 
 def _fits(rows: int, vectors: int, cpu: CpuFeatures) -> bool:

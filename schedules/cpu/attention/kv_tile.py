@@ -40,6 +40,8 @@ from ..primitives.vector import (
 _STREAMS = 4
 """Ranges of rows of the next tile that are prefetched in turns. Eight are slower: they are shorter than a page."""
 
+_FEW_ROWS = 32
+
 
 def load_query(
     bound: BoundAttention, cpu: CpuFeatures, position: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int
@@ -64,13 +66,24 @@ def cover_values(p: AttentionProblem, cpu: CpuFeatures, in_place: bool) -> tuple
     return W, [start + half for start in cover_row(p.v_head_dim, 2 * W)[1] for half in (0, W)]
 
 
+def copies_values(p: AttentionProblem, cpu: CpuFeatures) -> bool:
+    """Return whether tiles of V are copied to scratch memory, whatever their type is.
+
+    They are where vectors are as long as a cache line: a row that begins within a line would split each of its vectors.
+    Rows far apart also share few sets of the first-level cache. Few query rows read
+    V too seldom for it to pay off.
+    """
+    is_whole_line = cpu.lanes(p.acc_dtype) * DataType(p.acc_dtype).itemsize == LINE
+    return is_whole_line and (p.q_len is None or p.q_len * p.group > _FEW_ROWS)
+
+
 class KeyValueTile:
     """Rows [start, end) of K and V of key/value head hk in batch b, in the accumulator type.
 
-    float32 (float64) is read in place. Other types are unpacked into scratch tiles of `size` rows, once per tile;
-    `scratch` holds their sizes. With size = 0 they are read in place too, and widened at each use. Rows are counted
-    from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last may overlap the
-    previous one.
+    float32 (float64) is read in place, unless `copies_values`. Other types are unpacked into scratch tiles of `size`
+    rows, once per tile; `scratch` holds their sizes. With size = 0 they are read in place too, and widened at each use.
+    Rows are counted from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last
+    may overlap the previous one.
 
     If finding a key takes tables, the tile stores the offsets of its `max_rows` rows. Quantized values are multiplied
     by their scales. A scale common to all of K, or of V, is a `factor` of scores, or of O, which the kernel applies.
@@ -93,6 +106,7 @@ class KeyValueTile:
         self.Wv, self.v_starts = cover_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in p.stored_types)
+        self.unpacks_v = self.unpacks_v or (size > 0 and copies_values(p, cpu))
         self.by_offset = bound.addressing.has_lookup
         self.scratch = {
             "K": (self.unpacks_k * size * self.D, p.acc_dtype),
