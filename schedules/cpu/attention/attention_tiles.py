@@ -142,7 +142,7 @@ class DecodeTiles(Tiles):
     ahead: int = 1
     """The prefetch distance of K and V rows, in tiles."""
     parallel_work: int = 1 << 16
-    """Operations from which on threads share the merging of splits."""
+    """Operations from which on threads share the splits, and the merging of them."""
 
     @classmethod
     def space(cls, problem: AttentionProblem, cpu: CpuFeatures) -> Space:
@@ -187,7 +187,7 @@ class DecodeTiles(Tiles):
         row = 4 * (problem.head_dim + problem.v_head_dim)
         reread = L2_LINE * problem.v_head_dim * 4 / 64 * miss_ratio(self.kv * row, L1)
         tile = (_TILE + rows * vectors) / self.kv
-        keys = problem.kv_len or TYPICAL * 16
+        keys = problem.kv_len or _LONG
         splits = max(min(-(-keys // self.split), self.max_splits), 1)
         merge = splits * (_TILE + rows * vectors * 2) / keys if splits > 1 else 0.0
         return math.log(max(read, scores + accumulation) + reread + tile + merge)

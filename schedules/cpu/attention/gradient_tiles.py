@@ -29,8 +29,7 @@ class GradientTiles(QueryKeyTiles):
 
     @classmethod
     def default(cls, problem: AttentionProblem, cpu: CpuFeatures) -> GradientTiles:
-        """Return the untuned default: prefill's tiles with more rows, as each tile of rows passes over all of dK and
-        dV."""
+        """Return the untuned default: tiles with more rows than prefill's, as each passes over all of dK and dV."""
         lanes = cpu.lanes(problem.acc_dtype)
         vectors = -(-min(problem.head_dim, problem.v_head_dim) // lanes)
         if cpu.registers == 32:

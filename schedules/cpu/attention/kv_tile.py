@@ -70,8 +70,7 @@ def copies_values(p: AttentionProblem, cpu: CpuFeatures) -> bool:
     """Return whether tiles of V are copied to scratch memory, whatever their type is.
 
     They are where vectors are as long as a cache line: a row that begins within a line would split each of its vectors.
-    Rows far apart also share few sets of the first-level cache. Few query rows read
-    V too seldom for it to pay off.
+    Rows far apart also share few sets of the first-level cache. Few query rows read V too seldom for it to pay off.
     """
     is_whole_line = cpu.lanes(p.acc_dtype) * DataType(p.acc_dtype).itemsize == LINE
     return is_whole_line and (p.q_len is None or p.q_len * p.group > _FEW_ROWS)
