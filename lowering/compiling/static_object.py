@@ -17,13 +17,9 @@ from tvm import tirx
 
 from ..emission.c_code import CTensor
 from ..emission.main_code import emit_main
-from ..emission.static_source import (
-    StaticModel,
-    name_fields,
-    write_header,
-    write_source,
-    write_weights_source,
-)
+from ..emission.static_header import write_header
+from ..emission.static_model import StaticModel, name_fields
+from ..emission.static_source import write_source, write_weights_source
 from ..errors import InputError, ModelError, TargetError
 from ..graph.loading.model import ModelLike
 from ..manifest import HEADER, OBJECT, WEIGHTS, WEIGHTS_SOURCE, Manifest
@@ -62,7 +58,7 @@ def write_static_object(
 
     Raises:
         InputError: The name is not a C identifier, or the target is a GPU.
-        ModelError: It has loops, or memory whose size depends on data.
+        ModelError: It has strings, or calls what is not C code (`static.unsupported`).
         TargetError: The C compiler or the linker is missing or fails.
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
@@ -121,9 +117,9 @@ def _emit(lowered: LoweredModel, name: str, one_thread: bool) -> StaticModel:
         CTensor(f"(void*)((const char*)call->weights + {spec.offset})", _to_sizes(spec.dims), spec.storage)
         for spec in manifest.weights
     ]
-    code = emit_main(state.module, manifest.inputs, weights, state.assertions)
-    kernels = {n: state.module[n] for n in dict.fromkeys(code.kernels)}
-    return StaticModel(name, manifest, name_fields(manifest, code.sizes), code, kernels, one_thread)
+    program, code = emit_main(state.module, manifest.inputs, weights, state.assertions)
+    kernels = {n: state.module[n] for n in dict.fromkeys(program.kernels)}
+    return StaticModel(name, manifest, name_fields(manifest, code), program, code, kernels, one_thread)
 
 
 def _to_sizes(dims: Sequence[int]) -> tuple[tirx.IntImm, ...]:

@@ -1,174 +1,29 @@
-"""The C code of a static object, and its header: the size function and the function of the model.
-
-model.h declares one record, `model_call`, with the symbolic sizes, the addresses of inputs and outputs, and the memory
-of a call. model.c defines the functions that take it, around the code of `main` (main_code.py).
-"""
+"""The C code of a static object: the size function and the function of the model, around the code of `main`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
-from tvm import DataType, tirx
+from tvm import DataType
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
 from ..arithmetic import LARGEST_SIZE
 from ..importing.values import MAX_TENSOR_BYTES
-from ..manifest import Manifest, TensorSpec
+from ..manifest import TensorSpec
 from ..passes.memory.plan_memory import ALIGNMENT
 from ..passes.memory.size_classes import to_float64
 from ..tensorir.expressions import is_int
-from ..version import VERSION
-from .c_code import CTensor, MainCode, name_kernel
-from .c_names import choose_names, escape, quote
+from .c_code import CTensor, name_kernel
+from .c_names import quote
 from .kernel_signature import declare
+from .static_model import StaticModel, list_own_outputs
 
-_C_TYPES = {
-    "float32": "float", "float64": "double", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
-    "int64": "int64_t", "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t",
-    "bool": "uint8_t", "float16": "uint16_t", "bfloat16": "uint16_t",
-}  # fmt: skip
-
-_TYPES = """\
-#ifndef LOWERING_STATIC_TYPES
-#define LOWERING_STATIC_TYPES
-
-/* The stable code of a cause, which the page of error codes lists, and a text that says what is wrong. */
-typedef struct {
-    char code[64];
-    char text[960];
-} lowering_error;
-
-/* Threads of the caller. run calls task(data, 0) to task(data, count - 1), in any order and on any threads, and returns
- * when all of them have returned. */
-typedef struct {
-    void* pool;
-    int count; /* of tasks of a loop, at most 1024 */
-    void (*run)(void* pool, void (*task)(void* data, int number), void* data, int count);
-} lowering_threads;
-
-#endif
-"""
-
-
-@dataclass(frozen=True)
-class FieldNames:
-    """C names of the fields of a call's record: of sizes, inputs, and by name of outputs with memory of their own."""
-
-    sizes: Sequence[str]
-    inputs: Sequence[str]
-    outputs: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class StaticModel:
-    """A model as C code.
-
-    Attributes:
-        name: The prefix of its C names.
-        manifest: Its description; its weights have their offsets.
-        fields: The names of the fields of a call's record.
-        code: The code of `main`.
-        kernels: Its kernels by name.
-        one_thread: Whether one call of the model runs at a time, by one thread, without thread-local memory.
-    """
-
-    name: str
-    manifest: Manifest
-    fields: FieldNames
-    code: MainCode
-    kernels: Mapping[str, tirx.PrimFunc]
-    one_thread: bool
-
-
-def name_fields(manifest: Manifest, sizes: Sequence[str]) -> FieldNames:
-    """Return names of the fields of a call's record."""
-    inputs = [tensor.name for tensor in manifest.inputs]
-    outputs = [tensor.name for tensor in list_own_outputs(manifest)]
-    names = choose_names([*sizes, *inputs, *outputs], ("weights", "workspace", "threads"))
-    first, last = len(sizes), len(sizes) + len(inputs)
-    return FieldNames(names[:first], names[first:last], dict(zip(outputs, names[last:])))
-
-
-def write_header(model: StaticModel, functions: Sequence[str] = ()) -> str:
-    """Return model.h, ASCII. `functions` are those of a C library that the object calls."""
-    name, manifest = model.name, model.manifest
-    fields = [
-        f"    int64_t {field};{_comment(_describe_range(manifest, size))}"
-        for size, field in zip(model.code.sizes, model.fields.sizes)
-    ]
-    for tensor, field in zip(manifest.inputs, model.fields.inputs):
-        is_donated = tensor.name in manifest.donated
-        what = f"input {tensor}" + (f", replaced by output {manifest.donated[tensor.name]}" if is_donated else "")
-        qualifier = "" if is_donated else "const "
-        fields.append(_declare_field(field, tensor, what, qualifier))
-    for tensor in list_own_outputs(manifest):
-        fields.append(_declare_field(model.fields.outputs[tensor.name], tensor, f"output {tensor}", ""))
-    if manifest.weights:
-        fields.append("    const void* weights; /* weights.bin, at a multiple of 64 bytes */")
-    fields.append(f"    void* workspace; /* {name}_workspace_bytes() bytes, at a multiple of 64 bytes */")
-    if not model.one_thread:
-        fields.append("    const lowering_threads* threads; /* NULL: the calling thread computes alone */")
-    guard = f"{name}_STATIC_MODEL_H"
-    return _HEADER.format(
-        version=VERSION, target=escape(manifest.target), guard=guard, types=_TYPES, name=name,
-        functions=", ".join(functions) or "none", calls=_CALLS[model.one_thread], fields="\n".join(fields),
-        weights=_WEIGHTS.format(name=name) if manifest.weights else "",
-    )  # fmt: skip
-
-
-_HEADER = """\
-/* Generated by onnx-lowering {version} for {target}. Link model.o.
- * Functions of a C library that it calls: {functions}.
- * Functions return 0, or -1 and fill in the error, which may be NULL; outputs and donated inputs are undefined then.
- * {calls} */
-#ifndef {guard}
-#define {guard}
-
-#include <stddef.h>
-#include <stdint.h>
-
-#ifdef __cplusplus
-extern "C" {{
-#endif
-
-{types}
-/* One call. Tensors are compact, and begin at multiples of the size of an element. float16, bfloat16 and bool are their
- * bytes in unsigned integers. Outputs and the workspace overlap no other memory of the call. */
-typedef struct {{
-{fields}
-}} {name}_call;
-
-/* Return the bytes of the workspace of a call, of which it reads sizes and threads only; -1 with an error. */
-int64_t {name}_workspace_bytes(const {name}_call* call, lowering_error* error);
-
-/* Compute the outputs. */
-int {name}_run(const {name}_call* call, lowering_error* error);
-
-{weights}#ifdef __cplusplus
-}}
-#endif
-
-#endif
-"""
-
-
-_CALLS = {
-    False: "Calls with different workspaces may run at the same time.",
-    True: "One call runs at a time.",
-}
-
-_WEIGHTS = """\
-/* The content of weights.bin, where weights.S is linked. */
-extern const unsigned char {name}_weights[];
-
-"""
+_MOST_BYTES = f"{float(MAX_TENSOR_BYTES):.1f}"
 
 
 def write_source(model: StaticModel, symbols: Mapping[str, str]) -> str:
     """Return model.c, which includes model.h and static_main.h. `symbols` are the kernels' names in their code."""
-    code = model.code
     declarations = [
         f'{declare(kernel, name_kernel(kernel_name))[:-1]} __asm__("{symbols[kernel_name]}");'
         for kernel_name, kernel in model.kernels.items()
@@ -176,12 +31,17 @@ def write_source(model: StaticModel, symbols: Mapping[str, str]) -> str:
     lines = [
         '#include "model.h"',
         *(["#define LOWERING_ONE_THREAD"] if model.one_thread else []),
-        '#include "static_main.h"',
+        f"#define LOWERING_MOST_BYTES {_MOST_BYTES} /* of a tensor */",
+        f"#define LOWERING_RANK {model.program.rank}",
+        f'#include "{"static_memory.h" if model.program.allocates else "static_main.h"}"',
         "",
         *declarations,
         "",
-        *code.constants,
+        *model.program.constants,
         "",
+        *model.program.declarations,
+        "",
+        *model.program.definitions,
         *_write_layout(model),
         *_write_compute(model),
         *_write_run(model),
@@ -225,12 +85,13 @@ def _write_layout(model: StaticModel) -> Iterator[str]:
     if not model.one_thread:
         yield "    const int64_t tasks = call->threads != NULL ? call->threads->count : 1;"
         yield "    if (check_threads(error, call->threads) != 0) return -1;"
-    tensors = (tensor.count_bytes() for tensor in (*code.inputs, *code.outputs))
+    outputs = (tensor for k, tensor in enumerate(code.outputs) if k not in code.allocated)
+    tensors = (tensor.count_bytes() for tensor in (*code.inputs, *outputs))
     totals = [
         total for total in (*code.workspace.values(), *code.scratch, *tensors) if not isinstance(total, prim.IntImm)
     ]
     for total in dict.fromkeys(code.to_c(to_float64(total)) for total in totals):  # int64 may wrap
-        yield f"    if (!({total} <= {float(MAX_TENSOR_BYTES):.1f})) return fail_memory(error);"
+        yield f"    if (!({total} <= LOWERING_MOST_BYTES)) return fail_memory(error);"
     yield from (f"    {check}" for check in code.size_checks)
     yield "    int64_t bytes = 0, scratch = 0;"
     for block in blocks:
@@ -248,8 +109,13 @@ def _write_compute(model: StaticModel) -> Iterator[str]:
     """Yield the function of `main`."""
     code = model.code
     outputs = _assign_outputs(model)
-    yield f"static int compute(const {model.name}_call* call, const Layout* layout, lowering_error* error) {{"
+    heap = "Heap* heap, " if model.program.allocates else ""
+    yield f"static int compute(const {model.name}_call* call, const Layout* layout, {heap}lowering_error* error) {{"
     yield from _declare_sizes(model)
+    if model.program.allocates:
+        yield f"    Block* owned[{max(code.owned, 1)}];"
+        yield "    Frame frame = {heap, owned, 0};"
+        yield "    (void)frame;"
     for number, field in enumerate(model.fields.inputs):
         yield f"    void* const input{number} = (void*)call->{field};"
         yield f"    (void)input{number};"
@@ -259,14 +125,32 @@ def _write_compute(model: StaticModel) -> Iterator[str]:
         else:
             yield f"    void* const {block} = (char*)call->workspace + layout->{block};"
     yield from (f"    {statement}" for statement in code.statements)
+    yield from _write_allocated_outputs(model)
     for spec, tensor in _pair_own_outputs(model):
-        if outputs.get(tensor.memory) != spec.name:
+        if outputs.get(tensor.memory) != spec.name and spec.name not in model.fields.shapes:
             size, field = code.to_c(tensor.count_bytes()), model.fields.outputs[spec.name]
             yield f"    if ({size} > 0) memcpy(call->{field}, {tensor.address}, (size_t)({size}));"
     yield "    (void)call, (void)layout, (void)error;"
     yield "    return 0;"
     yield "}"
     yield ""
+
+
+def _write_allocated_outputs(model: StaticModel) -> Iterator[str]:
+    """Yield the code that allocates outputs whose size depends on data, and sets their addresses and shapes."""
+    code, fields = model.code, model.fields
+    pairs = [(spec.name, tensor) for spec, tensor in _pair_own_outputs(model) if spec.name in fields.shapes]
+    if not pairs:
+        return
+    new_outputs = ", ".join(
+        f"{{{tensor.address}, {code.to_c(tensor.count_bytes())}, (void**)call->{fields.outputs[name]}}}"
+        for name, tensor in pairs
+    )
+    yield f"    const NewOutput new_outputs[] = {{{new_outputs}}};"
+    yield f"    if (allocate_outputs(call->memory, new_outputs, {len(pairs)}) != 0) return fail_memory(error);"
+    for name, tensor in pairs:
+        for axis, size in enumerate(tensor.shape):
+            yield f"    call->{fields.shapes[name]}[{axis}] = {code.to_c(size)};"
 
 
 def _write_run(model: StaticModel) -> Iterator[str]:
@@ -286,16 +170,25 @@ def _write_run(model: StaticModel) -> Iterator[str]:
     checked = [
         (spec.name, field, code.to_c(tensor.count_bytes()), DataType(spec.storage).itemsize)
         for field, spec, tensor in (*inputs, *outputs)
+        if spec.name not in model.fields.shapes
     ]
+    for name, field in model.fields.shapes.items():
+        checked += [(name, model.fields.outputs[name], "8", 8), (name, field, "8", 8)]
     if manifest.weights:
         checked.append(("weights", "weights", str(sum(weight.nbytes for weight in manifest.weights)), ALIGNMENT))
     checked.append(("workspace", "workspace", "layout.bytes", ALIGNMENT))
     for title, field, size, alignment in checked:
         yield f"    if (check_memory(error, {quote(title)}, call->{field}, {size}, {alignment}) != 0) return -1;"
+    if model.program.allocates:
+        yield "    if (check_callers_memory(error, call->memory) != 0) return -1;"
+        yield "    Heap heap = {call->memory, NULL, NULL};"
     yield "    const Context before = context;"
     threads = "NULL" if model.one_thread else "call->threads"
     yield f"    context = (Context){{{threads}, (char*)call->workspace + layout.scratch, layout.scratch_bytes, 0, 0}};"
-    yield "    const int status = compute(call, &layout, error);"
+    heap = "&heap, " if model.program.allocates else ""
+    yield f"    const int status = compute(call, &layout, {heap}error);"
+    if model.program.allocates:
+        yield "    release_heap(&heap);"
     yield "    context = before;"
     yield "    return status;"
     yield "}"
@@ -320,22 +213,3 @@ def _assign_outputs(model: StaticModel) -> dict[str, str]:
 def _pair_own_outputs(model: StaticModel) -> list[tuple[TensorSpec, CTensor]]:
     own = list_own_outputs(model.manifest)
     return [(spec, tensor) for spec, tensor in zip(model.manifest.outputs, model.code.outputs) if spec in own]
-
-
-def list_own_outputs(manifest: Manifest) -> list[TensorSpec]:
-    """Return the outputs that have memory of their own."""
-    return [tensor for tensor in manifest.outputs if tensor.name not in manifest.donated.values()]
-
-
-def _declare_field(field: str, tensor: TensorSpec, what: str, qualifier: str) -> str:
-    kind = _C_TYPES.get(tensor.storage, "void")
-    return f"    {qualifier}{kind}* {field};{_comment(what)}"
-
-
-def _describe_range(manifest: Manifest, size: str) -> str:
-    lower, upper = manifest.ranges.get(size, (0, LARGEST_SIZE))
-    return f"size '{size}', {lower} to {upper}" if size in manifest.ranges else f"size '{size}'"
-
-
-def _comment(text: str) -> str:
-    return " /* " + escape(text).replace("*/", "*\\057").replace("/*", "/\\052") + " */"

@@ -99,32 +99,12 @@ def test_names_of_models_are_data(tmp_path: Path) -> None:
         np.testing.assert_array_equal(y, -x)
 
 
-LOOP = """
-m (int64 count, float[n] x) => (float[n] y)
-{
-  y = Loop(count, , x) <body = b (int64 i, bool go, float[n] v) => (bool next, float[n] w) {
-    next = Identity(go)
-    w = Neg(v)
-  }>
-}"""
-UNEQUAL = """
-m (bool c, float[n] x) => (float[k] y)
-{
-  y = If(c) <then_branch = g () => (float[k] a) { a = Concat<axis = 0>(x, x) },
-             else_branch = h () => (float[k] b) { b = Relu(x) }>
-}"""
-DYNAMIC = "m (float[n] x) => (int64[1, count] y) { y = NonZero(x) }"
-
-
 def test_rejected_models(tmp_path: Path) -> None:
     """A model that cannot be a static object is rejected before anything is written."""
     model = make_model(ALIASES, {})
     folder = tmp_path / "out"
     compile_static(folder, model)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for text in (LOOP, UNEQUAL, DYNAMIC):
-        with raises("static.unsupported", kind=ModelError):
-            compile_static(folder, make_model(text, {}))
     for name in ("", "1st", "a-b", "a b"):
         with raises("static.name_invalid", kind=InputError):
             compile_static(folder, model, name=name)

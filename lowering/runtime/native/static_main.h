@@ -140,6 +140,35 @@ __attribute__((unused)) static int check_value(lowering_error* error, const char
     return -1;
 }
 
+/* Check sizes computed from data: none is negative, and with `others` they form a tensor that fits into memory. With
+ * itemsize 0 they are not dimensions of one tensor. */
+__attribute__((unused)) static int check_sizes(lowering_error* error, const int64_t* sizes, int count,
+                                               const int64_t* others, int other_count, int64_t itemsize,
+                                               const char* name) {
+    const int64_t largest = INT64_C(1) << 40;
+    double bytes = (double)itemsize;
+    const char *code = NULL, *what = NULL;
+    for (int k = 0; k < count; ++k) {
+        if (sizes[k] < 0) code = "run.negative_size", what = ", one of which is negative.";
+        else if (sizes[k] > largest) code = "run.size_too_large", what = ", one of which is larger than 2^40.";
+        if (code != NULL) break;
+        bytes *= (double)sizes[k];
+    }
+    for (int k = 0; k < other_count; ++k) bytes *= (double)others[k];
+    if (code == NULL && bytes > LOWERING_MOST_BYTES) code = "run.out_of_memory", what = ": more memory than a machine has.";
+    if (code == NULL) return 0;
+    Message message = begin_error(error, code);
+    say(&message, name);
+    say(&message, " requires the sizes [");
+    for (int k = 0; k < count; ++k) {
+        if (k > 0) say(&message, ", ");
+        say_number(&message, sizes[k]);
+    }
+    say(&message, "]");
+    say(&message, what);
+    return -1;
+}
+
 /* Check a condition of the model on its sizes. Each {} in the text stands for the next of the numbers. */
 __attribute__((unused)) static int check_condition(lowering_error* error, int is_true, const char* code, const char* text,
                                                    const int64_t* numbers, int count) {
