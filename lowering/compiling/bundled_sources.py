@@ -18,7 +18,7 @@ from tvm_ffi import libinfo
 from .cache import object_cache
 from .cache.fingerprints import fingerprint_program
 
-_FOLDER = Path(__file__).parents[1] / "runtime" / "native"
+FOLDER = Path(__file__).parents[1] / "runtime" / "native"
 _FLAGS = ("-O2", "-fPIC", "-pthread", "-std=gnu11")
 _SOURCES = ("parallel", "checks")
 _BY_FUNCTION = {
@@ -34,12 +34,16 @@ def compile_bundled_sources(cc: str, folder: str | Path, called: Collection[str]
 
     Object files go to `folder`. Raise RuntimeError if the compiler fails.
     """
-    optional = (name for function, names in _BY_FUNCTION.items() if function in called for name in names)
-    sources = (*_SOURCES, *dict.fromkeys(optional))
+    sources = (*_SOURCES, *list_sources(called))
     paths = [Path(folder) / f"{name}.o" for name in sources]
     for name, path in zip(sources, paths):
         path.write_bytes(_get_object(cc, name))
     return ["-pthread", *map(str, paths)]
+
+
+def list_sources(called: Collection[str]) -> list[str]:
+    """Return the names, without .c, of the sources in `FOLDER` that check requests by these functions."""
+    return list(dict.fromkeys(name for function, names in _BY_FUNCTION.items() if function in called for name in names))
 
 
 @functools.cache
@@ -56,7 +60,7 @@ def _get_object(cc: str, name: str) -> bytes:
 def _compile_source(cc: str, name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.o"
-        files = ["-c", "-x", "c", str(_FOLDER / f"{name}.c"), "-o", str(path)]
+        files = ["-c", "-x", "c", str(FOLDER / f"{name}.c"), "-o", str(path)]
         command = [cc, *_FLAGS, "-I", libinfo.find_include_path(), *files]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
@@ -68,6 +72,6 @@ def _compile_source(cc: str, name: str) -> bytes:
 def _hash_sources() -> str:
     """Return the digest of the sources, with their includes."""
     digest = hashlib.sha256(version("apache-tvm-ffi").encode())
-    for path in sorted((*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h"))):
+    for path in sorted((*FOLDER.glob("*.c"), *FOLDER.glob("*.h"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -27,19 +27,19 @@ from ..runtime.artifact.folders import replace_folder
 from ..target import Target, resolve
 from . import progress
 from .artifact import write_weights
+from .bundled_sources import FOLDER, list_sources
 from .compilation import LoweredModel, lower
 from .interrupts import preserve_interrupts
 from .objects import KernelObject
 from .options import CompileOptions
 from .pipeline import Dump
 
-_SOURCES = Path(__file__).parents[1] / "runtime" / "native"
 _TOOLS = ("objcopy", "nm")
 _OF_LINKERS = {"_GLOBAL_OFFSET_TABLE_", "__tls_get_addr"}
 """Names that linkers define or, in programs, remove."""
 _FLAGS = (
     "-std=c11", "-O2", "-fPIC", "-ffreestanding", "-fno-stack-protector", "-fwrapv",
-    "-fno-asynchronous-unwind-tables", "-Wno-unused-function",
+    "-fno-asynchronous-unwind-tables", "-Wno-unused-function", "-DLOWERING_STATIC",
 )  # fmt: skip
 
 
@@ -139,8 +139,11 @@ def _link(target: Target, static: StaticModel, source: str, kernels: Sequence[Ke
             (Path(folder) / file).write_bytes(content)
         names = [f"--keep-global-symbol={static.name}_{name}" for name in ("run", "workspace_bytes")]
         objcopy, nm = (_run(target, folder, [target.linker, f"-print-prog-name={tool}"]).strip() for tool in _TOOLS)
-        _run(target, folder, [target.linker, *_FLAGS, "-I", str(_SOURCES), "-c", "model.c", "-o", "model_c.o"])
-        objects = ["model_c.o", *(f"{symbol}.o" for symbol in needed)]
+        sources = ["model.c", *(str(FOLDER / f"{name}.c") for name in list_sources(static.program.checks))]
+        objects = [f"{symbol}.o" for symbol in needed]
+        for number, path in enumerate(sources):
+            objects.append(f"c{number}.o")
+            _run(target, folder, [target.linker, *_FLAGS, "-I", ".", "-I", str(FOLDER), "-c", path, "-o", objects[-1]])
         _run(target, folder, [target.linker, "-r", "-nostdlib", *objects, "-o", OBJECT])
         _run(target, folder, [objcopy, *names, OBJECT])
         undefined = _run(target, folder, [nm, "-u", OBJECT]).splitlines()

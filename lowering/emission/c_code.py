@@ -67,6 +67,7 @@ class Program:
         declarations: Their declarations.
         definitions: Their definitions.
         kernels: The kernels that are called, in order.
+        checks: The checks of requests (`importing.checks.REQUESTS`) that are called.
         rank: The largest rank of their arguments and results.
         allocates: Whether the size of some memory depends on data.
     """
@@ -78,6 +79,7 @@ class Program:
     declarations: list[str] = field(default_factory=list)
     definitions: list[str] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
+    checks: dict[str, None] = field(default_factory=dict)
     rank: int = 1
     allocates: bool = False
     pending: list[str] = field(default_factory=list)

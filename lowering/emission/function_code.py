@@ -15,7 +15,7 @@ from tvm import ir, relax, tirx
 from tvm.sym import Analyzer
 from tvm.tirx.buffer import is_buffer_var
 
-from ..importing.checks import CONDITION, INDICES, SIZES
+from ..importing.checks import CONDITION, INDICES, REQUESTS, SIZES
 from ..passes.memory.plan_memory import ALIGNMENT, FROM_ITS_OFFSET, VIEW
 from ..passes.memory.size_classes import to_float64
 from ..tensorir.expressions import Expr, is_int, substitute
@@ -212,15 +212,27 @@ class FunctionEmitter:
             self.add_check(runtime_checks.check_indices(to_c, tensor, bounds, *args[2:]))
             return tensor
         if name == SIZES:
-            sizes, others = self._read_sizes(args[0]), self._read_sizes(args[1])
-            self.add_check(runtime_checks.check_sizes(to_c, sizes, others, *args[2:]))
+            sizes, other_dims = self._read_sizes(args[0]), self._read_sizes(args[1])
+            self.add_check(runtime_checks.check_sizes(to_c, sizes, other_dims, *args[2:]))
             return sizes
         if name == CONDITION:
             condition, *numbers = self._read_sizes(args[1])
             check = runtime_checks.check_condition(to_c, condition, numbers, *args[2:])
             self.add_size_check(check, (condition, *numbers))
             return self.read(args[0])
+        if name in REQUESTS:
+            return self._check_requests(name, args)
         raise reject(f"the function {name}")
+
+    def _check_requests(self, name: str, args: Sequence[Any]) -> Value:
+        first, sizes, node, *rest = args
+        values = [self.read(table) for table in (first, *rest)]
+        tables = [value if isinstance(value, CTensor) else None for value in values]
+        self.add_scratch(runtime_checks.count_span_bytes(tables))
+        self.program.checks.setdefault(name)
+        check = runtime_checks.check_requests(self.code.to_c, name, self._read_sizes(sizes), node, tables)
+        self.add_check(check)
+        return values[0]
 
     def add_check(self, check: str) -> None:
         self.code.statements.append(f"if ({check} != 0) return -1;")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import tvm
+from tvm import tirx
 from tvm.ir import StringImm
 from tvm.tirx import IntImm
 
@@ -12,6 +13,7 @@ from ..tensorir.expressions import Expr
 from .c_code import CTensor
 from .c_names import quote
 
+_SPAN_BYTES = 32  # of Span in requests.h
 ToC = Callable[[Expr], str]
 
 
@@ -34,9 +36,9 @@ def check_indices(
     )
 
 
-def check_sizes(to_c: ToC, sizes: Sequence[Expr], others: Sequence[Expr], itemsize: IntImm, name: StringImm) -> str:
+def check_sizes(to_c: ToC, sizes: Sequence[Expr], other_dims: Sequence[Expr], itemsize: IntImm, name: StringImm) -> str:
     """Return the check of sizes computed from data; arguments are those of `importing.checks`."""
-    listed = f"{list_numbers(sizes, to_c)}, {len(sizes)}, {list_numbers(others, to_c)}, {len(others)}"
+    listed = f"{list_numbers(sizes, to_c)}, {len(sizes)}, {list_numbers(other_dims, to_c)}, {len(other_dims)}"
     return f"check_sizes(error, {listed}, {int(itemsize.value)}, {quote(str(name.value))})"
 
 
@@ -44,6 +46,34 @@ def check_condition(to_c: ToC, condition: Expr, numbers: Sequence[Expr], code: S
     """Return the check of a condition on sizes; arguments are those of `importing.checks`."""
     literals = f"{quote(str(code.value))}, {quote(str(text.value))}"
     return f"check_condition(error, {to_c(condition)} != 0, {literals}, {list_numbers(numbers, to_c)}, {len(numbers)})"
+
+
+def check_requests(
+    to_c: ToC, name: str, sizes: Sequence[Expr], node: StringImm, tables: Sequence[CTensor | None]
+) -> str:
+    """Return the check of a batch of requests by the function `name`; arguments are those of `importing.checks`."""
+    entries = ", ".join("{0}" if table is None else _describe_table(table, to_c) for table in tables)
+    return (
+        f"{name}(&(Requests){{&(Node){{{quote(str(node.value))}, error, context.scratch, context.bytes}}, "
+        f"{list_numbers(sizes, to_c)}, {len(sizes)}, (const Table[]){{{entries}}}}})"
+    )
+
+
+def _describe_table(table: CTensor, to_c: ToC) -> str:
+    is_narrow = int(table.dtype == "int32")
+    return f"{{{table.address}, {list_numbers(table.shape, to_c)}, {len(table.shape)}, {is_narrow}}}"
+
+
+def count_span_bytes(tables: Sequence[CTensor | None]) -> Expr:
+    """Return how many bytes of memory the check of these tables needs: at most three spans of slots for each entry."""
+    total: Expr = tirx.const(0, "int64")
+    for table in tables:
+        if table is not None:
+            count: Expr = tirx.const(3 * _SPAN_BYTES, "int64")
+            for size in table.shape:
+                count = count * size
+            total = total + count
+    return total
 
 
 def check_dim(to_c: ToC, text: str, axis: int, size: Expr, expected: Expr) -> str:

@@ -34,6 +34,8 @@ def write_source(model: StaticModel, symbols: Mapping[str, str]) -> str:
         f"#define LOWERING_MOST_BYTES {_MOST_BYTES} /* of a tensor */",
         f"#define LOWERING_RANK {model.program.rank}",
         f'#include "{"static_memory.h" if model.program.allocates else "static_main.h"}"',
+        *(['#include "requests_call.h"'] if model.program.checks else []),
+        *(f"LOWERING_HIDDEN int {check}(const Requests* requests);" for check in model.program.checks),
         "",
         *declarations,
         "",

@@ -98,6 +98,8 @@ class StaticObject:
         self.library[f"{name}_workspace_bytes"].restype = ctypes.c_int64
         header = (folder / "model.h").read_text()
         (body,) = re.findall(rf"typedef struct \{{\n([^{{}}]*)\}} {name}_call;", header)
+        self.sizes = {name: field for field, name in re.findall(r"int64_t (\w+); /\* size '(.*?)'", body)}
+        """Fields of sizes by their names in the model."""
         pattern = r"int64_t (\w+); /\*.*, what element (\d+) of input '(.*)' says \*/"
         self.elements = {size: (tensor, int(index)) for size, index, tensor in re.findall(pattern, body)}
         """Sizes that are in the data of an input: its name, and the index in its data, by field."""
@@ -167,17 +169,14 @@ class StaticObject:
         threads: Threads | None = None,
         memory: Memory | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run on inputs by their names; return outputs, in poisoned memory with the shapes of `like` before.
-
-        Names of sizes are C names.
-        """
+        """Run on inputs by their names; return outputs, in poisoned memory with the shapes of `like` before."""
         input_fields, output_fields = self.tensor_fields()
         inputs = {name: np.require(array, requirements=["C", "A"]) for name, array in inputs.items()}
         sizes = {
-            dim: size
+            self.sizes[dim]: size
             for tensor in self.manifest.inputs
             for dim, size in zip(tensor.dims, inputs[tensor.name].shape)
-            if isinstance(dim, str) and dim in self.fields
+            if dim in self.sizes
         }
         sizes |= {size: int(inputs[name].reshape(-1)[index]) for size, (name, index) in self.elements.items()}
         outputs = {

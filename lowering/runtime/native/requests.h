@@ -5,23 +5,13 @@
 #ifndef LOWERING_REQUESTS_H
 #define LOWERING_REQUESTS_H
 
-#include "checks.h"
+#ifdef LOWERING_STATIC
+#include "requests_static.h"
+#else
+#include "requests_packed.h"
+#endif
 
 /* -- tables ------------------------------------------------------------------------------------------------------- */
-
-/* A tensor of int32 or int64; data is NULL if the node lacks this input. */
-typedef struct {
-    const void* data;
-    const int64_t* shape;
-    int ndim, narrow;
-} Table;
-
-static inline Table table_of(const TVMFFIAny* value) {
-    if (value->type_index == kTVMFFIInt || value->type_index == kTVMFFINone) return (Table){NULL, NULL, 0, 0};
-    const DLTensor* tensor = tensor_of(value);
-    const void* data = (const char*)tensor->data + tensor->byte_offset;
-    return (Table){data, tensor->shape, tensor->ndim, tensor->dtype.bits == 32};
-}
 
 static inline int is_given(const Table* table) { return table->shape != NULL || table->data != NULL; }
 
@@ -43,25 +33,6 @@ static inline int has_size(const Table* table, int64_t size) {
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* -- errors ------------------------------------------------------------------------------------------------------- */
-
-/* Raise "[code] node: text", and return the value that a failed check returns. */
-__attribute__((format(printf, 3, 4), cold, noinline)) static int reject(const char* code, const TVMFFIAny* node,
-                                                                        const char* format, ...) {
-    Message message = {.length = 0};
-    say_text(&message, text_of(node));
-    say(&message, ": ");
-    size_t room = sizeof(message.text) - message.length;
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(message.text + message.length, room, format, arguments);
-    va_end(arguments);
-    return fail(code, &message);
-}
-
-/* The printf format of an int64_t. */
-#define N "%" PRId64
-
 /* -- spans of slots ----------------------------------------------------------------------------------------------- */
 
 /* Slots `begin` to `end` - 1 of a request. column distinguishes its spans: a column of its table, or a beam. */
@@ -71,7 +42,7 @@ typedef struct {
 
 enum { SPANS_INSIDE = 128 };
 
-/* A list of spans. It uses heap memory if there are more spans than a typical generation step has. */
+/* A list of spans. It needs memory if there are more spans than a typical generation step has. */
 typedef struct {
     Span* items;
     int64_t count;
@@ -79,14 +50,14 @@ typedef struct {
 } Spans;
 
 /* Allocate room for `capacity` spans. Return 0 if memory is exhausted. */
-static inline int open_spans(Spans* spans, int64_t capacity) {
+static inline int open_spans(Spans* spans, const Node* node, int64_t capacity) {
     spans->count = 0;
-    spans->items = capacity <= SPANS_INSIDE ? spans->inside : malloc((size_t)capacity * sizeof(Span));
+    spans->items = capacity <= SPANS_INSIDE ? spans->inside : allocate_memory(node, capacity * (int64_t)sizeof(Span));
     return spans->items != NULL;
 }
 
 static inline void close_spans(Spans* spans) {
-    if (spans->items != spans->inside) free(spans->items);
+    if (spans->items != spans->inside) release_memory(spans->items);
 }
 
 static inline void add_span(Spans* spans, int64_t begin, int64_t end, int64_t request, int64_t column) {
@@ -150,7 +121,7 @@ typedef struct {
 
 /* Clear the filter, for pages of that size: each page has slots in at most three cells. */
 static inline void open_filter(Filter* filter, int64_t page) {
-    memset(filter->bits, 0, sizeof filter->bits);
+    for (int k = 0; k < CELLS / 64; ++k) filter->bits[k] = 0;
     filter->shift = 63 - __builtin_clzll((uint64_t)page);
 }
 

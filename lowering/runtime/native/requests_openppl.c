@@ -1,12 +1,11 @@
-/* Check that ragged batches of OpenPPL's operators fit their rows and their cache; linked into every model.so. */
-#define _GNU_SOURCE
+/* Check that ragged batches of OpenPPL's operators fit their rows and their cache. */
 #include "requests.h"
 
 /* Sizes, in the order of lowering/ops/openppl/table_checks.py. -1 marks an absent one. */
 enum { ROWS, KEYS, SLOTS, PAGE, MASK_COLUMNS, SIZES };
 
 typedef struct {
-    const TVMFFIAny* node;
+    const Node* node;
     const int64_t* sizes;
     Table seqstarts, kvstarts, cachestarts, start_pos, decoding_batches;
     int64_t batch;
@@ -96,17 +95,21 @@ static const int64_t* pages_of(const Call* call, int64_t b) {
 
 static int reject_slots(const Call* call, int64_t b, int64_t c, int64_t keys) {
     const int64_t slots = call->sizes[SLOTS], first = pages_of(call, b)[c];
-    char column[32] = "";
-    if (call->sizes[PAGE] > 0) snprintf(column, sizeof column, ", page " N ",", c);
     if (keys > slots) {
         return reject("requests.cache_too_small", call->node,
                       "kvstarts has " N " keys for request " N ", and cache " N " slots: use a larger cache.",
                       step(&call->kvstarts, b), b, slots);
     }
+    if (call->sizes[PAGE] > 0) {
+        return reject("requests.slot_out_of_range", call->node,
+                      "cachestarts of request " N ", page " N ", is " N ", and its " N
+                      " keys need consecutive slots of cache, which has " N ": give a slot from 0 to " N ".",
+                      b, c, first, keys, slots, slots - keys);
+    }
     return reject("requests.slot_out_of_range", call->node,
-                  "cachestarts of request " N "%s is " N ", and its " N
+                  "cachestarts of request " N " is " N ", and its " N
                   " keys need consecutive slots of cache, which has " N ": give a slot from 0 to " N ".",
-                  b, column, first, keys, slots, slots - keys);
+                  b, first, keys, slots, slots - keys);
 }
 
 /* Check that every slot that a request needs is in the cache, and count the spans of written slots. */
@@ -187,7 +190,7 @@ static int check_call(const Call* call) {
     int64_t written = 0;
     if (check_lengths(call) || check_slots(call, &written) || check_mask(call)) return -1;
     Spans spans;
-    if (!open_spans(&spans, written)) {
+    if (!open_spans(&spans, call->node, written)) {
         return reject("run.out_of_memory", call->node,
                       "the memory to check cachestarts is exhausted: free memory, and call again.");
     }
@@ -201,16 +204,13 @@ static int check_call(const Call* call) {
  * int64 tables as the operators have them; each of the last three may be a number instead. The check for shared slots
  * sorts the n written pages, in at most n^1.3 steps. Each page that is read costs a filter lookup, and a search among
  * the n if that finds a mark. */
-CHECK(check_openppl) {
-    (void)self, (void)count;
-    const TVMFFIShapeCell* sizes = shape_of(&args[1]);
-    Call call = {&args[2],           sizes->data,        table_of(&args[0]), table_of(&args[3]),
-                 table_of(&args[4]), table_of(&args[5]), table_of(&args[6]), 0};
+CHECK_REQUESTS(openppl) {
+    const Table* tables = requests->tables;
+    Call call = {requests->node, requests->sizes, tables[0], tables[1], tables[2], tables[3], tables[4], 0};
     call.batch = call.seqstarts.ndim == 1 ? call.seqstarts.shape[0] - 1 : -1;
-    int fits = sizes->size == SIZES && call.batch >= 0 && has_size(&call.kvstarts, call.batch + 1);
+    int fits = requests->size_count == SIZES && call.batch >= 0 && has_size(&call.kvstarts, call.batch + 1);
     fits = fits && has_size(&call.start_pos, call.batch) && (!is_given(&call.cachestarts) || is_given(&call.start_pos));
     fits = fits && (!is_given(&call.cachestarts) || call.cachestarts.shape[0] == call.batch);
     fits = fits && (!is_given(&call.decoding_batches) || volume(&call.decoding_batches) == 1);
-    if (fits && check_call(&call)) return -1;
-    return pass(&args[0], result);
+    return fits && check_call(&call) ? -1 : 0;
 }

@@ -1,5 +1,4 @@
-/* Check that the tables of a served decoder fit each other, its rows and its cache; linked into every model.so. */
-#define _GNU_SOURCE
+/* Check that the tables of a served decoder fit each other, its rows and its cache. */
 #include "requests.h"
 
 /* Sizes, in the order of lowering/ops/served/packed_requests.py: rows of the ragged batch, the most tokens of a
@@ -9,7 +8,7 @@ enum { ROWS, CONTEXT, BLOCKS, TOKENS, SLOTS, SIZES };
 enum { SOURCE_BLOCKS, SOURCE_ROWS, SOURCE_WRITTEN, SOURCE_SIZES };
 
 typedef struct {
-    const TVMFFIAny* node;
+    const Node* node;
     const int64_t* sizes;
     Table row_starts, past_lengths, block_table, state_slots;
     int64_t requests, columns;
@@ -64,7 +63,7 @@ static int check_lengths(const Call* call) {
 }
 
 /* Check that every block that a request of that length needs is in its table, and in the cache. */
-static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int64_t length) {
+static int check_pages(const Node* node, const Pages* pages, int64_t r, int64_t length) {
     const int64_t columns = length / pages->tokens + (length % pages->tokens != 0);
     if (columns > pages->columns) {
         return reject("requests.table_too_small", node,
@@ -139,7 +138,7 @@ static int check_cache(const Call* call) {
     int64_t written = 0;
     if (check_blocks(call, &written)) return -1;
     Spans spans;
-    if (!open_spans(&spans, written)) {
+    if (!open_spans(&spans, call->node, written)) {
         return reject("run.out_of_memory", call->node,
                       "the memory to check block_table is exhausted: free memory, and call again.");
     }
@@ -151,7 +150,7 @@ static int check_cache(const Call* call) {
 /* Check that every request with rows has a valid slot of states, and that no other request has it. */
 static int check_slots(const Call* call) {
     Spans spans;
-    if (!open_spans(&spans, call->requests)) {
+    if (!open_spans(&spans, call->node, call->requests)) {
         return reject("run.out_of_memory", call->node,
                       "the memory to check state_slots is exhausted: free memory, and call again.");
     }
@@ -184,30 +183,27 @@ static int check_slots(const Call* call) {
  *
  * int64 [R + 1], [R], [R, M] and [R]; the last two exist if there are caches, and states. The cost is a lookup of each
  * used block, and a sort of the written blocks, and of the slots. */
-CHECK(check_served) {
-    (void)self, (void)count;
-    const TVMFFIShapeCell* sizes = shape_of(&args[1]);
-    Call call = {.node = &args[2], .sizes = sizes->data, .row_starts = table_of(&args[0])};
-    Table* tables[] = {&call.past_lengths, &call.block_table, &call.state_slots};
-    for (int k = 0; k < 3; ++k) *tables[k] = table_of(&args[3 + k]);
+CHECK_REQUESTS(served) {
+    const Table* tables = requests->tables;
+    Call call = {requests->node, requests->sizes, tables[0], tables[1], tables[2], tables[3], 0, 0};
     call.requests = call.past_lengths.ndim == 1 ? call.past_lengths.shape[0] : -1;
     const int has_cache = is_given(&call.block_table), has_states = is_given(&call.state_slots);
-    int fits = sizes->size == SIZES && call.requests >= 0 && has_size(&call.row_starts, call.requests + 1);
+    int fits = requests->size_count == SIZES && call.requests >= 0 && has_size(&call.row_starts, call.requests + 1);
     fits = fits && has_size(&call.state_slots, call.requests);
     fits = fits && (!has_cache || (call.block_table.ndim == 2 && call.block_table.shape[0] == call.requests));
-    if (!fits) return pass(&args[0], result);
+    if (!fits) return 0;
     call.columns = has_cache ? call.block_table.shape[1] : 0;
     int failed = check_starts(&call) || check_lengths(&call);
     failed = failed || (has_cache && check_cache(&call)) || (has_states && check_slots(&call));
-    return failed ? -1 : pass(&args[0], result);
+    return failed ? -1 : 0;
 }
 
 /* Check that blocks of sources that a call writes are distinct. All requests have as many as their lengths need. */
-static int check_written(const TVMFFIAny* node, const Pages* pages, const Table* lengths) {
+static int check_written(const Node* node, const Pages* pages, const Table* lengths) {
     int64_t blocks = 0;
     for (int64_t r = 0; r < lengths->shape[0]; ++r) blocks += (at(lengths, r) + pages->tokens - 1) / pages->tokens;
     Spans spans;
-    if (!open_spans(&spans, blocks)) {
+    if (!open_spans(&spans, node, blocks)) {
         return reject("run.out_of_memory", node,
                       "the memory to check %s is exhausted: free memory, and call again.", pages->table_name);
     }
@@ -232,23 +228,22 @@ static int check_written(const TVMFFIAny* node, const Pages* pages, const Table*
 /* lowering_check_sources(source_lengths, sizes, node, source_table) -> source_lengths
  *
  * int64 [R] and [R, M]. The cost is a lookup of each used block, and a sort of the written blocks. */
-CHECK(check_sources) {
-    (void)self, (void)count;
-    const TVMFFIShapeCell* sizes = shape_of(&args[1]);
-    const Table lengths = table_of(&args[0]), table = table_of(&args[3]);
-    const int fits = sizes->size == SOURCE_SIZES && lengths.ndim == 1 && table.ndim == 2;
-    if (!fits || table.shape[0] != lengths.shape[0]) return pass(&args[0], result);
-    const Pages pages = {"source_table", "source_cache", "rows", &table, table.shape[1], sizes->data[SOURCE_BLOCKS],
-                         sizes->data[SOURCE_ROWS]};
+CHECK_REQUESTS(sources) {
+    const int64_t* sizes = requests->sizes;
+    const Table lengths = requests->tables[0], table = requests->tables[1];
+    const int fits = requests->size_count == SOURCE_SIZES && lengths.ndim == 1 && table.ndim == 2;
+    if (!fits || table.shape[0] != lengths.shape[0]) return 0;
+    const Pages pages = {"source_table", "source_cache", "rows", &table, table.shape[1], sizes[SOURCE_BLOCKS],
+                         sizes[SOURCE_ROWS]};
     for (int64_t r = 0; r < lengths.shape[0]; ++r) {
         const int64_t length = at(&lengths, r);
         if (length < 0) {
-            return reject("requests.source_length_negative", &args[2],
+            return reject("requests.source_length_negative", requests->node,
                           "source_lengths of request " N " is " N ": make it the number of its source's rows.", r,
                           length);
         }
-        if (check_pages(&args[2], &pages, r, length)) return -1;
+        if (check_pages(requests->node, &pages, r, length)) return -1;
     }
-    if (sizes->data[SOURCE_WRITTEN] && check_written(&args[2], &pages, &lengths)) return -1;
-    return pass(&args[0], result);
+    if (sizes[SOURCE_WRITTEN] && check_written(requests->node, &pages, &lengths)) return -1;
+    return 0;
 }

@@ -1,6 +1,5 @@
 /* Check that the tables of a GptAttention fit each other and its rows; linked into models that call it.
  * The function gpt_attention calls it, too (lowering/functions/gpt_checks/contents.py). */
-#define _GNU_SOURCE
 #include "requests_tensorrt_llm.h"
 
 /* Read the window and the number of sinks, which do not apply to an encoder's keys. */
@@ -283,31 +282,28 @@ static int check_call(Call* call) {
  *     cache_indirection, kv_cache_block_offsets, host_kv_cache_pool_mapping, encoder_input_lengths) -> context_lengths
  *
  * Tables as the operator has them; an absent one is a number. */
-CHECK(check_tensorrt_llm) {
-    (void)self, (void)count;
-    const TVMFFIShapeCell* numbers = shape_of(&args[1]);
-    Call call = {.node = &args[2], .numbers = numbers->data, .context_lengths = table_of(&args[0])};
+CHECK_REQUESTS(tensorrt_llm) {
+    Call call = {.node = requests->node, .numbers = requests->sizes, .context_lengths = requests->tables[0]};
     Table* const tables[] = {
         &call.types,   &call.past,        &call.sequence_length, &call.host_context_lengths,
         &call.windows, &call.sink_length, &call.indirection,     &call.offsets,
         &call.mapping, &call.encoder};
-    for (int k = 0; k < 10; ++k) *tables[k] = table_of(&args[3 + k]);
-    if (numbers->size != NUMBERS || call.context_lengths.ndim != 1) return pass(&args[0], result);
-    const int64_t requests = call.requests = call.context_lengths.shape[0], sequences = requests * call.numbers[BEAMS];
-    int fits = has_size(&call.types, requests) && has_size(&call.past, requests) &&
-               has_size(&call.host_context_lengths, requests);
-    fits = fits && (has_size(&call.sequence_length, requests) || has_size(&call.sequence_length, sequences));
+    for (int k = 0; k < 10; ++k) *tables[k] = requests->tables[1 + k];
+    if (requests->size_count != NUMBERS || call.context_lengths.ndim != 1) return 0;
+    const int64_t count = call.requests = call.context_lengths.shape[0], sequences = count * call.numbers[BEAMS];
+    int fits = has_size(&call.types, count) && has_size(&call.past, count) &&
+               has_size(&call.host_context_lengths, count);
+    fits = fits && (has_size(&call.sequence_length, count) || has_size(&call.sequence_length, sequences));
     fits = fits && (!is_given(&call.windows) || volume(&call.windows) > 0);
     fits = fits && (!is_given(&call.sink_length) || volume(&call.sink_length) > 0);
-    fits = fits && has_size(&call.encoder, requests) && (is_given(&call.encoder) || !call.numbers[IS_CROSS]);
-    fits = fits && (!is_given(&call.indirection) || call.indirection.shape[0] == requests);
+    fits = fits && has_size(&call.encoder, count) && (is_given(&call.encoder) || !call.numbers[IS_CROSS]);
+    fits = fits && (!is_given(&call.indirection) || call.indirection.shape[0] == count);
     if (is_given(&call.offsets)) {
         const int64_t* shape = call.offsets.shape + call.offsets.ndim - 4;
-        fits = fits && shape[0] == requests && shape[1] > 0 && shape[2] == 2;
+        fits = fits && shape[0] == count && shape[1] > 0 && shape[2] == 2;
     }
     if (is_given(&call.mapping)) {
         fits = fits && call.mapping.shape[0] > call.numbers[LAYER] && call.mapping.shape[1] == 2;
     }
-    if (fits && check_call(&call)) return -1;
-    return pass(&args[0], result);
+    return fits && check_call(&call) ? -1 : 0;
 }

@@ -38,7 +38,7 @@ enum {
 static const int64_t MAX_LENGTH = INT64_C(1) << 40;
 
 typedef struct {
-    const TVMFFIAny* node;
+    const Node* node;
     const int64_t* numbers;
     Table context_lengths, types, past, sequence_length, host_context_lengths, windows, sink_length, indirection,
         offsets, mapping, encoder;

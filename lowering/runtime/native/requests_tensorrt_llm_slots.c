@@ -1,6 +1,5 @@
 /* Check the cache slots that a GptAttention reads and writes: they must exist, and be written by one request only.
  * Entries of kv_cache_block_offsets that no request needs may have any value. */
-#define _GNU_SOURCE
 #include "requests_tensorrt_llm.h"
 
 /* Slots by token: sinks first, then, from `start` on, `length` slots that form a ring. */
@@ -168,7 +167,7 @@ static int check_written(const Call* call, const Blocks* blocks, const Ring* rin
     int64_t count = 0;
     for (int64_t b = 0; b < call->requests; ++b) count += written_blocks(call, blocks, ring, b, NULL);
     Spans spans;
-    if (!open_spans(&spans, count)) {
+    if (!open_spans(&spans, call->node, count)) {
         return reject("run.out_of_memory", call->node,
                       "the memory to check kv_cache_block_offsets is exhausted: free memory, and call again.");
     }
