@@ -1,8 +1,8 @@
 """How a decoder's work is divided among more threads than this machine has: computed, not measured.
 
 A model is compiled for one size. The tasks of a kernel are the iterations of its parallel loops, of which each thread
-takes equally many. A kernel without such a loop runs on one thread. The time of a kernel on one thread is estimated
-from its operations and bytes.
+takes equally many: long loops come close to that, since a thread takes over shares of slower ones. A kernel without
+such a loop runs on one thread. The time of a kernel on one thread is estimated from its operations and bytes.
 """
 
 from __future__ import annotations

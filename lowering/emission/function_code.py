@@ -132,7 +132,7 @@ class FunctionEmitter:
             if isinstance(expected_size, ir.Var) and expected_size not in self.code.symbols:
                 self.name_size(expected_size, size)
             elif not self.analyzer.can_prove_equal(size, expected_size):
-                check = runtime_checks.check_dim(self.code.to_c, text, axis, size, expected_size)
+                check = runtime_checks.make_dim_check(self.code.to_c, text, axis, size, expected_size)
                 self.add_size_check(check, (size, expected_size))
             shape.append(size if self.depends_on_data(expected_size) else expected_size)
         return tuple(shape)
@@ -209,15 +209,15 @@ class FunctionEmitter:
             return self.read_tensor(args[0])
         if name == INDICES:
             tensor, bounds = self.read_tensor(args[0]), self._read_sizes(args[1])
-            self.add_check(runtime_checks.check_indices(to_c, tensor, bounds, *args[2:]))
+            self.add_check(runtime_checks.make_indices_check(to_c, tensor, bounds, *args[2:]))
             return tensor
         if name == SIZES:
             sizes, other_dims = self._read_sizes(args[0]), self._read_sizes(args[1])
-            self.add_check(runtime_checks.check_sizes(to_c, sizes, other_dims, *args[2:]))
+            self.add_check(runtime_checks.make_sizes_check(to_c, sizes, other_dims, *args[2:]))
             return sizes
         if name == CONDITION:
             condition, *numbers = self._read_sizes(args[1])
-            check = runtime_checks.check_condition(to_c, condition, numbers, *args[2:])
+            check = runtime_checks.make_condition_check(to_c, condition, numbers, *args[2:])
             self.add_size_check(check, (condition, *numbers))
             return self.read(args[0])
         if name in REQUESTS:
@@ -230,7 +230,7 @@ class FunctionEmitter:
         tables = [value if isinstance(value, CTensor) else None for value in values]
         self.add_scratch(runtime_checks.count_span_bytes(tables))
         self.program.checks.setdefault(name)
-        check = runtime_checks.check_requests(self.code.to_c, name, self._read_sizes(sizes), node, tables)
+        check = runtime_checks.make_requests_check(self.code.to_c, name, self._read_sizes(sizes), node, tables)
         self.add_check(check)
         return values[0]
 

@@ -22,7 +22,7 @@ def list_numbers(sizes: Sequence[Expr], to_c: ToC) -> str:
     return f"(const int64_t[]){{{', '.join(map(to_c, sizes)) or 0}}}"
 
 
-def check_indices(
+def make_indices_check(
     to_c: ToC, tensor: CTensor, bounds: Sequence[Expr], from_the_back: IntImm, name: StringImm, bounded: StringImm
 ) -> str:
     """Return the check that integers are less than their bounds; arguments are those of `importing.checks`."""
@@ -36,19 +36,21 @@ def check_indices(
     )
 
 
-def check_sizes(to_c: ToC, sizes: Sequence[Expr], other_dims: Sequence[Expr], itemsize: IntImm, name: StringImm) -> str:
+def make_sizes_check(
+    to_c: ToC, sizes: Sequence[Expr], other_dims: Sequence[Expr], itemsize: IntImm, name: StringImm
+) -> str:
     """Return the check of sizes computed from data; arguments are those of `importing.checks`."""
     listed = f"{list_numbers(sizes, to_c)}, {len(sizes)}, {list_numbers(other_dims, to_c)}, {len(other_dims)}"
     return f"check_sizes(error, {listed}, {int(itemsize.value)}, {quote(str(name.value))})"
 
 
-def check_condition(to_c: ToC, condition: Expr, numbers: Sequence[Expr], code: StringImm, text: StringImm) -> str:
+def make_condition_check(to_c: ToC, condition: Expr, numbers: Sequence[Expr], code: StringImm, text: StringImm) -> str:
     """Return the check of a condition on sizes; arguments are those of `importing.checks`."""
     literals = f"{quote(str(code.value))}, {quote(str(text.value))}"
     return f"check_condition(error, {to_c(condition)} != 0, {literals}, {list_numbers(numbers, to_c)}, {len(numbers)})"
 
 
-def check_requests(
+def make_requests_check(
     to_c: ToC, name: str, sizes: Sequence[Expr], node: StringImm, tables: Sequence[CTensor | None]
 ) -> str:
     """Return the check of a batch of requests by the function `name`; arguments are those of `importing.checks`."""
@@ -76,6 +78,6 @@ def count_span_bytes(tables: Sequence[CTensor | None]) -> Expr:
     return total
 
 
-def check_dim(to_c: ToC, text: str, axis: int, size: Expr, expected: Expr) -> str:
+def make_dim_check(to_c: ToC, text: str, axis: int, size: Expr, expected: Expr) -> str:
     """Return the check that a size of a tensor inside the model is another one."""
     return f"check_dim(error, {quote(text)}, {axis}, {to_c(size)}, {to_c(expected)})"

@@ -17,7 +17,8 @@ _SOFTMAX = 20  # vector operations for a pair: exp, maximum, sum
 _STREAM = 4  # cycles for a vector from memory
 _TILE = 100  # cycles until a tile's loops run
 _STEP = 2  # cycles of a step of the matmuls' loops, apart from their FMAs
-_LONG = TYPICAL * 16  # the length assumed for a symbolic one
+_LONG = TYPICAL * 16  # the number of keys assumed for a symbolic one
+_LENGTHS = (20, 50, 128, 200, 512, 1024)  # numbers of queries for which a kernel is chosen if it is symbolic
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,20 @@ class PrefillTiles(QueryKeyTiles):
     def estimate(self, problem: AttentionProblem, cpu: CpuFeatures) -> float:
         """Estimate the log of the cycles of a pair of a query row and a key.
 
+        A symbolic number of queries counts with several lengths, since rows at the edge of a tile cost short ones more.
+        """
+        lengths = _LENGTHS if problem.q_len is None else (problem.q_len,)
+        estimates = (self._estimate_rows(problem, cpu, length * problem.group) for length in lengths)
+        return sum(estimates) / len(lengths)
+
+    def _estimate_rows(self, problem: AttentionProblem, cpu: CpuFeatures, rows: int) -> float:
+        """Estimate the log of the cycles of a pair, for so many query rows of a key/value head.
+
         It counts both matmuls in their register tiles, the softmax, and each row's share of the cost of a tile of keys.
         It adds the wasted work of register tiles at the edges and of tiles under a causal diagonal.
         """
         lanes = cpu.lanes(problem.acc_dtype)
-        rows, keys = (problem.q_len or _LONG) * problem.group, problem.kv_len or _LONG
+        keys = problem.kv_len or _LONG
         vectors = -(-problem.v_head_dim // lanes)
         width = min(self.pv_vectors, vectors)
         scores = problem.head_dim * _cycles_of_fma(self.qk_keys, self.qk_vectors)

@@ -52,7 +52,8 @@ from ..primitives.vector import (
     tanh,
 )
 from .attention_tiles import DecodeTiles
-from .kv_tile import KeyValueTile, load_query, uses_bf16_pairs
+from .kv_form import uses_bf16_pairs
+from .kv_tile import KeyValueTile, load_query
 from .partial_results import PartialResults
 
 

@@ -11,10 +11,8 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.codegen.addressing import convert_quantized, unpack_int4
 from lowering.attention.codegen.bound import BoundAttention
-from lowering.attention.record.problem import AttentionProblem
 
 from ..matmul.dot_bf16 import (
-    LANES,
     dot,
     interleave_halves,
     interleave_rows,
@@ -36,11 +34,10 @@ from ..primitives.vector import (
     splat_like,
     store,
 )
+from .kv_form import copies_values, cover_values, uses_bf16_pairs
 
 _STREAMS = 4
 """Ranges of rows of the next tile that are prefetched in turns. Eight are slower: they are shorter than a page."""
-
-_FEW_ROWS = 32
 
 
 def load_query(
@@ -49,31 +46,6 @@ def load_query(
     """Load elements [d, d + lanes) of q at (b, h, i), in the accumulator type."""
     buffer, indices = bound.addressing.at("q", *position, T.int64(1) * d)
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
-
-
-def uses_bf16_pairs(p: AttentionProblem, cpu: CpuFeatures, in_place: bool = False) -> bool:
-    """Return whether tiles, unpacked or read in place, are packed lanes of bfloat16 pairs (dot_bf16.py)."""
-    half = {*p.stored_types} == {"bfloat16"} and p.acc_dtype == "float32"
-    wide = p.v_head_dim >= LANES and (not in_place or min(p.head_dim, p.v_head_dim) >= 2 * LANES)
-    return cpu.bf16_dot and half and p.head_dim % 2 == 0 and wide
-
-
-def cover_values(p: AttentionProblem, cpu: CpuFeatures, in_place: bool) -> tuple[int, list[int]]:
-    """Return (w, starts) of the vectors of a row of V and O: `cover_row`, in twos if packed lanes are read in place."""
-    W = cpu.lanes(p.acc_dtype)
-    if not (in_place and uses_bf16_pairs(p, cpu, in_place)):
-        return cover_row(p.v_head_dim, W)
-    return W, [start + half for start in cover_row(p.v_head_dim, 2 * W)[1] for half in (0, W)]
-
-
-def copies_values(p: AttentionProblem, cpu: CpuFeatures) -> bool:
-    """Return whether tiles of V are copied to scratch memory, whatever their type is.
-
-    They are where vectors are as long as a cache line: a row that begins within a line would split each of its vectors.
-    Rows far apart also share few sets of the first-level cache. Few query rows read V too seldom for it to pay off.
-    """
-    is_whole_line = cpu.lanes(p.acc_dtype) * DataType(p.acc_dtype).itemsize == LINE
-    return is_whole_line and (p.q_len is None or p.q_len * p.group > _FEW_ROWS)
 
 
 class KeyValueTile:
@@ -105,7 +77,7 @@ class KeyValueTile:
         self.Wv, self.v_starts = cover_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in p.stored_types)
-        self.unpacks_v = self.unpacks_v or (size > 0 and copies_values(p, cpu))
+        self.unpacks_v = self.unpacks_v or (size > 0 and copies_values(bound, cpu))
         self.by_offset = bound.addressing.has_lookup
         self.scratch = {
             "K": (self.unpacks_k * size * self.D, p.acc_dtype),

@@ -16,7 +16,8 @@ from lowering.attention.codegen.scores import HIDDEN_BIAS
 
 from ..primitives.vector import LOG2_E, CpuFeatures, Register, exp2, let, load, splat
 from .attention_tiles import DecodeTiles
-from .kv_tile import cover_values, store_y
+from .kv_form import cover_values
+from .kv_tile import store_y
 
 
 class PartialResults:

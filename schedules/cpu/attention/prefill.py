@@ -49,7 +49,7 @@ from ..primitives.vector import (
     transpose,
 )
 from .attention_tiles import PrefillTiles
-from .kv_tile import uses_bf16_pairs
+from .kv_form import uses_bf16_pairs
 from .query_rows import QueryRows
 
 _PARALLEL_WORK = 1 << 16
