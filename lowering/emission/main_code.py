@@ -74,7 +74,7 @@ class _MainEmitter(FunctionEmitter):
         if len(tensors) < len(outputs):
             raise reject("an output other than a tensor")
         self.code.outputs = tuple(tensors)
-        allocated = (k for k, output in enumerate(tensors) if self.depends_on_data(output.count_bytes()))
+        allocated = (k for k, output in enumerate(tensors) if any(map(self.depends_on_data, output.shape)))
         self.code.allocated = tuple(allocated)
         self.program.allocates |= bool(self.code.allocated)
 

@@ -67,7 +67,7 @@ def write_header(model: StaticModel, functions: Sequence[str] = ()) -> str:
         fields.append("    const void* weights; /* weights.bin, at a multiple of 64 bytes */")
     fields.append(f"    void* workspace; /* {name}_workspace_bytes() bytes, at a multiple of 64 bytes */")
     if model.program.allocates:
-        fields.append("    const lowering_memory* memory; /* for tensors whose size depends on data */")
+        fields.append("    const lowering_memory* memory; /* for loops, and tensors whose size depends on data */")
     if not model.one_thread:
         fields.append("    const lowering_threads* threads; /* NULL: the calling thread computes alone */")
     guard = f"{name}_STATIC_MODEL_H"

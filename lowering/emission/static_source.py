@@ -207,6 +207,8 @@ def _assign_outputs(model: StaticModel) -> dict[str, str]:
     outputs: dict[str, str] = {}
     for spec, tensor in _pair_own_outputs(model):
         size = model.code.workspace.get(tensor.memory)
+        if spec.name in model.fields.shapes:
+            continue
         if tensor.address == tensor.memory and Analyzer().can_prove_equal(size, tensor.count_bytes()):
             outputs.setdefault(tensor.memory, spec.name)
     return outputs

@@ -111,6 +111,21 @@ m (int64 count, float[n] x) => (int64[1, k] y)
   p = Relu(s)
   y = NonZero(p)
 }"""
+EMPTY_ROWS = "m (float[n, 0] x, bool[n] keep) => (float[k, 0] y) { y = Compress<axis = 0>(x, keep) }"
+# Attention over rows that data chooses needs less scratch memory than TopK, whose size the inputs give.
+SCRATCH = """
+m (float[n, 32] x, bool[n] keep, float[a, 32] z, float[r, 1] v) => (float[1, 1, a, 32] y, float[r, 1] s, int64[r, 1] i)
+{
+  rows = Compress<axis = 0>(x, keep)
+  q = Unsqueeze(z, first_two)
+  k = Unsqueeze(rows, first_two)
+  y = Attention(q, k, k)
+  m0 = ReduceMax<keepdims = 0>(y)
+  w = Add(v, m0)
+  shape = Shape(v)
+  count = Slice(shape, zero, axes_end)
+  s, i = TopK<axis = 0>(w, count)
+}"""
 
 
 def int64(number: int) -> np.ndarray:
@@ -144,8 +159,22 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Inputs]]] = {
         {"c": np.array(c), "d": np.array(d), "x": float32(3)} for c in (False, True) for d in (False, True)
     ]),
     "collect": (COLLECT, {}, [{"count": int64(n), "x": float32(8)} for n in (0, 1, 6)]),
+    "empty rows": (EMPTY_ROWS, {}, [{"x": float32(5, 0), "keep": RNG.random(5) < 0.5}]),
+    "scratch": (SCRATCH, {}, [
+        {"x": float32(300, 32), "keep": np.arange(300) < k, "z": float32(16, 32), "v": float32(r, 1)}
+        for k, r in ((256, 7712), (257, 7712), (1, 7712), (256, 100))
+    ]),
 }  # fmt: skip
-CONSTANTS = {"axes": [0], "zero": [0], "two": [2]}
+CONSTANTS = {"axes": [0], "zero": [0], "two": [2], "first_two": [0, 1], "axes_end": [1]}
+
+
+def make_case_model(case: str) -> onnx.ModelProto:
+    text, weights, _ = CASES[case]
+    model = make_model(text, weights)
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.array(numbers), name) for name, numbers in CONSTANTS.items()
+    )
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +184,7 @@ def static_objects(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def make(case: str) -> tuple[onnx.ModelProto, lowering.CompiledModule, StaticObject]:
         if case not in objects:
-            text, weights, _ = CASES[case]
-            model = make_model(text, weights)
-            model.graph.initializer.extend(
-                onnx.numpy_helper.from_array(np.array(numbers), name) for name, numbers in CONSTANTS.items()
-            )
+            model = make_case_model(case)
             folder = tmp_path_factory.mktemp(case) / "out"
             objects[case] = model, lowering.compile(model), StaticObject(folder, compile_static(folder, model))
         return objects[case]

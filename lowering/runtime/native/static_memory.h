@@ -1,4 +1,4 @@
-/* Memory of static objects whose size depends on data: blocks of the caller's memory, and the functions of loops.
+/* Memory that a static object allocates: blocks of the caller's memory, and the functions of loops.
  *
  * A function owns the blocks that it has allocated, and those of the results that it got. Before it returns it retains
  * the blocks of its own results for its caller, and releases what it owns. After an error nothing is released until
@@ -40,7 +40,7 @@ typedef struct {
 static int check_callers_memory(lowering_error* error, const lowering_memory* memory) {
     if (memory != NULL && memory->allocate != NULL && memory->release != NULL) return 0;
     return fail(error, "run.memory_missing",
-                "The model has tensors whose size depends on data, and the call lacks functions for their memory.");
+                "The model has loops, or tensors whose size depends on data, and the call lacks functions for memory.");
 }
 
 /* Return a new block with one owner, or NULL. `exact` is the size without wrapping around. */
@@ -91,10 +91,12 @@ __attribute__((unused)) static Tensor retain(Tensor tensor) {
     return tensor;
 }
 
-/* Provide `bytes` of scratch memory for each task of the following kernels. */
+/* Provide at least `bytes` of scratch memory for each task of the following kernels. It never shrinks: kernels whose
+ * scratch memory is in the workspace do not call this. */
 __attribute__((unused)) static int reserve_scratch(Frame* frame, int64_t bytes, double exact) {
     const int64_t tasks = context.threads != NULL ? context.threads->count : 1;
-    if (exact <= (double)context.bytes) return 0;
+    if (!(exact <= LOWERING_MOST_BYTES)) return -1;
+    if (bytes <= context.bytes) return 0;
     Block* block = allocate_in_heap(frame->heap, bytes * tasks, exact * (double)tasks);
     if (block == NULL) return -1;
     release_block(frame->heap, frame->heap->scratch);
