@@ -52,8 +52,9 @@ onnx-lowering cache show                                              # kernels 
 onnx-lowering completion bash                                         # what makes a shell complete commands and options
 ```
 
-Targets: `cpu` (this machine, by the features it shows); `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64`, with features
-that their names do not promise (`+avx512vnni`, `+avx512bf16`, `+avxvnni`, `+dotprod`, `+i8mm`); `--cc` names the cross
+Targets: `cpu` (this machine, by the features it shows); `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64`, and for static
+objects `cpu:riscv64`, with features that their names do not promise (`+avx512vnni`, `+avx512bf16`, `+avxvnni`,
+`+dotprod`, `+i8mm`, `+v`); `--cc` names the cross
 linker. `cuda:sm_80`, `sm_86`, `sm_89`, `sm_90a`, `sm_100`, `sm_120`, lists of them, and `cuda` for the GPU here.
 Artifacts for GPUs need driver 580 or later (CUDA 13); `sm_100` runs on B200 and B300.
 """

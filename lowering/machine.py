@@ -25,7 +25,8 @@ X86_FEATURES = {
     "avx512vl": "avx512vl", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16", "avx_vnni": "avxvnni",
 }  # fmt: skip
 AARCH64_FEATURES = {"asimddp": "dotprod", "i8mm": "i8mm"}
-FEATURES = {"x86_64": X86_FEATURES, "aarch64": AARCH64_FEATURES}
+RISCV64_FEATURES = {"v": "v"}
+FEATURES = {"x86_64": X86_FEATURES, "aarch64": AARCH64_FEATURES, "riscv64": RISCV64_FEATURES}
 
 V3 = ("sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "avx2", "abm", "movbe")
 V4 = (*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..graph.paged.serve import Serve
 
 TARGET = (
-    "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, of which +feature says what more they "
-    "have (cpu:aarch64+dotprod), cuda (the GPU here), or cuda: and "
+    "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cpu:riscv64 (static objects), of "
+    "which +feature says what more they have (cpu:aarch64+dotprod), cuda (the GPU here), or cuda: and "
     "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120, with commas between"
 )
 

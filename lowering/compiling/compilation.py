@@ -17,7 +17,7 @@ from tvm import tirx
 
 from .. import scratch
 from ..choices import TF32
-from ..errors import InputError, LoweringError
+from ..errors import InputError, LoweringError, TargetError
 from ..graph.caches.static_cache import PAST_LENGTH
 from ..graph.loading.declared_sizes import ranges
 from ..graph.loading.model import ModelLike
@@ -75,6 +75,12 @@ def compiled(
     stand_in is a CPU that runs the functions of a GPU instead of it, with its own kernels. dump is as for `compile`.
     """
     targets = tuple(resolve(options.target, options.cc))
+    if any(target.static_only for target in targets):
+        raise TargetError(
+            "target.static_required",
+            f"TVM's runtime, which artifacts need, does not exist for '{options.target}'. "
+            "Compile a static object: --emit static.",
+        )
     models = lower(model, options, targets, stand_in=stand_in, dump=dump)
     return CompiledModel(
         tuple(map(_build_artifact, models)), targets, tuple(dict(state.unscheduled) for state in models[0].states)

@@ -47,7 +47,8 @@ class CompileOptions:
 
     Attributes:
         target: `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, with additional
-            features after the name (`cpu:x86-64-v4+avx512vnni`, `cpu:aarch64+dotprod`). Or `cuda:` and a list of GPU
+            features after the name (`cpu:x86-64-v4+avx512vnni`, `cpu:aarch64+dotprod`). `cpu:riscv64` is for static
+            objects. Or `cuda:` and a list of GPU
             architectures, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU of this machine.
         donate: Regular expressions that match whole names of inputs to be consumed: the matching output takes over
             their memory. Of the inputs that `serve` replaces only its pools are donated, always.

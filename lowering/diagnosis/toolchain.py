@@ -22,11 +22,11 @@ _TRIAL = "#include <pthread.h>\n#include <stdint.h>\nint32_t f(void) { return (i
 def examine(report: DiagnosisReport) -> None:
     if not runtime_alone():
         _examine_linker(report)
-        if platform.machine() != "aarch64":
-            cross = shutil.which("aarch64-linux-gnu-gcc")
-            report.add_fact(
-                "linkers", "aarch64", cross or "none (Debian's gcc-aarch64-linux-gnu), for --target cpu:aarch64"
-            )
+        for machine in ("aarch64", "riscv64"):
+            if machine != platform.machine():
+                cross = shutil.which(f"{machine}-linux-gnu-gcc")
+                missing = f"none (Debian's gcc-{machine}-linux-gnu), for --target cpu:{machine}"
+                report.add_fact("linkers", machine, cross or missing)
         _examine_cuda_compiler(report)
     _examine_driver(report)
 

@@ -12,7 +12,8 @@ from tvm.target.codegen import target_has_features
 class Target:
     """A target: its name, TVM's form of it, the /proc/cpuinfo features it needs, and the linker to use.
 
-    architecture is that of the GPU (`sm_90a`), "" for CPUs.
+    architecture is that of the GPU (`sm_90a`), "" for CPUs. static_only: TVM's runtime does not exist for the machine,
+    so that models are static objects.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Target:
     cpu_features: tuple[str, ...]
     linker: str
     architecture: str = ""
+    static_only: bool = False
 
     @property
     def slower_than_bfloat16(self) -> tuple[str, ...]:

@@ -85,28 +85,26 @@ class StaticError(Exception):
         super().__init__(f"[{self.code}] {self.text}")
 
 
-class StaticObject:
-    """The functions of a folder that `compile_static` has written."""
+class StaticHeader:
+    """The record of a call in model.h.
 
-    def __init__(self, folder: Path, manifest: Manifest, name: str = "model") -> None:
+    Attributes:
+        fields: Its fields, in order.
+        sizes: Fields of sizes, by their names in the model.
+        elements: Sizes that are in the data of an input: its name, and the index in its data, by field.
+        allocated: Fields of outputs for which a call allocates memory, and those of their shapes.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str) -> None:
         self.folder, self.manifest, self.name = folder, manifest, name
-        library = folder / "library.so"
-        sources = [str(path) for path in (folder / "model.o", folder / "weights.S") if path.exists()]
-        command = ["gcc", "-shared", f"-I{folder}", *sources, "-lm", "-o", str(library)]
-        subprocess.run(command, check=True, cwd=folder)
-        self.library = ctypes.CDLL(str(library))
-        self.library[f"{name}_workspace_bytes"].restype = ctypes.c_int64
         header = (folder / "model.h").read_text()
         (body,) = re.findall(rf"typedef struct \{{\n([^{{}}]*)\}} {name}_call;", header)
         self.sizes = {name: field for field, name in re.findall(r"int64_t (\w+); /\* size '(.*?)'", body)}
-        """Fields of sizes by their names in the model."""
         pattern = r"int64_t (\w+); /\*.*, what element (\d+) of input '(.*)' says \*/"
         self.elements = {size: (tensor, int(index)) for size, index, tensor in re.findall(pattern, body)}
-        """Sizes that are in the data of an input: its name, and the index in its data, by field."""
         body = re.sub(r"/\*.*?\*/", "", body)
         self.fields: list[str] = re.findall(r"(\w+);", body)
         self.allocated: dict[str, str] = dict(re.findall(r"\*\* (\w+);\s*int64_t\* (\w+);", body))
-        """Fields of outputs for which a call allocates memory, and those of their shapes."""
 
     def tensor_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the fields of inputs, and of outputs with memory of their own, by their names in the model."""
@@ -117,6 +115,29 @@ class StaticObject:
         tensors = [field for field in self.fields[:last] if field not in self.allocated.values()]
         fields = tensors[len(tensors) - len(inputs) - len(outputs) :]
         return dict(zip(inputs, fields)), dict(zip(outputs, fields[len(inputs) :]))
+
+    def read_sizes(self, inputs: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """Return the sizes of a call with these inputs, by field."""
+        sizes = {
+            self.sizes[dim]: size
+            for tensor in self.manifest.inputs
+            for dim, size in zip(tensor.dims, inputs[tensor.name].shape)
+            if dim in self.sizes
+        }
+        return sizes | {size: int(inputs[name].reshape(-1)[index]) for size, (name, index) in self.elements.items()}
+
+
+class StaticObject(StaticHeader):
+    """The functions of a folder that `compile_static` has written."""
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str = "model") -> None:
+        super().__init__(folder, manifest, name)
+        library = folder / "library.so"
+        sources = [str(path) for path in (folder / "model.o", folder / "weights.S") if path.exists()]
+        command = ["gcc", "-shared", f"-I{folder}", *sources, "-lm", "-o", str(library)]
+        subprocess.run(command, check=True, cwd=folder)
+        self.library = ctypes.CDLL(str(library))
+        self.library[f"{name}_workspace_bytes"].restype = ctypes.c_int64
 
     def make_call(self, values: Mapping[str, int]) -> ctypes.Structure:
         """Return the record of a call; values are sizes and addresses by field."""
@@ -172,13 +193,6 @@ class StaticObject:
         """Run on inputs by their names; return outputs, in poisoned memory with the shapes of `like` before."""
         input_fields, output_fields = self.tensor_fields()
         inputs = {name: np.require(array, requirements=["C", "A"]) for name, array in inputs.items()}
-        sizes = {
-            self.sizes[dim]: size
-            for tensor in self.manifest.inputs
-            for dim, size in zip(tensor.dims, inputs[tensor.name].shape)
-            if dim in self.sizes
-        }
-        sizes |= {size: int(inputs[name].reshape(-1)[index]) for size, (name, index) in self.elements.items()}
         outputs = {
             name: np.frombuffer(bytearray(b"\xa5" * like[name].nbytes), like[name].dtype).reshape(like[name].shape)
             for name, field in output_fields.items()
@@ -187,7 +201,7 @@ class StaticObject:
         arrays = {input_fields[name]: inputs[name] for name in input_fields}
         arrays |= {output_fields[name]: array for name, array in outputs.items()}
         own_memory = memory or (Memory() if self.allocated or "memory" in self.fields else None)
-        self.run(sizes, arrays, threads, own_memory)
+        self.run(self.read_sizes(inputs), arrays, threads, own_memory)
         if own_memory is not None:
             own_memory.assert_released()
             outputs |= {

@@ -6,6 +6,9 @@
 
 #include "scan.h"
 #include "static_errors.h"
+#if defined(__riscv) && !defined(__riscv_zfh)
+#include "static_half.h"
+#endif
 
 #define LOWERING_HIDDEN __attribute__((visibility("hidden")))
 

@@ -71,7 +71,8 @@ def read_cpu_features(target: tvm.target.Target) -> CpuFeatures:
         return CpuFeatures(32, 16, f16_conversion=has("f16c"), int8_dot=VNNI_256 * has("avxvnni"))
     if has("neon"):
         return CpuFeatures(16, 32, f16_conversion=True, int8_dot=USDOT if has("i8mm") else SDOT * has("dotprod"))
-    return CpuFeatures(vector_bytes=16, registers=16, f16_conversion=False)
+    registers = 32 if has("v") else 16  # RISC-V's V has vectors of at least 16 bytes
+    return CpuFeatures(vector_bytes=16, registers=registers, f16_conversion=False)
 
 
 # Lanes.
