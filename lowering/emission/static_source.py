@@ -174,8 +174,8 @@ def _write_run(model: StaticModel) -> Iterator[str]:
         for field, spec, tensor in (*inputs, *outputs)
         if spec.name not in model.fields.shapes
     ]
-    for name, field in model.fields.shapes.items():
-        checked += [(name, model.fields.outputs[name], "8", 8), (name, field, "8", 8)]
+    for output, field in model.fields.shapes.items():
+        checked += [(output, model.fields.outputs[output], "8", 8), (output, field, "8", 8)]
     if manifest.weights:
         checked.append(("weights", "weights", str(sum(weight.nbytes for weight in manifest.weights)), ALIGNMENT))
     checked.append(("workspace", "workspace", "layout.bytes", ALIGNMENT))
