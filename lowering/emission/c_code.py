@@ -26,7 +26,7 @@ class CTensor:
         shape: Its shape.
         dtype: Its element type.
         memory: The name of the block of the workspace that it is in, if it is in one.
-        block: C code of the block of memory that a function owns, where its size depends on data.
+        block: C code of the block that a function owns, for memory that is allocated when the program runs.
     """
 
     address: str
@@ -63,13 +63,13 @@ class Program:
         assertions: Error texts of shape assertions, by the name of their variable.
         constants: Declarations of constant arrays.
         functions: The functions other than `main` that are called, by their names in the module.
-        pending: The names of those that are not emitted yet.
         declarations: Their declarations.
         definitions: Their definitions.
         kernels: The kernels that are called, in order.
         checks: The checks of requests (`importing.checks.REQUESTS`) that are called.
-        rank: The largest rank of their arguments and results.
-        allocates: Whether the size of some memory depends on data.
+        rank: The largest rank of arguments and results of functions.
+        allocates: Whether a call allocates memory: for functions, and where sizes depend on data.
+        pending: The names of the functions that are not emitted yet.
     """
 
     module: tvm.IRModule

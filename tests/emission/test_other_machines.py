@@ -37,7 +37,7 @@ needs_tools = [
         target,
         marks=pytest.mark.skipif(
             shutil.which(cc) is None or shutil.which(emulator[0]) is None,
-            reason=f"needs Debian's {cc.replace('-gcc', '').join(('gcc-', ''))} and qemu-user",
+            reason=f"needs Debian's gcc-{cc.removesuffix('-gcc')} and qemu-user",
         ),
     )
     for target, (cc, emulator) in EMULATORS.items()

@@ -40,6 +40,9 @@ typedef struct {
     int64_t begin, end, request, column;
 } Span;
 
+/* emission/runtime_checks.py provides so much memory. */
+_Static_assert(sizeof(Span) == 32, "bytes of a span");
+
 enum { SPANS_INSIDE = 128 };
 
 /* A list of spans. It needs memory if there are more spans than a typical generation step has. */
