@@ -3,61 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..manifest import TensorSpec
 from ..version import VERSION
+from .c_model import CModel
 from .c_names import escape
-from .static_model import StaticModel, list_own_outputs
+from .static_fields import FieldNames
 
 _C_TYPES = {
     "float32": "float", "float64": "double", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
     "int64": "int64_t", "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t",
     "bool": "uint8_t", "float16": "uint16_t", "bfloat16": "uint16_t",
 }  # fmt: skip
-_TYPES = """\
-#ifndef LOWERING_STATIC_TYPES
-#define LOWERING_STATIC_TYPES
-
-/* The stable code of a cause, which the page of error codes lists, and a text that says what is wrong. */
-typedef struct {
-    char code[64];
-    char text[960];
-} lowering_error;
-
-/* Threads of the caller. run calls task(data, 0) to task(data, count - 1), in any order and on any threads, and returns
- * when all of them have returned. */
-typedef struct {
-    void* pool;
-    int count; /* of tasks of a loop, at most 1024 */
-    void (*run)(void* pool, void (*task)(void* data, int number), void* data, int count);
-} lowering_threads;
-
-/* Memory of the caller. allocate returns `bytes` bytes, at a multiple of 16, or NULL; release takes what it returned.
- * The thread of the call calls them. */
-typedef struct {
-    void* owner;
-    void* (*allocate)(void* owner, size_t bytes);
-    void (*release)(void* owner, void* memory);
-} lowering_memory;
-
-#endif
-"""
+_TYPES = Path(__file__).parents[1] / "runtime" / "native" / "types.h"
 
 
-def write_header(model: StaticModel, functions: Sequence[str] = ()) -> str:
-    """Return model.h, ASCII. `functions` are those of a C library that the object calls."""
-    name, manifest = model.name, model.manifest
+def write_header(
+    model: CModel, names: FieldNames, name: str, one_thread: bool, functions: Sequence[str] = ()
+) -> str:
+    """Return model.h, ASCII.
+
+    Args:
+        model: The model.
+        names: The names of the fields of a call's record.
+        name: The prefix of its C names.
+        one_thread: Whether one call runs at a time, by the calling thread.
+        functions: Those of a C library that the object calls.
+    """
+    manifest = model.manifest
     fields = [
         f"    int64_t {field};{_comment(_describe_size(model, size))}"
-        for size, field in zip(model.code.sizes, model.fields.sizes)
+        for size, field in zip(model.code.sizes, names.sizes)
     ]
-    for tensor, field in zip(manifest.inputs, model.fields.inputs):
+    for tensor, field in zip(manifest.inputs, names.inputs):
         is_donated = tensor.name in manifest.donated
         what = f"input {tensor}" + (f", replaced by output {manifest.donated[tensor.name]}" if is_donated else "")
         qualifier = "" if is_donated else "const "
         fields.append(_declare_field(field, tensor, what, qualifier))
-    for tensor in list_own_outputs(manifest):
-        field, shape = model.fields.outputs[tensor.name], model.fields.shapes.get(tensor.name)
+    for number, tensor, _ in model.list_own_outputs():
+        field, shape = names.outputs[number], names.shapes.get(number)
         if shape is None:
             fields.append(_declare_field(field, tensor, f"output {tensor}"))
             continue
@@ -68,12 +53,12 @@ def write_header(model: StaticModel, functions: Sequence[str] = ()) -> str:
     fields.append(f"    void* workspace; /* {name}_workspace_bytes() bytes, at a multiple of 64 bytes */")
     if model.program.allocates:
         fields.append("    const lowering_memory* memory; /* for loops, and tensors whose size depends on data */")
-    if not model.one_thread:
+    if not one_thread:
         fields.append("    const lowering_threads* threads; /* NULL: the calling thread computes alone */")
-    guard = f"{name}_STATIC_MODEL_H"
     return _HEADER.format(
-        version=VERSION, target=escape(manifest.target), guard=guard, types=_TYPES, name=name,
-        functions=", ".join(functions) or "none", calls=_CALLS[model.one_thread], fields="\n".join(fields),
+        version=VERSION, target=escape(manifest.target), guard=f"{name}_STATIC_MODEL_H",
+        types=_TYPES.read_text("ascii"), name=name, functions=", ".join(functions) or "none",
+        calls=_CALLS[one_thread], fields="\n".join(fields),
         weights=_WEIGHTS.format(name=name) if manifest.weights else "",
     )  # fmt: skip
 
@@ -131,7 +116,7 @@ def _declare_field(field: str, tensor: TensorSpec, what: str, qualifier: str = "
     return f"    {qualifier}{kind}{pointer} {field};{_comment(what)}"
 
 
-def _describe_size(model: StaticModel, size: str) -> str:
+def _describe_size(model: CModel, size: str) -> str:
     text = f"size '{size}'"
     if size in model.manifest.ranges:
         text += ", {} to {}".format(*model.manifest.ranges[size])

@@ -5,8 +5,8 @@
 #ifndef LOWERING_REQUESTS_H
 #define LOWERING_REQUESTS_H
 
-#ifdef LOWERING_STATIC
-#include "requests_static.h"
+#ifdef LOWERING_C_CODE
+#include "requests_model.h"
 #else
 #include "requests_packed.h"
 #endif

@@ -21,7 +21,9 @@ typedef struct {
     const Table* tables;
 } Requests;
 
-#ifdef LOWERING_STATIC
+#ifdef LOWERING_C_CODE
+#include "types.h"
+
 /* The name of a node, and memory and the error of a call. */
 struct Node {
     const char* name;

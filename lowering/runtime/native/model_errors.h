@@ -1,9 +1,8 @@
-/* Errors of static objects. The header of the model, which declares lowering_error, is included before. */
-#ifndef LOWERING_STATIC_ERRORS_H
-#define LOWERING_STATIC_ERRORS_H
+/* Errors of a model's C code. */
+#ifndef LOWERING_MODEL_ERRORS_H
+#define LOWERING_MODEL_ERRORS_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "types.h"
 
 /* The end of an error's text, which is cut off where the record ends. */
 typedef struct {

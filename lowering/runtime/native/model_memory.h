@@ -1,12 +1,12 @@
-/* Memory that a static object allocates: blocks of the caller's memory, and the functions of loops.
+/* Memory that a model's C code allocates: blocks of the caller's memory, and the functions of loops.
  *
  * A function owns the blocks that it has allocated, and those of the results that it got. Before it returns it retains
  * the blocks of its own results for its caller, and releases what it owns. After an error nothing is released until
  * the call ends, which frees all blocks. */
-#ifndef LOWERING_STATIC_MEMORY_H
-#define LOWERING_STATIC_MEMORY_H
+#ifndef LOWERING_MODEL_MEMORY_H
+#define LOWERING_MODEL_MEMORY_H
 
-#include "static_main.h"
+#include "model_checks.h"
 
 /* A block, 64 bytes before its data. */
 typedef struct Block {
@@ -37,10 +37,19 @@ typedef struct {
     int64_t shape[LOWERING_RANK];
 } Tensor;
 
-static int check_callers_memory(lowering_error* error, const lowering_memory* memory) {
-    if (memory != NULL && memory->allocate != NULL && memory->release != NULL) return 0;
-    return fail(error, "run.memory_missing",
+#ifdef LOWERING_LIBRARY
+#include "heap.h"
+#endif
+
+/* Return the memory of a call, or NULL with an error. */
+static const lowering_memory* choose_memory(lowering_error* error, const lowering_memory* memory) {
+#ifdef LOWERING_LIBRARY
+    if (memory == NULL) return &lowering_heap;
+#endif
+    if (memory != NULL && memory->allocate != NULL && memory->release != NULL) return memory;
+    fail(error, "run.memory_missing",
                 "The model has loops, or tensors whose size depends on data, and the call lacks functions for memory.");
+    return NULL;
 }
 
 /* Return a new block with one owner, or NULL. `exact` is the size without wrapping around. */
@@ -94,14 +103,15 @@ __attribute__((unused)) static Tensor retain(Tensor tensor) {
 /* Provide at least `bytes` of scratch memory for each task of the following kernels. It never shrinks: kernels whose
  * scratch memory is in the workspace do not call this. */
 __attribute__((unused)) static int reserve_scratch(Frame* frame, int64_t bytes, double exact) {
-    const int64_t tasks = context.threads != NULL ? context.threads->count : 1;
+    Context* context = &lowering_context;
+    const int64_t tasks = count_tasks(context->threads, context->thread_count);
     if (!(exact <= LOWERING_MOST_BYTES)) return -1;
-    if (bytes <= context.bytes) return 0;
+    if (bytes <= context->bytes) return 0;
     Block* block = allocate_in_heap(frame->heap, bytes * tasks, exact * (double)tasks);
     if (block == NULL) return -1;
     release_block(frame->heap, frame->heap->scratch);
     frame->heap->scratch = block;
-    context.scratch = block->data, context.bytes = bytes;
+    context->scratch = block->data, context->bytes = bytes;
     return 0;
 }
 
@@ -113,12 +123,15 @@ typedef struct {
 } NewOutput;
 
 /* Copy outputs into new memory of the caller, at least one byte each; none at an error. */
-__attribute__((unused)) static int allocate_outputs(const lowering_memory* memory, const NewOutput* new_outputs, int count) {
+__attribute__((unused)) static int allocate_outputs(const Heap* heap, const NewOutput* new_outputs, int count) {
     for (int k = 0; k < count; ++k) {
         const size_t bytes = (size_t)max_of(new_outputs[k].bytes, 1);
-        *new_outputs[k].output = memory->allocate(memory->owner, bytes);
+        *new_outputs[k].output = heap->memory->allocate(heap->memory->owner, bytes);
         if (*new_outputs[k].output == NULL) {
-            while (k-- > 0) memory->release(memory->owner, *new_outputs[k].output), *new_outputs[k].output = NULL;
+            while (k-- > 0) {
+                heap->memory->release(heap->memory->owner, *new_outputs[k].output);
+                *new_outputs[k].output = NULL;
+            }
             return -1;
         }
         if (new_outputs[k].bytes > 0) memcpy(*new_outputs[k].output, new_outputs[k].data, (size_t)new_outputs[k].bytes);

@@ -1,27 +1,17 @@
-/* Parts of a static object (emission/static_source.py): errors, checks of data, memory and tasks of kernels. The
- * generated C code of a model includes this file, after its header. It needs no header of a C library, memcpy and memset
- * of the functions in one, and no memory but the caller's. */
-#ifndef LOWERING_STATIC_MAIN_H
-#define LOWERING_STATIC_MAIN_H
+/* Parts of a model's C code (emission/model_source.py), which includes this file: errors and checks of data. The code
+ * needs no header of a C library, memcpy and memset of the functions in one, and no memory but the caller's. */
+#ifndef LOWERING_MODEL_CHECKS_H
+#define LOWERING_MODEL_CHECKS_H
 
+#include "call.h"
+#include "model_errors.h"
 #include "scan.h"
-#include "static_errors.h"
+#include "tasks.h"
 #if defined(__riscv) && !defined(__riscv_zfh)
-#include "static_half.h"
-#endif
-
-#define LOWERING_HIDDEN __attribute__((visibility("hidden")))
-
-/* With LOWERING_ONE_THREAD, one call of the model runs at a time, and the code needs no thread-local memory. */
-#ifdef LOWERING_ONE_THREAD
-#define LOWERING_PER_THREAD
-#else
-#define LOWERING_PER_THREAD _Thread_local
+#include "half.h"
 #endif
 
 void* memcpy(void* to, const void* from, size_t bytes);
-
-enum { MAX_TASKS = 1024 }; /* of a loop */
 
 __attribute__((cold, unused)) static int fail_memory(lowering_error* error) {
     return fail(error, "run.out_of_memory", "The sizes need more memory than a machine has.");
@@ -53,10 +43,10 @@ static int check_size(lowering_error* error, const char* name, int64_t size, int
     return -1;
 }
 
-__attribute__((unused)) static int check_threads(lowering_error* error, const lowering_threads* threads) {
-    if (threads == NULL) return 0;
-    if (threads->run == NULL) return fail(error, "run.threads_missing", "The threads of the call lack the function run.");
-    return check_size(error, "threads", threads->count, 1, MAX_TASKS);
+static int check_threads(lowering_error* error, const lowering_call* call) {
+    if (call->threads == NULL) return check_size(error, "threads", call->thread_count, 1, MAX_TASKS);
+    if (call->threads->run != NULL) return check_size(error, "threads", call->threads->count, 1, MAX_TASKS);
+    return fail(error, "run.threads_missing", "The threads of the call lack the function run.");
 }
 
 /* Check that memory is given for a tensor with elements, at a multiple of `alignment` bytes. */
@@ -69,6 +59,18 @@ static int check_memory(lowering_error* error, const char* name, const void* dat
     say(&message, data == NULL ? "' is NULL, and needs " : "' does not begin at a multiple of ");
     say_number(&message, data == NULL ? bytes : (int64_t)alignment);
     say(&message, " bytes.");
+    return -1;
+}
+
+static int check_workspace(lowering_error* error, const lowering_call* call, int64_t bytes) {
+    if (check_memory(error, "workspace", call->workspace, bytes, 64) != 0) return -1;
+    if (call->workspace_bytes >= bytes) return 0;
+    Message message = begin_error(error, "run.workspace_too_small");
+    say(&message, "The workspace has ");
+    say_number(&message, call->workspace_bytes);
+    say(&message, " bytes, and the call needs ");
+    say_number(&message, bytes);
+    say(&message, ".");
     return -1;
 }
 
@@ -220,83 +222,5 @@ __attribute__((unused)) static inline int64_t floor_div(int64_t a, int64_t b) {
 }
 
 __attribute__((unused)) static inline int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
-
-/* -- memory and tasks of kernels ---------------------------------------------------------------------------------- */
-
-/* What a thread computes with: the scratch memory of its task, in which kernels allocate and free like on a stack. */
-typedef struct {
-    const lowering_threads* threads; /* NULL inside of a task, and for a caller without threads */
-    char* scratch;                   /* of task 0 */
-    int64_t bytes, used;             /* of each task */
-    int is_serial;                   /* the following loop is computed by the calling thread */
-} Context;
-
-static LOWERING_PER_THREAD Context context;
-
-static void* allocate(int type, int id, uint64_t bytes, int code, int bits) {
-    (void)type, (void)id, (void)code, (void)bits;
-    const int64_t rounded = (int64_t)((bytes + 63) & ~UINT64_C(63));
-    if (rounded < 0 || rounded > context.bytes - context.used) return NULL;
-    char* memory = context.scratch + context.used;
-    context.used += rounded;
-    return memory;
-}
-
-static int release(int type, int id, void* memory) {
-    (void)type, (void)id;
-    context.used = (char*)memory - context.scratch;
-    return 0;
-}
-
-/* TVMParallelGroupEnv and FTVMParallelLambda of tvm/runtime/c_backend_api.h. */
-typedef struct {
-    void* sync_handle;
-    int32_t num_task;
-} Group;
-typedef int (*Lambda)(int task, Group* group, void* data);
-
-static int launch_serial(Lambda lambda, void* data) {
-    Group group = {NULL, 1};
-    const lowering_threads* threads = context.threads;
-    context.threads = NULL, context.is_serial = 0;
-    const int status = lambda(0, &group, data);
-    context.threads = threads;
-    return status;
-}
-
-typedef struct {
-    Lambda lambda;
-    void* data;
-    Group group;
-    Context caller;
-    int failed;
-} Job;
-
-static void run_task(void* data, int number) {
-    Job* job = data;
-    const Context before = context;
-    context = (Context){NULL, job->caller.scratch + number * job->caller.bytes, job->caller.bytes, 0, 0};
-    if (number == 0) context.used = job->caller.used;
-    if (job->lambda(number, &job->group, job->data) != 0) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
-    context = before;
-}
-
-/* TVMBackendParallelLaunch. Any number of tasks computes the whole loop. */
-static int launch(Lambda lambda, void* data, int num_task) {
-    (void)num_task;
-    const lowering_threads* threads = context.threads;
-    if (threads == NULL || context.is_serial) return launch_serial(lambda, data);
-    Job job = {lambda, data, {NULL, threads->count}, context, 0};
-    threads->run(threads->pool, run_task, &job, threads->count);
-    return job.failed ? -1 : 0;
-}
-
-/* Kernels call these by weak variables, which TVM sets when it loads a library. */
-LOWERING_HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int) = allocate;
-LOWERING_HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = release;
-LOWERING_HIDDEN int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
-
-/* The number of tasks of the following loop, or 0 (schedules/cpu/elementwise/loops.py): 1 is computed serially. */
-LOWERING_HIDDEN int lowering_plan_launch(int64_t tasks) { return context.is_serial = tasks == 1; }
 
 #endif

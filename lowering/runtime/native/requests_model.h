@@ -1,12 +1,11 @@
-/* Checks of requests as functions of a static object: their memory and errors (requests.h). */
-#ifndef LOWERING_REQUESTS_STATIC_H
-#define LOWERING_REQUESTS_STATIC_H
+/* Checks of requests as functions of a model's C code: their memory and errors (requests.h). */
+#ifndef LOWERING_REQUESTS_MODEL_H
+#define LOWERING_REQUESTS_MODEL_H
 
 #include <stdarg.h>
 
-#include "model.h"
+#include "model_errors.h"
 #include "requests_call.h"
-#include "static_errors.h"
 
 /* The format of an int64_t in reject. */
 #define N "%d"

@@ -2,8 +2,8 @@
  *
  * LLVM calls these functions by the ABI lp64d, where a float16 is in the low bits of a floating-point register, whose
  * other bits are set. TVM's weak definitions have it in an integer register. C without _Float16 declares it as float. */
-#ifndef LOWERING_STATIC_HALF_H
-#define LOWERING_STATIC_HALF_H
+#ifndef LOWERING_HALF_H
+#define LOWERING_HALF_H
 
 #include <stdint.h>
 
