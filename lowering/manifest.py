@@ -22,6 +22,7 @@ FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", 
 MODEL, SETUP = "model", "setup"  # prefixes of an artifact's code files
 SIGNATURE = "manifest.sig"
 OBJECT, WEIGHTS_SOURCE = "model.o", "weights.S"  # of static objects
+LOADER = ("lowering.c", "lowering.h", "library.h", "call.h", "types.h")  # of libraries for C
 SYMBOL = "__tvm_ffi_"  # prefix of function names in a library
 
 MAX_THREADS = 1024

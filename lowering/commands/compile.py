@@ -66,10 +66,10 @@ def add_command(add_parser: Callable[..., Any]) -> None:
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
     c.add_argument(
         "--emit",
-        choices=("artifact", "static"),
+        choices=("artifact", "library", "static"),
         default="artifact",
-        help="artifact: a folder that Python and C++ load; static: model.o and model.h, with C functions that need no "
-        "runtime",
+        help="artifact: a folder that Python and C++ load; library: model.so and lowering.c, which C programs load; "
+        "static: model.o and model.h, with C functions that need no runtime",
     )
     c.add_argument("--name", help="the prefix of a static object's C names; default: model")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
@@ -84,7 +84,7 @@ def add_command(add_parser: Callable[..., Any]) -> None:
 
 def _compile(arguments: argparse.Namespace) -> int:
     from ..compiling import progress_bar
-    from ..compiling.compiler import compile_static, compile_to
+    from ..compiling.compiler import compile_library, compile_static, compile_to
     from ..compiling.dump_folder import DumpFolder
 
     _check_emitted(arguments)
@@ -109,6 +109,8 @@ def _compile(arguments: argparse.Namespace) -> int:
         if arguments.emit == "static":
             name = "model" if arguments.name is None else arguments.name
             manifest = compile_static(arguments.output, arguments.model, arguments.target, name=name, **options)
+        elif arguments.emit == "library":
+            manifest = compile_library(arguments.output, arguments.model, arguments.target, **options)
         else:
             manifest = compile_to(
                 arguments.output, arguments.model, arguments.target, sign_key=arguments.sign, **options
@@ -161,10 +163,10 @@ def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _check_emitted(arguments: argparse.Namespace) -> None:
     """Reject options that mean nothing for what is emitted."""
-    if arguments.emit == "static" and arguments.sign is not None:
+    if arguments.emit != "artifact" and arguments.sign is not None:
         raise InputError(
             "static.sign_unsupported",
-            "--sign signs artifacts, not static objects. Sign the program that the object is linked into.",
+            "--sign signs artifacts, not C code. Sign the program that it is a part of.",
         )
     if arguments.emit != "static" and arguments.name is not None:
         raise InputError(

@@ -1,10 +1,10 @@
-"""A lowered model as C code and the objects of its kernels, and the tools that link them."""
+"""A model as C code and the objects of its kernels, and the tools that link them."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tvm import tirx
@@ -12,11 +12,15 @@ from tvm import tirx
 from ..emission.c_code import CTensor
 from ..emission.c_model import CModel
 from ..emission.main_code import emit_main
-from ..errors import TargetError
-from ..manifest import WeightSpec
-from ..target import Target
+from ..errors import InputError, ModelError, TargetError
+from ..graph.loading.model import ModelLike
+from ..manifest import WEIGHTS
+from ..target import Target, resolve
+from .artifact import write_weights
 from .bundled_sources import C_FLAGS, FOLDER, compile_c_sources
-from .compilation import LoweredModel
+from .compilation import LoweredModel, lower
+from .options import CompileOptions
+from .pipeline import Dump
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,50 @@ class CObjects:
     kernels: dict[str, bytes]
 
 
-def compile_c_model(
-    lowered: LoweredModel, weights: Sequence[WeightSpec], origin: int = 0, counters: Collection[str] = ()
-) -> CObjects:
+def lower_to_c(model: ModelLike, options: CompileOptions, dump: Dump | None) -> tuple[Target, LoweredModel]:
+    """Return the target of a model, and the model, lowered for C code.
+
+    Raises:
+        InputError: The options are for an artifact only, or the model has a setup.
+        ModelError: It has strings.
+    """
+    if options.serve is not None:
+        raise InputError(
+            "static.serve_unsupported", "serve makes a model for `Batcher`, which runs artifacts. Compile an artifact."
+        )
+    targets = resolve(options.target, options.cc)
+    if targets[0].architecture:
+        raise InputError(
+            "static.target_unsupported",
+            f"target='{options.target}' is a GPU, and C code is for a CPU. Use cpu, or compile an artifact.",
+        )
+    lowered, *setup = lower(model, options, targets, dump=dump, native=True)
+    if setup:
+        raise InputError(
+            "static.setup_unsupported",
+            "the model has a setup, which C code does not contain. Compile encoder and decoder as two models.",
+        )
+    if any(tensor.dtype == "string" for tensor in (*lowered.manifest.inputs, *lowered.manifest.outputs)):
+        raise ModelError(
+            "static.strings_unsupported",
+            "the model has inputs or outputs of strings, which C code does not encode. Compile an artifact.",
+        )
+    return targets[0], lowered
+
+
+def write_c_weights(lowered: LoweredModel, folder: Path) -> LoweredModel:
+    """Write weights.bin, if the model has weights; return the model with their offsets."""
+    (specs,), _, _ = write_weights(folder / WEIGHTS, [lowered.states[0].packed_weights])
+    if not specs:
+        (folder / WEIGHTS).unlink()
+    return replace(lowered, manifest=replace(lowered.manifest, weights=specs))
+
+
+def compile_c_model(lowered: LoweredModel, counters: Collection[str] = ()) -> CObjects:
     """Compile the kernels of a model for a CPU, and emit the C code of the rest.
 
     Args:
-        lowered: The model, lowered with `native`.
-        weights: Its weights with their offsets.
-        origin: The offset that the address of a call's weights has.
+        lowered: The model, whose weights have their offsets.
         counters: Further kernels, which `main` does not call.
 
     Raises:
@@ -45,11 +84,11 @@ def compile_c_model(
     _, compiled = lowered.kernels[0].compile_kernels(state.module)
     tensors = [
         CTensor(
-            f"(void*)((const char*)call->weights + {spec.offset - origin})",
+            f"(void*)((const char*)call->weights + {spec.offset})",
             tuple(tirx.IntImm("int64", size) for size in spec.dims),
             spec.storage,
         )
-        for spec in weights
+        for spec in manifest.weights
     ]
     program, code = emit_main(state.module, manifest.inputs, tensors, state.assertions)
     kernels = {name: state.module[name] for name in dict.fromkeys((*program.kernels, *counters))}
@@ -67,7 +106,7 @@ def compile_objects(
         target: The target, whose linker compiles C.
         folder: Where all files go.
         objects: The model.
-        files: The content of model.c, and of headers beside it.
+        files: The content of model.c, and of other files next to it.
         variant: As for `compile_c_sources`.
 
     Raises:

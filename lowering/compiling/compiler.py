@@ -125,6 +125,36 @@ def compile_static(
         return write_static_object(Path(folder), model, options, name, dump)
 
 
+def compile_library(
+    folder: str | Path,
+    model: ModelLike,
+    target: str = "cpu",
+    *,
+    seed: int | str = 0,
+    dump: Dump | None = None,
+    **arguments: Unpack[CompileArguments],
+) -> Manifest:
+    """Compile into a folder with a library for C, and the source of its loader (lowering.h).
+
+    Parameters are as for `compile`.
+
+    Returns:
+        The description of the model.
+
+    Raises:
+        InputError: The target is a GPU, the model has a setup, or serve is not None.
+        ModelError: It has strings.
+    """
+    check_replaceable(Path(os.path.realpath(folder)))
+    options = CompileOptions(target=target, seed=seed, **arguments)
+    if isinstance(model, (str, os.PathLike)):
+        check_model_file(Path(model))  # before slow imports
+    with _collect_garbage_rarely(), scratch.use_folder(Path(os.path.realpath(folder)).parent):
+        from .library import write_library
+
+        return write_library(Path(folder), model, options, dump)
+
+
 def _compile_into(
     folder: Path, model: ModelLike, options: CompileOptions, dump: Dump | None, sign_key: SigningKey | None = None
 ) -> Manifest:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import re
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..emission.static_fields import name_fields
 from ..emission.static_header import write_header
 from ..emission.static_source import write_source, write_weights_source
-from ..errors import InputError, ModelError
+from ..errors import InputError
 from ..graph.loading.model import ModelLike
-from ..manifest import HEADER, OBJECT, WEIGHTS, WEIGHTS_SOURCE, Manifest
+from ..manifest import HEADER, OBJECT, WEIGHTS_SOURCE, Manifest
 from ..runtime.artifact.folders import replace_folder
-from ..target import Target, resolve
+from ..target import Target
 from . import progress
-from .artifact import write_weights
 from .bundled_sources import ONE_THREAD
-from .c_model import CObjects, compile_c_model, compile_objects, run_tool
-from .compilation import lower
+from .c_model import CObjects, compile_c_model, compile_objects, lower_to_c, run_tool, write_c_weights
 from .interrupts import preserve_interrupts
 from .options import CompileOptions
 from .pipeline import Dump
@@ -48,51 +45,28 @@ def write_static_object(
         dump: As for `compile`.
 
     Raises:
-        InputError: The name is not a C identifier, or the target is a GPU.
-        ModelError: It has strings, or calls what is not C code (`static.unsupported`).
+        InputError: The name is not a C identifier, or as for `lower_to_c`.
+        ModelError: As for `lower_to_c` and `compile_c_model`.
         TargetError: The C compiler or the linker is missing or fails.
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
         raise InputError(
             "static.name_invalid", f"'{name}' cannot begin C names. Use letters, digits and _, a letter first."
         )
-    if options.serve is not None:
-        raise InputError(
-            "static.serve_unsupported", "serve makes a model for `Batcher`, which runs artifacts. Compile an artifact."
-        )
-    targets = resolve(options.target, options.cc)
-    if targets[0].architecture:
-        raise InputError(
-            "static.target_unsupported",
-            f"target='{options.target}' is a GPU, and a static object is for a CPU. Use cpu, or compile an artifact.",
-        )
-    lowered, *setup = lower(model, options, targets, dump=dump, native=True)
-    if setup:
-        raise InputError(
-            "static.setup_unsupported",
-            "the model has a setup, which a static object does not contain. Compile encoder and decoder as two models.",
-        )
-    if any(tensor.dtype == "string" for tensor in (*lowered.manifest.inputs, *lowered.manifest.outputs)):
-        raise ModelError(
-            "static.strings_unsupported",
-            "the model has inputs or outputs of strings, which a static object does not encode. Compile an artifact.",
-        )
+    target, lowered = lower_to_c(model, options, dump)
     one_thread = options.threads == 1
     with replace_folder(folder) as new:
-        (specs,), _, _ = write_weights(new / WEIGHTS, [lowered.states[0].packed_weights])
-        lowered = replace(lowered, manifest=replace(lowered.manifest, weights=specs))
-        objects = compile_c_model(lowered, specs)
+        lowered = write_c_weights(lowered, new)
+        objects = compile_c_model(lowered)
         fields = name_fields(objects.model)
         header = partial(write_header, objects.model, fields, name, one_thread)
         files = {HEADER: header(), "model.c": write_source(objects.model, fields, name, one_thread)}
         with progress.stage("linking"):
-            content, functions = _link(targets[0], objects, files, name, one_thread)
+            content, functions = _link(target, objects, files, name, one_thread)
         (new / OBJECT).write_bytes(content)
         (new / HEADER).write_text(header(functions), "ascii")
-        if specs:
+        if lowered.manifest.weights:
             (new / WEIGHTS_SOURCE).write_text(write_weights_source(name), "ascii")
-        else:
-            (new / WEIGHTS).unlink()
     return lowered.manifest
 
 
@@ -106,11 +80,9 @@ def _link(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         names = compile_objects(target, folder, objects, files, [ONE_THREAD] if one_thread else [])
-        objcopy, nm = (
-            run_tool(target, folder, [target.linker, f"-print-prog-name={tool}"]).strip() for tool in _TOOLS
-        )
+        objcopy, nm = (run_tool(target, folder, [target.linker, f"-print-prog-name={tool}"]).strip() for tool in _TOOLS)
         run_tool(target, folder, [target.linker, "-r", "-nostdlib", *names, "-o", OBJECT])
-        kept = [f"--keep-global-symbol={name}_{function}" for function in ("run", "workspace_bytes")]
-        run_tool(target, folder, [objcopy, *kept, OBJECT])
+        exported = [f"--keep-global-symbol={name}_{function}" for function in ("run", "workspace_bytes")]
+        run_tool(target, folder, [objcopy, *exported, OBJECT])
         undefined = run_tool(target, folder, [nm, "-u", OBJECT]).splitlines()
         return (folder / OBJECT).read_bytes(), sorted({line.split()[-1] for line in undefined} - _OF_LINKERS)

@@ -67,11 +67,13 @@ def _write_description(model: CModel) -> Iterator[str]:
     yield from _write_array("lowering_tensor", "inputs", inputs)
     yield from _write_array("lowering_tensor", "outputs", outputs)
     yield from _write_array("lowering_size", "sizes", sizes)
-    offset, end = _find_weights(model)
-    yield '__attribute__((visibility("default"))) const lowering_library lowering_model = {'
+    yield '__attribute__((visibility("default"))) const lowering_library lowering_description = {'
+    features = ", ".join([*map(quote, manifest.cpu_features), "NULL"])
     yield f"    LOWERING_INTERFACE, sizeof(lowering_library), {quote(VERSION)}, {quote(manifest.target)},"
+    yield f"    (const char* const[]){{{features}}},"
     yield f"    {len(sizes)}, {len(inputs)}, {len(outputs)}, sizes, inputs, outputs,"
-    yield f"    {offset}, {end - offset}, {int(model.program.allocates)}, count_threads, lowering_release, plan, run_call,"
+    yield f"    {_count_weight_bytes(model)}, {int(model.program.allocates)},"
+    yield "    count_threads, lowering_release, plan, run_call,"
     yield "};"
 
 
@@ -105,7 +107,5 @@ def _describe_size(model: CModel, size: str) -> str:
     return f"{quote(size)}, INT64_C({lower}), INT64_C({upper}), {number}, {element}"
 
 
-def _find_weights(model: CModel) -> tuple[int, int]:
-    """Return where the model's weights begin and end in weights.bin."""
-    weights = model.manifest.weights
-    return (weights[0].offset, max(weights[-1].offset + weights[-1].nbytes, 1)) if weights else (0, 0)
+def _count_weight_bytes(model: CModel) -> int:
+    return max((weight.offset + weight.nbytes for weight in model.manifest.weights), default=0)

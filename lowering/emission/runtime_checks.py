@@ -56,7 +56,8 @@ def make_requests_check(
     """Return the check of a batch of requests by the function `name`; arguments are those of `importing.checks`."""
     entries = ", ".join("{0}" if table is None else _describe_table(table, to_c) for table in tables)
     return (
-        f"{name}(&(Requests){{&(Node){{{quote(str(node.value))}, error, lowering_context.scratch, lowering_context.bytes}}, "
+        f"{name}(&(Requests){{&(Node){{{quote(str(node.value))}, error, lowering_context.scratch, "
+        f"lowering_context.bytes}}, "
         f"{list_numbers(sizes, to_c)}, {len(sizes)}, (const Table[]){{{entries}}}}})"
     )
 

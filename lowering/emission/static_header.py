@@ -19,9 +19,7 @@ _C_TYPES = {
 _TYPES = Path(__file__).parents[1] / "runtime" / "native" / "types.h"
 
 
-def write_header(
-    model: CModel, names: FieldNames, name: str, one_thread: bool, functions: Sequence[str] = ()
-) -> str:
+def write_header(model: CModel, names: FieldNames, name: str, one_thread: bool, functions: Sequence[str] = ()) -> str:
     """Return model.h, ASCII.
 
     Args:

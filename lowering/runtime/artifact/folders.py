@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...errors import ArtifactError
-from ...manifest import FILE, HEADER, HOST, MODEL, OBJECT, SETUP, SIGNATURE, WEIGHTS, WEIGHTS_SOURCE
+from ...manifest import FILE, HEADER, HOST, LOADER, MODEL, OBJECT, SETUP, SIGNATURE, WEIGHTS, WEIGHTS_SOURCE
 
 # A writer's folder next to the artifact: new/ is its output, old/ the folder that it has moved aside.
 _WORK_SUFFIX = ".onnx-lowering"
@@ -28,7 +28,7 @@ _EXCHANGE_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENO
 
 def is_artifact_file(name: str) -> bool:
     """Return whether artifacts have a file of that name. Folders with any other file are never replaced."""
-    names = (FILE, WEIGHTS, HEADER, HOST, SIGNATURE, OBJECT, WEIGHTS_SOURCE)
+    names = (FILE, WEIGHTS, HEADER, HOST, SIGNATURE, OBJECT, WEIGHTS_SOURCE, *LOADER)
     return name in names or bool(re.fullmatch(rf"({MODEL}|{SETUP})(\.sm_\w+)?\.so", name))
 
 

@@ -1,4 +1,4 @@
-/* What a model.so exports: the description of a model, and its functions. lowering.c and runtime/library.py read it.
+/* What a model.so exports: the description of a model, and its functions, which lowering.c calls.
  *
  * Later versions of this interface append fields, and `bytes` says which a library has. */
 #ifndef LOWERING_LIBRARY_H
@@ -34,12 +34,13 @@ typedef struct {
     uint32_t bytes;      /* of this record */
     const char* version; /* of the compiler */
     const char* target;
+    const char* const* cpu_features; /* names of Linux's /proc/cpuinfo, then NULL */
     int32_t size_count, input_count, output_count;
     const lowering_size* sizes;
     const lowering_tensor* inputs;
     const lowering_tensor* outputs;
-    int64_t weights_offset, weights_bytes; /* in weights.bin; offsets of the code begin with that of the file */
-    int32_t allocates;                     /* whether calls allocate memory */
+    int64_t weights_bytes; /* of weights.bin that the code reads */
+    int32_t allocates;     /* whether calls allocate memory */
 
     /* Return the number of CPUs that the calling thread may use. */
     int32_t (*count_cpus)(void);
@@ -57,6 +58,6 @@ typedef struct {
 } lowering_library;
 
 /* The symbol of a library. */
-extern const lowering_library lowering_model;
+extern const lowering_library lowering_description;
 
 #endif
