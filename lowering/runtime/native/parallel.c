@@ -34,8 +34,8 @@ LOWERING_HIDDEN int lowering_plan_launch(int64_t tasks) {
     return 0;
 }
 
-static int run_task(Lambda lambda, void* data, int number, int count) {
-    Group group = {NULL, count};
+static int run_task(Lambda lambda, void* data, int number, int count, void* arrivals) {
+    Group group = {arrivals, count};
     const int was_in_task = in_task;
     in_task = 1;
     const int status = lambda(number, &group, data);
@@ -43,10 +43,10 @@ static int run_task(Lambda lambda, void* data, int number, int count) {
     return status;
 }
 
-static int run_share(void* data, int number, int count, int thread) {
+static int run_share(void* data, int number, int count, int thread, void* arrivals) {
     (void)thread;
     Loop* loop = data;
-    if (run_task(loop->lambda, loop->data, number, count) == 0) return 0;
+    if (run_task(loop->lambda, loop->data, number, count, arrivals) == 0) return 0;
     TVMFFIObjectHandle error = NULL, none = NULL;
     TVMFFIErrorMoveFromRaised(&error); /* raised errors belong to a thread */
     if (!atomic_compare_exchange_strong(&loop->error, &none, error)) TVMFFIObjectDecRef(error);
@@ -57,7 +57,10 @@ static int run_share(void* data, int number, int count, int thread) {
 static int launch(Lambda lambda, void* data, int num_task) {
     const int64_t tasks = planned_tasks;
     planned_tasks = 0;
-    if (tasks == 1 || in_task || requested_threads == 1) return run_task(lambda, data, 0, 1);
+    if (tasks == 1 || in_task || requested_threads == 1) {
+        int arrivals = 0;
+        return run_task(lambda, data, 0, 1, &arrivals);
+    }
     Loop loop = {lambda, data, NULL};
     const int status = run_on_pool(run_share, &loop, tasks, num_task > 0 ? num_task : requested_threads);
     TVMFFIObjectHandle error = atomic_load(&loop.error);

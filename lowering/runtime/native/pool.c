@@ -26,7 +26,8 @@ enum { STACK_WORKERS = 32, SHARES_PER_THREAD = 4, UNFILLED = 64 };
 
 /* The shares of a loop that a thread computes first, in a cache line of their own. */
 typedef struct {
-    _Alignas(64) atomic_int next;
+    _Alignas(64) atomic_int arrivals; /* at a barrier (pool.h) */
+    atomic_int next;
     int end;
 } Shares;
 
@@ -107,7 +108,7 @@ static void compute_shares(Job* job, int thread) {
         while (atomic_load_explicit(&shares->next, memory_order_relaxed) < shares->end) {
             const int number = atomic_fetch_add_explicit(&shares->next, 1, memory_order_relaxed);
             if (number >= shares->end) break;
-            if (job->run(job->data, number, job->count, thread) == 0) continue;
+            if (job->run(job->data, number, job->count, thread, job->shares) == 0) continue;
             atomic_store(&job->failed, 1);
             return;
         }
@@ -219,6 +220,7 @@ static int64_t choose_share(int64_t tasks) {
 static int divide_loop(int64_t tasks, int threads, Shares* shares) {
     const int64_t count = tasks < 1 ? threads : divide_up(tasks, choose_share(divide_up(tasks, threads)));
     for (int k = 0; k < threads; ++k) {
+        atomic_init(&shares[k].arrivals, 0);
         atomic_init(&shares[k].next, (int)(count * k / threads));
         shares[k].end = (int)(count * (k + 1) / threads);
     }
@@ -232,6 +234,11 @@ LOWERING_HIDDEN int count_cpus(void) {
     return sched_getaffinity(0, sizeof(mask), &mask) == 0 ? CPU_COUNT(&mask) : 1;
 }
 
+static int run_alone(Share run, void* data) {
+    Shares shares = {0};
+    return run(data, 0, 1, 0, &shares) != 0 ? -1 : 0;
+}
+
 LOWERING_HIDDEN int run_on_pool(Share run, void* data, int64_t tasks, int threads) {
     Worker* taken = NULL;
     cpu_set_t mask;
@@ -240,7 +247,7 @@ LOWERING_HIDDEN int run_on_pool(Share run, void* data, int64_t tasks, int thread
     if (threads == 0) threads = CPU_COUNT(&mask);
     if (threads > MAX_TASKS) threads = MAX_TASKS;
     int workers = threads > 1 ? take_workers(threads - 1, &mask, &taken) : 0;
-    if (workers == 0) return run(data, 0, 1, 0) != 0 ? -1 : 0;
+    if (workers == 0) return run_alone(run, data);
 
     /* Callers may have small stacks. */
     Shares stack_shares[STACK_WORKERS], *shares = stack_shares, *heap_shares = NULL;
@@ -248,7 +255,7 @@ LOWERING_HIDDEN int run_on_pool(Share run, void* data, int64_t tasks, int thread
         shares = heap_shares = aligned_alloc(_Alignof(Shares), (size_t)(workers + 1) * sizeof(Shares));
         if (shares == NULL) {
             give_back_workers(taken);
-            return run(data, 0, 1, 0) != 0 ? -1 : 0;
+            return run_alone(run, data);
         }
     }
     threads = workers + 1;

@@ -7,8 +7,9 @@
 #include "tasks.h"
 
 /* Compute share `number` of `count` of a loop, by thread `thread` of those that compute it. Return 0, or another value
- * if it fails. */
-typedef int (*Share)(void* data, int number, int count, int thread);
+ * if it fails. TVMBackendParallelBarrier counts at int k * 16 of `arrivals`, zeros at first, those of share k, in a
+ * loop with one for each thread. */
+typedef int (*Share)(void* data, int number, int count, int thread, void* arrivals);
 
 /* Return the number of CPUs of the calling thread's affinity mask. */
 int count_cpus(void);

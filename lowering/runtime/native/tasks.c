@@ -67,9 +67,9 @@ static void run_task(void* data, int number) {
 }
 
 #ifdef LOWERING_LIBRARY
-static int run_share(void* data, int number, int count, int thread) {
+static int run_share(void* data, int number, int count, int thread, void* arrivals) {
     const Job* job = data;
-    Group group = {NULL, count};
+    Group group = {arrivals, count};
     const Context before = lowering_context;
     lowering_context = enter(job, thread);
     const int status = job->lambda(number, &group, job->data);
