@@ -81,7 +81,8 @@ def compile_c_model(lowered: LoweredModel, counters: Collection[str] = ()) -> CO
         ModelError: It needs more than calls of kernels (`static.unsupported`).
     """
     state, manifest = lowered.states[0], lowered.manifest
-    _, compiled = lowered.kernels[0].compile_kernels(state.module)
+    module = lowered.kernels[0].describe_scratch(state.module)
+    _, compiled = lowered.kernels[0].compile_kernels(module)
     tensors = [
         CTensor(
             f"(void*)((const char*)call->weights + {spec.offset})",
@@ -90,8 +91,8 @@ def compile_c_model(lowered: LoweredModel, counters: Collection[str] = ()) -> CO
         )
         for spec in manifest.weights
     ]
-    program, code = emit_main(state.module, manifest.inputs, tensors, state.assertions)
-    kernels = {name: state.module[name] for name in dict.fromkeys((*program.kernels, *counters))}
+    program, code = emit_main(module, manifest.inputs, tensors, state.assertions)
+    kernels = {name: module[name] for name in dict.fromkeys((*program.kernels, *counters))}
     symbols = {kernel.name: kernel.symbol for kernel in compiled if kernel.name in kernels}
     model = CModel(manifest, program, code, kernels, symbols)
     return CObjects(model, {kernel.symbol: kernel.code for kernel in compiled if kernel.name in kernels})

@@ -171,8 +171,7 @@ class _Lowering:
             choose = TunedRecords(None if options.database is None else Path(options.database), target).choose
             runs_on = self.stand_in or target
             kernels = KernelCompiler(runs_on, c_signatures=self.native)
-            # A dump must show every scheduled kernel, and C code reads what they allocate.
-            cached = kernels if dump is None and not self.native else None
+            cached = kernels if dump is None else None  # a dump must show every scheduled kernel
             pass_options = PassOptions(runs_on, pairs, options.accuracy_level, matmuls, choose, cached)
             with progress.stage("lowering"):
                 state = CompileState.from_imported(imported, target, pass_options)

@@ -34,6 +34,7 @@ from ..target import Target
 from . import progress
 from .cache import object_cache
 from .cache.fingerprints import sources
+from .scratch_records import add_scratch, write_scratch
 
 Pass: TypeAlias = Callable[[tvm.IRModule], tvm.IRModule]
 
@@ -60,6 +61,8 @@ class KernelCompiler:
         """Symbols that were not in the cache."""
         self._cached: dict[str, KernelObject] = {}
         """By key of the unscheduled kernel, in memory: other processes may clear the cache at any time."""
+        self._scratch: dict[str, str] = {}
+        """Likewise, what their code allocates (scratch_records.py), with c_signatures."""
         self._pending: dict[str, Future[bytes]] = {}
         """By symbol: of equal kernels one thread compiles the first, and the others wait for its code."""
         self._guard = threading.Lock()
@@ -68,18 +71,29 @@ class KernelCompiler:
         """Return the key of an unscheduled kernel and its schedule `how`; None if it is not compiled separately."""
         if not self.use_cache or self.target.architecture or not _is_standalone(func):
             return None
-        fingerprint = (tvm_ffi.structural_hash(_remove_names(func)), how, str(self.made_for), sources())
+        fingerprint = (
+            tvm_ffi.structural_hash(_remove_names(func)), how, str(self.made_for), self.c_signatures, sources()
+        )  # fmt: skip
         return "m" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:32]
 
     def has(self, key: str) -> bool:
         """Return whether the code is cached, so that the kernel need not be scheduled."""
         if key not in self._cached:
-            symbol = object_cache.get(key, object_cache.MADE_OF)
-            code = None if symbol is None else object_cache.get(symbol.decode())
-            if symbol is None or code is None:
+            symbol, _, scratch = (object_cache.get(key, object_cache.MADE_OF) or b"").decode().partition("\n")
+            code = object_cache.get(symbol) if symbol else None
+            if code is None:
                 return False
-            self._cached[key] = KernelObject("", symbol.decode(), code)
+            self._cached[key], self._scratch[key] = KernelObject("", symbol, code), scratch
         return True
+
+    def describe_scratch(self, module: tvm.IRModule) -> tvm.IRModule:
+        """Return the module, in which kernels that are not scheduled say what their cached code allocates."""
+        described = tvm.IRModule(dict(module.functions_items()), attrs=module.attrs)
+        for name, func in module.functions_items():
+            key = func.attrs.get(CODE) if isinstance(func, tirx.PrimFunc) else None
+            if key in self._cached:
+                described.update_func(name, add_scratch(func, self._scratch[key]))
+        return described
 
     def compile_kernels(self, module: tvm.IRModule) -> tuple[tvm.IRModule, list[KernelObject]]:
         """Compile the kernels that call no other function; return the rest of the module, and their code.
@@ -121,7 +135,8 @@ class KernelCompiler:
                 code.set_exception(error)
         result = code.result()
         if key is not None:
-            object_cache.put(key, symbol.encode(), object_cache.MADE_OF)
+            scratch = f"\n{write_scratch(func)}" if self.c_signatures else ""
+            object_cache.put(key, (symbol + scratch).encode(), object_cache.MADE_OF)
         return KernelObject(name, symbol, result)
 
     def _code(self, func: tirx.PrimFunc, symbol: str, plain: tvm.target.Target) -> bytes:

@@ -18,6 +18,9 @@ from ..tensorir.expressions import Expr
 PASSES_OF_PACKED_ARGUMENTS = ("tirx.MakePackedAPI", "tirx.FP8StorageLegalize", "tirx.BF16StorageLegalize")
 """TVM's passes that unpack_arguments replaces, and those that must follow it."""
 
+SCRATCH = "lowering.scratch"
+"""Attribute of a kernel that is not scheduled, since its code is cached: what its code allocates."""
+
 _LOWERED = 1  # the calling convention of functions whose parameters are final
 _CPU = 1  # kDLCPU
 _C_TYPES = {"int64": "int64_t", "int32": "int32_t", "float32": "float", "float64": "double", "bool": "_Bool"}
@@ -65,7 +68,12 @@ def unpack_arguments(lowered: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def list_scratch_sizes(kernel: tirx.PrimFunc) -> list[tuple[Sequence[Expr], int]]:
-    """Return the shape of each array that a scheduled kernel allocates, and the bytes of an element."""
+    """Return the shape of each array that a kernel allocates, and the bytes of an element.
+
+    The kernel is scheduled, or the attribute SCRATCH of an unscheduled one says this (compiling/scratch_records.py).
+    """
+    if SCRATCH in (kernel.attrs or {}):
+        return [(tuple(shape), int(itemsize)) for itemsize, *shape in kernel.attrs[SCRATCH]]
     buffers: list[tirx.Buffer] = []
     tvm_ffi.structural_walk(
         kernel.body,
