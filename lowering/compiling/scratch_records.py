@@ -1,4 +1,4 @@
-"""What cached kernels allocate, as text: C code reads it where a kernel is not scheduled again (object_cache.py)."""
+"""Scratch memory of cached kernels, as text, for C code that calls kernels which are not scheduled again."""
 
 from __future__ import annotations
 
